@@ -1,0 +1,58 @@
+"""Attention backends over one paged KV cache, and the choice among them.
+
+| name | where | what for |
+|---|---|---|
+| naive | any device | plain torch, the readable oracle of all others |
+| cpu | CPU | paged kernels compiled by numba |
+| triton | CUDA | own paged FlashAttention kernels, the default there |
+| flash_attn | CUDA | the flash-attn package, where installed |
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanoengine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanoengine.attention.base import AttentionBackend
+
+BACKENDS = {
+    "naive": ("nanoengine.attention.naive", "NaiveBackend"),
+    "cpu": ("nanoengine.attention.cpu", "CPUBackend"),
+    "triton": ("nanoengine.attention.triton", "TritonBackend"),
+    "flash_attn": ("nanoengine.attention.flash", "FlashAttnBackend"),
+}
+
+
+def resolve_backend(name: str, device: torch.device) -> str:
+    """The backend that `name` means on `device`; "auto" takes cpu on the CPU and triton on CUDA."""
+    if name == "auto":
+        return "cpu" if device.type == "cpu" else "triton"
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"
+        )
+    return name
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class behind a resolved name. Its module is imported only now, with the optional packages it needs."""
+    module, attribute = BACKENDS[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def make_backend(
+    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> AttentionBackend:
+    """Builds a resolved backend for one engine.
+
+    Raises:
+        ConfigError: it can't do this device, dtype, head_dim or block size; the message says what
+            it can.
+        MissingDependencyError: its package is not installed.
+    """
+    return backend_class(name)(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)

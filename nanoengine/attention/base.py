@@ -1,0 +1,86 @@
+"""AttentionBackend: the protocol of a paged attention kernel, and what a layer tells it.
+
+Every backend does the same two things in `forward`: it stores this step's keys and values into the
+paged cache at
+`batch.slot_mapping`, then attends each query over its sequence's whole context *through the cache*.
+Because all
+tokens of a step are stored before any is read, a sequence may read blocks that another one writes
+in the same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+from nanoengine.runner.batch import Batch
+
+KVLayoutName = Literal["PKD", "KPD"]
+"""Order of the dimensions inside a block: P tokens, K KV heads, D head dim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What one layer's attention computes.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of this rank; num_heads is a multiple of num_kv_heads.
+        scale: factor on q.k, usually head_dim ** -0.5.
+        sliding_window: None, or w: a token sees itself and the w - 1 tokens before it.
+        softcap: None, or c: scores become c * tanh(score / c).
+        group: index of the layer's KV group in `batch.slot_mapping` and `batch.block_tables`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    group: int = 0
+
+
+class AttentionBackend(Protocol):
+    """A paged attention kernel with its cache layout.
+
+    Class attributes:
+        name: as users write it in `attention_backend=`.
+        kv_layout: "PKD" for caches [num_blocks, block_size, num_kv_heads, head_dim], "KPD" for
+            heads first.
+        default_block_size: [tokens], chosen by measurement.
+        graph_safe: its launches may be captured in a CUDA graph.
+
+    An instance is made by `attention.make_backend` and serves all layers of one engine; it keeps no
+    state between
+    steps, so two batches may be in flight.
+    """
+
+    name: ClassVar[str]
+    kv_layout: ClassVar[KVLayoutName]
+    default_block_size: ClassVar[int]
+    graph_safe: ClassVar[bool]
+
+    def prepare(self, batch: Batch) -> object:
+        """Computes once what all layers of a step share; the caller stores it in `batch.attention`."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Stores k, v and attends.
+
+        Args:
+            q: [T, H, D]; k, v: [T, K, D], contiguous in the last dimension, of the model's dtype.
+            k_cache, v_cache: one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`.
+
+        Returns:
+            [T, H, D], the dtype of q.
+        """

@@ -1,0 +1,160 @@
+"""EngineConfig: every setting of the engine, one field a line with its unit and the reason for its default.
+
+Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) is returned by who
+discovers it and
+never written back here. The command line is derived from this class.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from nanoengine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Raises:
+        ConfigError: a value is out of range or two settings contradict each other; before anything
+            is loaded.
+    """
+
+    model: str
+    """Directory of a Hugging Face checkpoint, or a hub id."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; None: the model's own."""
+    skip_tokenizer_init: bool = False
+    """Do without a tokenizer: prompts are token ids, outputs have no text."""
+    trust_remote_code: bool = False
+    """Let transformers run the tokenizer's own Python code from the checkpoint."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub repository; None: its main branch."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: seeded random weights, for benchmarks; the directory needs only config.json."""
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's on a GPU; float32 on a CPU, where 16-bit arithmetic is slower."""
+    device: str = "auto"
+    """auto: cuda if there is one, else cpu."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
+    seed: int = 0
+    """Seeds requests that bring no seed of their own, and dummy weights."""
+
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: the model's context, or what fits the KV cache if less."""
+    max_num_seqs: int = 256
+    """Most sequences that run at once, a true cap; each holds a row of the persistent buffers."""
+    max_num_batched_tokens: int = 8192
+    """Token budget of one step, shared by prompts and decodes; bounds the activations' memory."""
+    enable_chunked_prefill: bool = True
+    """False: a prompt runs in one step or waits, so the budget must hold the longest prompt."""
+    long_prefill_threshold: int = 0
+    """Most prompt tokens that one sequence computes in a step; 0: only the budget bounds it."""
+
+    block_size: int | None = None
+    """Tokens a KV block, a power of two from 8; None: the attention backend's measured default."""
+    num_kv_blocks: int | None = None
+    """Blocks of the pool, the null block included; None: sized by `kv_cache_gib` or `memory_fraction`."""
+    kv_cache_gib: float | None = None
+    """Memory of the KV cache in GiB; None: sized by `memory_fraction`."""
+    memory_fraction: float | None = None
+    """Share of device memory for weights, activations and KV together; None: 0.9 on a GPU. On a CPU
+    it is the KV cache's share of free memory, and None is 0.3, at most 4 GiB."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of equal prompt prefixes."""
+    watermark_frac: float = 0.01
+    """Share of blocks that admission leaves free while something runs, so decodes don't preempt at once."""
+    debug_checks: bool = False
+    """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
+
+    attention_backend: Literal["auto", "naive", "cpu", "triton", "flash_attn"] = "auto"
+    """auto: cpu on a CPU, triton on a GPU."""
+    enforce_eager: bool = False
+    """Do without CUDA graphs; has no effect on a CPU, which has none."""
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Builds a config; an unknown name raises ConfigError with the nearest known one."""
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}{hint}")
+        return cls(**kwargs)
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+
+    def _check_types(self) -> None:
+        for name in ("tensor_parallel_size", "seed", "max_num_seqs", "max_num_batched_tokens"):
+            self._require_int(name)
+        for name in ("max_model_len", "block_size", "num_kv_blocks", "long_prefill_threshold"):
+            if getattr(self, name) is not None:
+                self._require_int(name)
+        for name in ("kv_cache_gib", "memory_fraction", "watermark_frac"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float)
+            ):
+                raise ConfigError(f"{name} must be a number, got {value!r}")
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a directory or hub id, got {self.model!r}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+
+    def _require_int(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} must be an integer, got {value!r}")
+
+    def _check_ranges(self) -> None:
+        size, fraction = self.block_size, self.memory_fraction
+        sizings = [self.num_kv_blocks, self.kv_cache_gib, self.memory_fraction]
+        rules = (
+            ("tensor_parallel_size", self.tensor_parallel_size == 1, "1: this version runs one rank"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
+            ("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "at least 1"),
+            ("long_prefill_threshold", self.long_prefill_threshold >= 0, "at least 0"),
+            ("block_size", size is None or (size >= 8 and size & (size - 1) == 0),
+             "a power of two of at least 8"),
+            ("num_kv_blocks", self.num_kv_blocks is None or self.num_kv_blocks >= 2,
+             "at least 2: one block is the null block"),
+            ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "greater than 0"),
+            ("memory_fraction", fraction is None or 0 < fraction <= 1, "in (0, 1]"),
+            ("watermark_frac", 0 <= self.watermark_frac < 1, "in [0, 1)"),
+        )  # fmt: skip
+        for name, holds, allowed in rules:
+            if not holds:
+                raise ConfigError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+        if sum(value is not None for value in sizings) > 1:
+            raise ConfigError(
+                "num_kv_blocks, kv_cache_gib and memory_fraction all size the KV cache: set one,"
+                f" got {sizings[0]}, {sizings[1]}, {sizings[2]}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least"
+                f" max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step"
+            )
+        if not self.enable_chunked_prefill and self.long_prefill_threshold:
+            raise ConfigError(
+                "long_prefill_threshold chunks prompts: it needs enable_chunked_prefill"
+            )
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", "float32", "float64", "bfloat16", "float16"),
+    "attention_backend": ("auto", "naive", "cpu", "triton", "flash_attn"),
+}

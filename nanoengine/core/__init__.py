@@ -1,0 +1,5 @@
+"""WHAT to run: sequences, blocks, admission, preemption, the plan of each step. Plain ints, no torch.
+
+Reading order: `sequence`, `block_pool`, `kv_groups`, `block_manager`, `plan`, `scheduler`,
+`protocols`.
+"""

@@ -1,0 +1,196 @@
+"""StepPlan and StepResult: the narrow waist between deciding (core) and executing (runner).
+
+A plan holds plain ints only. It says everything an executor needs, in the order it is carried out,
+and nothing more:
+tensor parallelism broadcasts it, the trace logs it, the simulator and the fake executor of the
+tests consume it.
+
+    released ─ admitted ─ forks ─ table_updates ─ transfers ─ block_copies ─ [forward over the
+    scheduled rows] ─ sample
+
+A *row* is a place for one running sequence, 0 <= row < max_num_seqs: the executor keeps each row's token ids and block
+table across steps, so a plan carries only what changed. Built by the Scheduler; read by executors
+and observers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanoengine.sampling_params import SamplingParams
+
+
+class AdmittedSequence(NamedTuple):
+    """A sequence that takes a row: new, or back from preemption.
+
+    `token_ids` are all tokens known so far (prompt and output); the first `num_prompt_tokens` are
+    the prompt.
+    `num_cached_tokens` of them already have their KV in the blocks that `table_updates` names.
+    `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63.
+    """
+
+    row: int
+    seq_id: int
+    token_ids: SequenceOf[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    params: SamplingParams
+    seed: int
+
+
+class Fork(NamedTuple):
+    """`row` becomes a copy of `parent_row` (token ids, block table, sampling parameters) with its
+    own seed.
+
+    A fork made in the step that computes the parent's last token schedules no token itself: it
+    samples from the
+    parent's logits.
+    """
+
+    row: int
+    parent_row: int
+    seq_id: int
+    seed: int
+
+
+class TableUpdate(NamedTuple):
+    """Entries `start ... start + len(block_ids) - 1` of a row's block table (of one KV group) become `block_ids`."""
+
+    row: int
+    group: int
+    start: int
+    block_ids: tuple[int, ...]
+
+
+class BlockCopy(NamedTuple):
+    """Copy one block in all layers, before the forward (copy-on-write)."""
+
+    src: int
+    dst: int
+
+
+class Transfer(NamedTuple):
+    """Move blocks between tiers: `device_ids[i]` and `tier_ids[i]` hold the same content
+    afterwards.
+
+    `kind` is "load" (tier to device, before the forward) or "store" (device to tier, after it).
+    """
+
+    kind: str
+    tier: str
+    device_ids: tuple[int, ...]
+    tier_ids: tuple[int, ...]
+
+
+class Preemption(NamedTuple):
+    """A running sequence gave up its row and blocks so that others could go on; it waits again."""
+
+    seq_id: int
+    num_computed_tokens: int
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """What one step does. Lists `rows`, `starts`, `num_scheduled_tokens`, `num_logits` run in
+    parallel.
+
+    Attributes:
+        step: counts up from 0.
+        released: rows whose sequence finished, was aborted or preempted since the last plan; freed
+            before `admitted`.
+        rows: the rows scheduled in this step, each at most once.
+        starts: position of the first token that the row computes (its num_computed_tokens before
+            the step).
+        num_scheduled_tokens: tokens the row computes; 0 only for a row named in `forks`.
+        num_logits: how many of its last positions need logits: 0 for a chunk that does not reach
+            the end of the
+            known tokens, 1 for a normal step, 1 + number of drafts when drafts are verified.
+        draft_token_ids: row -> proposed tokens, placed after the row's known tokens.
+        preempted, reasons: for people and traces; an executor ignores them.
+    """
+
+    step: int
+    released: list[int] = field(default_factory=list)
+    admitted: list[AdmittedSequence] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    table_updates: list[TableUpdate] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    num_logits: list[int] = field(default_factory=list)
+    draft_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    preempted: list[Preemption] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward of this step computes."""
+        return sum(self.num_scheduled_tokens)
+
+    def __str__(self) -> str:
+        """The step in words: what runs, and why anything unusual happened."""
+        decodes = sum(n == 1 for n in self.num_scheduled_tokens)
+        lines = [
+            f"step {self.step}: {self.num_tokens} tokens in {len(self.rows)} sequences"
+            f" ({decodes} of them one token), {sum(n > 0 for n in self.num_logits)} sampled"
+        ]
+        for new in self.admitted:
+            lines.append(
+                f"  admit seq {new.seq_id} to row {new.row}: {len(new.token_ids)} tokens,"
+                f" {new.num_cached_tokens} of them cached"
+            )
+        lines += [f"  fork row {f.parent_row} to row {f.row} as seq {f.seq_id}" for f in self.forks]
+        lines += [f"  copy block {c.src} to {c.dst} (copy-on-write)" for c in self.block_copies]
+        lines += [f"  {t.kind} {len(t.device_ids)} blocks, {t.tier} tier" for t in self.transfers]
+        lines += [
+            f"  preempt seq {p.seq_id} at {p.num_computed_tokens} tokens: {p.reason}"
+            for p in self.preempted
+        ]
+        lines += [f"  {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+class TokenLogprob(NamedTuple):
+    """One candidate token: its natural-log probability under the raw logits, and its rank (1 = most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StepTimes:
+    """Wall seconds of the parts of one step; `forward_s` includes attention and logits."""
+
+    schedule_s: float = 0.0
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class StepResult:
+    """What a step gave back. Indices are positions in `plan.rows`.
+
+    Attributes:
+        token_ids: for each scheduled row the tokens it sampled, in order: empty if `num_logits` was
+            0, one token
+            normally, up to 1 + drafts when drafts were accepted.
+        logprobs: index -> for each sampled token: the sampled token first, then the top candidates.
+        prompt_logprobs: index -> the same for the prompt tokens whose predecessor was computed in
+            this step, in order.
+        errors: index -> why this row has no valid token (say, NaN logits); it ends that request
+            alone.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[list[TokenLogprob]]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[list[TokenLogprob]]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    times: StepTimes = field(default_factory=StepTimes)

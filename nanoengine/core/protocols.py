@@ -1,0 +1,78 @@
+"""The doors of the core: who may take part in a step without the core knowing them.
+
+An `Executor` runs plans, a `Proposer` drafts tokens, an `Observer` watches, a `TokenSink` follows
+one sequence.
+`KVLayout` is what an executor reports when it has started; the Scheduler and the BlockManager are
+built from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from nanoengine.core.sequence import Sequence
+
+    from nanoengine.core.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers that share one block table and one retention rule.
+
+    `sliding_window` [tokens]: None keeps everything; w lets a token see itself and the w - 1 tokens
+    before it.
+    """
+
+    layers: tuple[int, ...]
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The KV cache that an executor has allocated: what the BlockManager may hand out.
+
+    `num_blocks` counts the null block; `block_bytes` are the bytes of one block over all layers of
+    its group.
+    """
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    groups: tuple[KVGroup, ...]
+
+
+class Executor(Protocol):
+    """Runs plans in order. In-process, tensor parallel, or fake."""
+
+    def start(self) -> KVLayout:
+        """Loads what it needs and allocates the KV cache."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries out one plan and waits for its sampled tokens."""
+
+    def shutdown(self) -> None:
+        """Gives all memory back; the executor can't be used afterwards."""
+
+
+class Proposer(Protocol):
+    """Drafts tokens that the next step verifies."""
+
+    def propose(self, sequences: SequenceOf[Sequence]) -> list[list[int]]:
+        """One list of draft tokens for each sequence; empty means none."""
+
+
+class Observer(Protocol):
+    """Watches steps; it may not change anything."""
+
+    def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
+        """Called after each commit, with the scheduler to read counts from."""
+
+
+class TokenSink(Protocol):
+    """Follows one sequence's output, token by token: incremental text, stop strings, streaming."""
+
+    def append(self, token_id: int) -> str | None:
+        """Takes the next output token; a returned string ends the sequence and is its stop reason."""

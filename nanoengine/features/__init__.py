@@ -1,0 +1,1 @@
+"""What enters by a door: each file one feature, none of them known to core."""

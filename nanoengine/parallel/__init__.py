@@ -1,0 +1,1 @@
+"""Shards of a model and the executors that run them."""

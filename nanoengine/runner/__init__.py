@@ -1,0 +1,1 @@
+"""HOW to run a plan: tensors, forward pass, sampling."""

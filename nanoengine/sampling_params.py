@@ -1,0 +1,186 @@
+"""SamplingParams: how one request is sampled. Frozen and validated when built, so a bad value fails where it is written.
+
+Everyone may import this file; it imports only the errors. Rules of validity and defaults follow
+vLLM's offline API,
+so that a script moves over unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nanoengine.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them only overflows. Source: vLLM `_SAMPLING_EPS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    Attributes:
+        n: completions per prompt; the prompt is prefilled once and shared.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set whose probability reaches p, in (0, 1].
+        min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1].
+        repetition_penalty: > 1 discourages tokens of prompt and output (divides positive logits).
+        presence_penalty: subtracted once for each token of the output so far, in [-2, 2].
+        frequency_penalty: subtracted per occurrence in the output so far, in [-2, 2].
+        seed: makes the result a function of (seed, position, logits) alone; None draws one from the
+            engine's seed.
+        max_tokens: most tokens to generate; None means up to `max_model_len`.
+        min_tokens: EOS and stop ids can't be sampled before this many tokens.
+        stop: strings that end the generation; the text is cut before the match.
+        stop_token_ids: further ids that end the generation.
+        include_stop_str_in_output: keep the matched stop string in the text.
+        ignore_eos: go on past the model's EOS ids.
+        bad_words: strings never generated.
+        logit_bias: token id -> value added to its logit, in [-100, 100].
+        allowed_token_ids: only these ids may be sampled.
+        logprobs: report this many top log-probabilities per generated token (0: only the sampled
+            one's).
+        prompt_logprobs: the same for prompt tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False skips text altogether (stop strings then can't be used).
+        priority: lower runs first; `generate(priority=...)` overrides it.
+
+    Raises:
+        RequestError: a value is out of range, NaN or infinite; the message names the field.
+
+    >>> SamplingParams(temperature=0).is_greedy
+    True
+    >>> SamplingParams(top_p=0)
+    Traceback (most recent call last):
+    nanoengine.errors.RequestError: top_p must be in (0, 1], got 0
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] | list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        self._freeze_lists()
+        self._check_numbers()
+        self._check_texts_and_ids()
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most likely token is taken without any randomness."""
+        return self.temperature < GREEDY_BELOW
+
+    def _freeze_lists(self) -> None:
+        """Copies lists into tuples, so that no caller's later change can reach a queued request."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, (list, set, frozenset)):
+                object.__setattr__(self, name, tuple(value))
+            elif value is not None and not isinstance(value, tuple):
+                raise RequestError(f"{name} must be a list, got {value!r}")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_numbers(self) -> None:
+        for name in ("n", "top_k", "min_tokens", "priority"):
+            _integer(name, getattr(self, name))
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name))
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not math.isfinite(value)
+            ):
+                raise RequestError(f"{name} must be a finite number, got {value!r}")
+        rules = (
+            ("n", self.n >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "greater than 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+                "at least 0, or None",
+            ),
+        )
+        for name, holds, allowed in rules:
+            if not holds:
+                raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(f"n must be 1 when sampling is greedy (temperature 0), got {self.n}")
+
+    def _check_texts_and_ids(self) -> None:
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name) or ():
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} must hold non-empty strings, got {text!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _integer(name, token_id)
+                if token_id < 0:
+                    raise RequestError(f"{name} must hold ids of at least 0, got {token_id}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty: no token could be sampled")
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "stop strings need text: leave detokenize=True, or use stop_token_ids"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token_id)
+            if (
+                isinstance(bias, bool)
+                or not isinstance(bias, (int, float))
+                or not -100 <= bias <= 100
+            ):
+                raise RequestError(
+                    f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}"
+                )
+
+
+def _integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}")
