@@ -28,7 +28,8 @@ class AdmittedSequence(NamedTuple):
     `token_ids` are all tokens known so far (prompt and output); the first `num_prompt_tokens` are
     the prompt.
     `num_cached_tokens` of them already have their KV in the blocks that `table_updates` names.
-    `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63.
+    `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63; `bad_word_ids` are the token
+    sequences of `params.bad_words`.
     """
 
     row: int
@@ -38,6 +39,7 @@ class AdmittedSequence(NamedTuple):
     num_cached_tokens: int
     params: SamplingParams
     seed: int
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class Fork(NamedTuple):

@@ -1,0 +1,327 @@
+"""BlockManager: gives sequences their blocks: `allocate`, `may_append`, `fork`, `deallocate`.
+
+    admission   can_allocate -> OK / LATER / NEVER, with the longest cached prefix
+                allocate     -> hit blocks are shared or revived, fresh ones follow
+    each step   may_append   -> room for the step's tokens; copy-on-write where a block is shared
+                register     -> blocks that this step fills enter the prefix-cache index
+    the end     deallocate   -> tail first, so that long prefixes stay longest
+
+Called by the Scheduler alone. Every change of a block table is also written to `updates`, and every
+copy to `copies`; the Scheduler moves both into the StepPlan.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+import xxhash
+
+from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
+from nanoengine.core.kv_groups import (
+    cdiv,
+    longest_common_hit,
+    num_dropped_blocks,
+    num_needed_blocks,
+)
+from nanoengine.core.plan import BlockCopy, TableUpdate
+from nanoengine.core.protocols import KVLayout
+from nanoengine.core.sequence import Sequence
+
+
+class Verdict(enum.Enum):
+    """Whether a sequence can be admitted."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
+
+    `hits[g]` is the cached start of group g's table, null entries included. `num_needed_blocks` is
+    taken from the free ones: fresh blocks and revived cached ones.
+    """
+
+    verdict: Verdict
+    hits: list[list[int]]
+    num_cached_tokens: int
+    num_needed_blocks: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CacheStats:
+    """Tokens looked up in the prefix cache at admission, and found; readmissions after preemption apart."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    readmit_queried_tokens: int = 0
+    readmit_hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of queried tokens that were found, readmissions not counted."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+
+@dataclass(slots=True)
+class BlockManager:
+    """Block tables of all sequences over one pool.
+
+    Args:
+        layout: what the executor has allocated.
+        enable_prefix_caching: look up and register full blocks.
+        watermark_frac: share of blocks that admission leaves free while something runs.
+        max_chunk: most tokens a sequence computes in one step; bounds a window group's blocks.
+    """
+
+    layout: KVLayout
+    enable_prefix_caching: bool = True
+    watermark_frac: float = 0.01
+    max_chunk: int = 8192
+    pool: BlockPool = field(init=False)
+    stats: CacheStats = field(init=False, default_factory=CacheStats)
+    updates: list[TableUpdate] = field(init=False, default_factory=list)
+    copies: list[BlockCopy] = field(init=False, default_factory=list)
+    block_size: int = field(init=False)
+    num_watermark_blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
+        self.block_size = self.layout.block_size
+        self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
+
+    # --- admission ----------------------------------------------------------------------------
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of this length holds at once, over all groups."""
+        return sum(
+            num_needed_blocks(group, num_tokens, self.max_chunk, self.block_size)
+            for group in self.layout.groups
+        )
+
+    def can_ever_allocate(self, num_tokens: int) -> bool:
+        """False if a sequence of this length can't be admitted even to an idle pool."""
+        spare = self.pool.num_usable - self.num_blocks_for(num_tokens)
+        return spare >= self.num_watermark_blocks
+
+    def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
+        """Looks up the longest cached prefix and says whether the rest fits; changes nothing.
+
+        NEVER if the whole pool less the watermark is too small; OK if the blocks needed from the
+        free ones leave the watermark (or nothing, when nothing else runs); else LATER.
+        """
+        if not self.can_ever_allocate(seq.num_tokens):
+            return Admission(
+                verdict=Verdict.NEVER, hits=[], num_cached_tokens=0, num_needed_blocks=0
+            )
+        hits, num_hit_blocks = self._find_prefix(seq)
+        needed = 0
+        for group, hit in zip(self.layout.groups, hits, strict=True):
+            most = num_needed_blocks(group, seq.num_tokens, self.max_chunk, self.block_size)
+            held = sum(1 for b in hit if b != NULL_BLOCK)
+            revived = sum(1 for b in hit if b != NULL_BLOCK and not self.pool.blocks[b].ref_count)
+            fresh = cdiv(seq.num_tokens, self.block_size) - num_hit_blocks
+            needed += min(fresh, max(most - held, 0)) + revived
+        spare = self.pool.num_free - needed
+        fits = spare >= (self.num_watermark_blocks if keep_watermark else 0)
+        return Admission(
+            verdict=Verdict.OK if fits else Verdict.LATER,
+            hits=hits,
+            num_cached_tokens=num_hit_blocks * self.block_size,
+            num_needed_blocks=needed,
+        )
+
+    def allocate(self, seq: Sequence, admission: Admission) -> None:
+        """Gives an admitted sequence its cached prefix, and the blocks of its known tokens.
+
+        A window group gets the rest chunk by chunk from `may_append`, since it never holds all.
+        """
+        assert admission.verdict is Verdict.OK and not seq.block_tables, seq
+        for hit in admission.hits:  # Why all first: a fresh block must not evict a later hit.
+            for block_id in hit:
+                if block_id != NULL_BLOCK:
+                    self.pool.touch(block_id)
+        for index, (group, hit) in enumerate(zip(self.layout.groups, admission.hits, strict=True)):
+            table = list(hit)
+            if group.sliding_window is None:
+                table += self.pool.allocate(cdiv(seq.num_tokens, self.block_size) - len(table))
+            seq.block_tables.append(table)
+            seq.num_windowed_blocks.append(num_nulls(hit))
+            self.updates.append(TableUpdate(seq.row, index, 0, tuple(table)))
+        seq.num_registered_blocks = len(admission.hits[0])
+        seq.num_computed_tokens = seq.num_cached_tokens = admission.num_cached_tokens
+        self._count(seq, admission.num_cached_tokens)
+
+    def _count(self, seq: Sequence, num_cached: int) -> None:
+        if not self._reads_cache(seq):
+            return
+        if seq.num_preempted_tokens:
+            self.stats.readmit_queried_tokens += seq.num_tokens
+            self.stats.readmit_hit_tokens += num_cached
+        else:
+            self.stats.queried_tokens += seq.num_tokens
+            self.stats.hit_tokens += num_cached
+
+    # --- growth -------------------------------------------------------------------------------
+
+    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Makes room for the next tokens of a running sequence; False if the pool has too little.
+
+        Most steps allocate nothing: a new block is due only when the tokens pass a boundary. A
+        block shared with a fork is replaced by a copy before it is written (copy-on-write).
+        """
+        start = seq.num_computed_tokens
+        num_blocks = cdiv(start + num_new_tokens, self.block_size)
+        partial = start // self.block_size if start % self.block_size else None
+        needed = 0
+        for index, table in enumerate(seq.block_tables):
+            if self.layout.groups[index].sliding_window is not None:
+                self._drop_outside_window(seq, index)
+            needed += max(0, num_blocks - len(table))
+            if partial is not None and self.pool.blocks[table[partial]].ref_count > 1:
+                needed += 1
+        if needed == 0:
+            return True
+        if needed > self.pool.num_free:
+            return False
+        for index, table in enumerate(seq.block_tables):
+            if partial is not None and self.pool.blocks[table[partial]].ref_count > 1:
+                self._copy_on_write(seq, index, partial)
+            if num_blocks > len(table):
+                new = self.pool.allocate(num_blocks - len(table))
+                self.updates.append(TableUpdate(seq.row, index, len(table), tuple(new)))
+                table += new
+        return True
+
+    def _drop_outside_window(self, seq: Sequence, index: int) -> None:
+        table, before = seq.block_tables[index], seq.num_windowed_blocks[index]
+        group = self.layout.groups[index]
+        dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
+        if dropped <= before:
+            return
+        self.pool.free(reversed(table[before:dropped]))
+        table[before:dropped] = [NULL_BLOCK] * (dropped - before)
+        self.updates.append(TableUpdate(seq.row, index, before, tuple(table[before:dropped])))
+        seq.num_windowed_blocks[index] = dropped
+
+    def _copy_on_write(self, seq: Sequence, index: int, position: int) -> None:
+        table = seq.block_tables[index]
+        shared = table[position]
+        table[position] = self.pool.allocate(1)[0]
+        self.pool.free([shared])
+        self.copies.append(BlockCopy(shared, table[position]))
+        self.updates.append(TableUpdate(seq.row, index, position, (table[position],)))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child's tables become the parent's, every block shared; nothing is copied."""
+        for table in parent.block_tables:
+            self.pool.share(table)
+            child.block_tables.append(list(table))
+        child.num_windowed_blocks = list(parent.num_windowed_blocks)
+        child.block_hashes = list(parent.block_hashes)
+        child.num_registered_blocks = parent.num_registered_blocks
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
+        for table in seq.block_tables:
+            self.pool.free(reversed(table))
+        seq.block_tables = []
+        seq.num_windowed_blocks = []
+        seq.num_registered_blocks = 0
+
+    # --- prefix cache -------------------------------------------------------------------------
+
+    def register(self, seq: Sequence) -> None:
+        """Indexes blocks that are full once the step under way has run.
+
+        Why already now: an equal prompt admitted in the same step then shares them; all keys and
+        values of a step are stored before any is read.
+        """
+        full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if not self.enable_prefix_caching or full <= seq.num_registered_blocks:
+            return
+        hashes = self._hash_blocks(seq, full)
+        for i in range(seq.num_registered_blocks, full):
+            parent = hashes[i - 1] if i else root_key(seq)
+            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            for group, table in enumerate(seq.block_tables):
+                if table[i] != NULL_BLOCK and self.pool.blocks[table[i]].hash is None:
+                    self.pool.register(
+                        table[i], group=group, digest=hashes[i], parent=parent, token_ids=tokens
+                    )
+        seq.num_registered_blocks = full
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops all cached content; refuses (False) while blocks are in use."""
+        return self.pool.reset()
+
+    def _reads_cache(self, seq: Sequence) -> bool:
+        # Why: prompt log-probabilities need every position computed.
+        return self.enable_prefix_caching and seq.params.prompt_logprobs is None
+
+    def _find_prefix(self, seq: Sequence) -> tuple[list[list[int]], int]:
+        """For each group the cached start of the table, and its length in blocks."""
+        nothing: list[list[int]] = [[] for _ in self.layout.groups]
+        # Why - 1: at least one token is left to compute, or there would be no logits.
+        at_most = (seq.num_tokens - 1) // self.block_size
+        if not self._reads_cache(seq) or at_most == 0:
+            return nothing, 0
+        hashes = self._hash_blocks(seq, at_most)
+        found: list[list[int]] = []
+        for group, kind in enumerate(self.layout.groups):
+            hits: list[int] = []
+            for i in range(at_most):
+                parent = hashes[i - 1] if i else root_key(seq)
+                tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+                hit = self.pool.lookup(group, hashes[i], parent, tokens)
+                if hit is None and kind.sliding_window is None:
+                    break
+                hits.append(NULL_BLOCK if hit is None else hit)
+            found.append(hits + [NULL_BLOCK] * (at_most - len(hits)))
+        length = longest_common_hit(
+            self.layout.groups, lambda g, n: [b != NULL_BLOCK for b in found[g][:n]], at_most,
+            self.block_size,
+        )  # fmt: skip
+        for group, kind in enumerate(self.layout.groups):
+            dropped = num_dropped_blocks(kind, length * self.block_size, self.block_size)
+            found[group] = [NULL_BLOCK] * dropped + found[group][dropped:length]
+        return found, length
+
+    def _hash_blocks(self, seq: Sequence, count: int) -> list[bytes]:
+        """Digests of the first `count` full blocks, each hashed once in the sequence's life."""
+        hashes = seq.block_hashes
+        for i in range(len(hashes), count):
+            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            hashes.append(hash_block(hashes[-1] if hashes else root_key(seq), tokens))
+        return hashes
+
+    # --- invariants ---------------------------------------------------------------------------
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Raises AssertionError if a pool invariant is broken for these live sequences."""
+        self.pool.check(table for seq in sequences for table in seq.block_tables)
+        for seq in sequences:
+            for table, windowed in zip(seq.block_tables, seq.num_windowed_blocks, strict=True):
+                assert NULL_BLOCK not in table[windowed:], seq
+                assert len(table) * self.block_size >= seq.num_computed_tokens, seq
+
+
+def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+    """128-bit digest of a block's tokens, chained over its parent's digest."""
+    return xxhash.xxh3_128_digest(parent + array("q", token_ids).tobytes())
+
+
+def root_key(seq: Sequence) -> bytes:
+    """What stands in for the parent of a first block: the cache salt keeps tenants apart."""
+    salt = seq.request.cache_salt
+    return b"" if salt is None else b"salt:" + salt.encode()
+
+
+def num_nulls(table: list[int]) -> int:
+    """Null entries at the start of a table."""
+    return next((i for i, b in enumerate(table) if b != NULL_BLOCK), len(table))

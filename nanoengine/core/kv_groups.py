@@ -1,0 +1,113 @@
+"""KV groups: which blocks a layer kind needs, which it may drop, and which make a prefix hit.
+
+Full attention keeps every block. A sliding window of w tokens lets the query at position p see
+p - w + 1 ... p, so blocks wholly before that become the null block and are freed:
+
+    block_size 2, window 4, 7 tokens computed     [ 0 0 | 0 0 | x x | x . ]     2 nulls
+
+Pure functions on a KVGroup, used by the BlockManager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nanoengine.core.protocols import KVGroup
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int) -> int:
+    """Leading blocks that no later query of the sequence can see.
+
+    >>> [num_dropped_blocks(KVGroup(layers=(0,), sliding_window=4), n, 2) for n in (4, 5, 6, 7, 11)]
+    [0, 1, 1, 2, 4]
+    """
+    if group.sliding_window is None:
+        return 0
+    return max(0, num_computed_tokens - group.sliding_window + 1) // block_size
+
+
+def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_size: int) -> int:
+    """Most blocks the group holds at once while `num_tokens` are computed in chunks of `max_chunk`.
+
+    >>> num_needed_blocks(KVGroup(layers=(0,)), 100, 64, 16)
+    7
+    >>> num_needed_blocks(KVGroup(layers=(0,), sliding_window=16), 100, 32, 16)
+    4
+    """
+    whole = cdiv(num_tokens, block_size)
+    if group.sliding_window is None:
+        return whole
+    # Why + 1: window and chunk together need not start at a block boundary.
+    return min(whole, cdiv(group.sliding_window - 1 + max_chunk, block_size) + 1)
+
+
+def longest_hit(group: KVGroup, found: Sequence[bool], block_size: int, at_most: int) -> int:
+    """The longest prefix, in blocks and at most `at_most`, whose needed blocks are all found.
+
+    Full attention needs every block before it; a window only its last ceil((window - 1) / bs).
+
+    >>> longest_hit(KVGroup(layers=(0,)), [True, True, False, True], 16, 4)
+    2
+    >>> longest_hit(KVGroup(layers=(0,), sliding_window=17), [False, False, True, True], 16, 4)
+    4
+    """
+    if group.sliding_window is None:
+        length = 0
+        while length < at_most and found[length]:
+            length += 1
+        return length
+    needed = cdiv(group.sliding_window - 1, block_size)
+    for length in range(at_most, 0, -1):
+        if all(found[max(0, length - needed) : length]):
+            return length
+    return 0
+
+
+def longest_common_hit(
+    groups: Sequence[KVGroup],
+    find: Callable[[int, int], Sequence[bool]],
+    num_blocks: int,
+    block_size: int,
+) -> int:
+    """The longest prefix, in blocks, that every group can start from.
+
+    `find(g, n)` says which of the first n blocks group g has. Each group may shorten the prefix,
+    which may cost another group its window, so it goes round until none shortens it.
+    """
+    found = [find(g, num_blocks) for g in range(len(groups))]
+    length, before = num_blocks, -1
+    while length != before:
+        before = length
+        for group, has in zip(groups, found, strict=True):
+            length = longest_hit(group, has, block_size, length)
+    return length
+
+
+def make_kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+    """Groups the layers by retention rule into groups of (nearly) equal size.
+
+    One pool serves all groups, so a block has the bytes of the largest group: kinds of very
+    different counts are split into several groups of the smaller count. Source: vLLM's hybrid
+    KV-cache manager.
+
+    >>> [g.layers for g in make_kv_groups([None, None, None])]
+    [(0, 1, 2)]
+    >>> [(g.layers, g.sliding_window) for g in make_kv_groups([4, 4, None, 4, 4, None])]
+    [((0, 1), 4), ((3, 4), 4), ((2, 5), None)]
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    smallest = min(map(len, kinds.values()))
+    largest = max(map(len, kinds.values()))
+    size = largest if largest < 1.25 * smallest else smallest
+    return tuple(
+        KVGroup(layers=tuple(layers[i : i + size]), sliding_window=window)
+        for window, layers in kinds.items()
+        for i in range(0, len(layers), size)
+    )

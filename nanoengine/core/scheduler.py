@@ -1,0 +1,470 @@
+"""Scheduler: which sequences compute how many tokens in each step. `schedule() -> StepPlan`, `commit`.
+
+    waiting (heap: priority, arrival) ──admit──► running (sorted the same way) ──finish──► done
+                    ▲                                  │
+                    └───────────preempt────────────────┘
+
+One formula for prefill, chunk, decode and verification: a sequence computes
+`min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. `schedule` never reads the value
+of a sampled token, so a step may be planned while the one before it still runs; `commit` brings the
+values, one step later if need be. Source: vLLM v1's scheduler (no phases; one budget).
+
+Called by LLMEngine; asks the BlockManager for blocks; knows no tensors and no features.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanoengine.core.block_manager import BlockManager, Verdict
+from nanoengine.core.plan import (
+    AdmittedSequence,
+    Fork,
+    Preemption,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
+
+MAX_LOOK_AHEAD = 8
+"""Waiting sequences tried behind a head that does not fit yet."""
+MAX_OVERTAKEN = 16
+"""Times that a waiting sequence may be overtaken; then nobody passes it until it is admitted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerStats:
+    """Counters since the start.
+
+    `prefill_tokens` counts computed tokens that were not sampled in this life of the sequence
+    (prompts, and everything recomputed after a preemption); `recomputed_tokens` are those of them
+    that had been computed before; `decode_tokens` the rest.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    finished_requests: int = 0
+
+    @property
+    def prefill_waste_frac(self) -> float:
+        """Share of prefill work that preemptions made necessary again."""
+        return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
+
+
+class Scheduler:
+    """Plans steps under a token budget, a cap on sequences, and the blocks there are.
+
+    Args:
+        block_manager: owns the blocks.
+        max_num_seqs: rows; a true cap on running sequences.
+        max_num_batched_tokens: token budget of one step, at least max_num_seqs.
+        chunked_prefill: False computes a prompt whole or not yet.
+        long_prefill_threshold: most prompt tokens of one sequence a step; 0 for no bound.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill: bool = True,
+        long_prefill_threshold: int = 0,
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.long_prefill_threshold = long_prefill_threshold
+        self.running: list[Sequence] = []
+        self.stats = SchedulerStats()
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._num_waiting = 0
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self._in_flight: dict[int, list[Sequence]] = {}
+        self._done: list[Request] = []
+        self._any_ended = False
+        self._num_seqs_made = 0
+
+    # --- requests -----------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for admission."""
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self.running)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a step has something to do or to commit."""
+        return bool(self.running or self._num_waiting or self._in_flight or self._done)
+
+    def add(
+        self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
+    ) -> None:
+        """Queues a request that the engine has validated."""
+        first = Sequence(
+            request,
+            seq_id=self._next_seq_id(),
+            index=0,
+            token_ids=list(request.prompt_token_ids),
+            seed=seed,
+            stop_ids=stop_ids,
+            max_num_tokens=max_num_tokens,
+        )
+        request.sequences.append(first)
+        self._wait(first)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request wherever it is; its blocks and rows are free at once."""
+        for seq in request.sequences:
+            if not seq.is_finished:
+                self._end(seq, "abort")
+        self._drop_ended()
+
+    # --- schedule -----------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step: running sequences first, then admissions with what is left.
+
+        Counters advance here, so that the next step can be planned before this one is committed.
+        """
+        plan = StepPlan(step=self.stats.steps, released=self._released)
+        self.stats.steps += 1
+        self._released = []
+        scheduled: list[Sequence] = []
+        budget = self._schedule_running(plan, scheduled)
+        if not plan.preempted:
+            self._admit(plan, scheduled, budget)
+        manager = self.block_manager
+        plan.table_updates, manager.updates = manager.updates, []
+        plan.block_copies, manager.copies = manager.copies, []
+        self._in_flight[plan.step] = scheduled
+        self._drop_ended()
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
+        """Gives each running sequence its tokens, by priority; returns the budget left."""
+        budget = self.max_num_batched_tokens
+        before = tuple(self.running)  # Why: forks of this step join `running`, and wait their turn.
+        for i, seq in enumerate(before):
+            if seq.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            num_drafts = len(seq.draft_token_ids)
+            num_new = seq.num_tokens + num_drafts - seq.num_computed_tokens
+            if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
+                continue  # its last token is still under way
+            if num_new > 1:
+                # Why: a token is kept for each sequence behind, so no prompt stalls a decode.
+                num_new = min(num_new, budget - (len(before) - 1 - i))
+                if self.long_prefill_threshold:
+                    num_new = min(num_new, self.long_prefill_threshold)
+            if not self._make_room(plan, seq, num_new):
+                continue
+            self._schedule_one(plan, scheduled, seq, num_new)
+            budget -= num_new
+        return budget
+
+    def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
+        """Finds blocks for a running sequence, at the cost of those behind it if need be."""
+        while not self.block_manager.may_append(seq, num_new):
+            victim = self.running[-1]
+            if len(self.running) == 1:
+                self._fail(seq, self._too_small_for(seq.num_computed_tokens + num_new))
+                return False
+            self._preempt(plan, victim, needed_by=seq)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, plan: StepPlan, victim: Sequence, *, needed_by: Sequence) -> None:
+        """Takes the lowest-priority, latest sequence's row and blocks; it waits, tokens kept."""
+        assert self.running[-1] is victim
+        self.running.pop()
+        reason = f"seq {needed_by.seq_id} needs a block and none is free"
+        plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))
+        self.stats.preemptions += 1
+        victim.num_preempted_tokens = max(victim.num_preempted_tokens, victim.num_computed_tokens)
+        victim.num_computed_tokens = 0
+        victim.draft_token_ids = ()
+        self.block_manager.deallocate(victim)
+        self._release_row(victim)
+        self._wait(victim)
+
+    def _admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
+        """Admits waiting sequences by priority and arrival while rows, budget and blocks last.
+
+        A sequence that does not fit yet lets up to MAX_LOOK_AHEAD others be tried, but is itself
+        overtaken MAX_OVERTAKEN times at most.
+        """
+        passed_over: list[Sequence] = []
+        rows_kept = sum(self._num_forks_due(seq) for seq in self.running)
+        while self._num_waiting and budget > 0:
+            seq = self._pop_waiting()
+            forks = self._num_forks_due(seq)
+            if len(self._free_rows) - rows_kept < 1 + forks or seq.num_pending_tokens:
+                passed_over.append(seq)
+                break
+            admission = self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))
+            if admission.verdict is Verdict.NEVER:
+                self._num_waiting += 1  # it ends as a waiting one
+                self._fail(seq, self._too_small_for(seq.num_tokens))
+                continue
+            num_new = seq.num_tokens - admission.num_cached_tokens
+            too_long = not self.chunked_prefill and num_new > budget
+            if admission.verdict is Verdict.LATER or too_long:
+                passed_over.append(seq)
+                if seq.num_overtaken >= MAX_OVERTAKEN or len(passed_over) > MAX_LOOK_AHEAD:
+                    break
+                continue
+            num_new = min(num_new, budget, self.long_prefill_threshold or budget)
+            rows_kept += forks
+            self._start(plan, seq, admission.num_cached_tokens)
+            self.block_manager.allocate(seq, admission)
+            assert self.block_manager.may_append(seq, num_new), seq
+            self._schedule_one(plan, scheduled, seq, num_new)
+            rows_kept -= forks - self._num_forks_due(seq)
+            budget -= num_new
+            for other in passed_over:
+                other.num_overtaken += 1
+        if passed_over and not plan.rows:
+            plan.reasons.append(f"nothing admitted: {passed_over[0]} waits for blocks or rows")
+        for seq in passed_over:
+            self._wait(seq)
+
+    def _start(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
+        seq.row = self._free_rows.pop()
+        seq.status = Status.RUNNING
+        seq.num_overtaken = 0
+        insort(self.running, seq, key=lambda s: s.order)
+        if seq.first_scheduled_time is None:
+            seq.first_scheduled_time = time.perf_counter()
+            seq.request.num_cached_tokens = num_cached_tokens
+        plan.admitted.append(
+            AdmittedSequence(
+                seq.row,
+                seq.seq_id,
+                list(seq.token_ids),
+                seq.num_prompt_tokens,
+                num_cached_tokens,
+                seq.params,
+                seq.seed,
+                seq.request.bad_word_ids,
+            )
+        )
+
+    def _schedule_one(
+        self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int
+    ) -> None:
+        """Writes one sequence into the plan and advances its counters."""
+        start = seq.num_computed_tokens
+        num_drafts = len(seq.draft_token_ids)
+        reaches_end = start + num_new == seq.num_tokens + num_drafts
+        scheduled.append(seq)
+        plan.rows.append(seq.row)
+        plan.starts.append(start)
+        plan.num_scheduled_tokens.append(num_new)
+        plan.num_logits.append(1 + num_drafts if reaches_end else 0)
+        if num_drafts:
+            plan.draft_token_ids[seq.row] = seq.draft_token_ids
+        if num_new == 1 + num_drafts and start >= seq.num_prompt_tokens:
+            self.stats.decode_tokens += num_new
+        else:
+            self.stats.prefill_tokens += num_new
+        if start < seq.num_preempted_tokens:
+            again = min(start + num_new, seq.num_preempted_tokens) - start
+            self.stats.recomputed_tokens += again
+        seq.num_computed_tokens = start + num_new
+        self.block_manager.register(seq)
+        if reaches_end:
+            seq.num_pending_tokens += 1
+            if self._num_forks_due(seq):
+                self._fork(plan, scheduled, seq)
+
+    def _fork(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
+        """Gives a request its other n - 1 sequences: they sample from the parent's logits."""
+        for index in range(1, parent.params.n):
+            child = Sequence(
+                parent.request,
+                seq_id=self._next_seq_id(),
+                index=index,
+                token_ids=list(parent.token_ids),
+                seed=fork_seed(parent.seed, index),
+                stop_ids=parent.stop_ids,
+                max_num_tokens=parent.max_num_tokens,
+            )
+            parent.request.sequences.append(child)
+            self.block_manager.fork(parent, child)
+            child.row = self._free_rows.pop()
+            child.status = Status.RUNNING
+            child.first_scheduled_time = parent.first_scheduled_time
+            child.num_pending_tokens = 1
+            insort(self.running, child, key=lambda s: s.order)
+            scheduled.append(child)
+            plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
+            plan.rows.append(child.row)
+            plan.starts.append(child.num_computed_tokens)
+            plan.num_scheduled_tokens.append(0)
+            plan.num_logits.append(1)
+
+    # --- commit -------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Takes the sampled tokens of a step; returns the requests that are finished by it."""
+        now = time.perf_counter()
+        for i, seq in enumerate(self._in_flight.pop(plan.step, ())):
+            if seq.is_finished:
+                continue  # aborted, or stopped by a step committed since
+            if i in result.prompt_logprobs:
+                self._extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
+            if i in result.errors:
+                self._fail(seq, result.errors[i])
+            elif plan.num_logits[i]:
+                num_drafts = plan.num_logits[i] - 1
+                tokens = result.token_ids[i]
+                seq.num_pending_tokens -= 1
+                if num_drafts:
+                    seq.draft_token_ids = ()
+                    seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
+                self._append(seq, tokens, result.logprobs.get(i), now)
+        self._drop_ended()
+        done, self._done = self._done, []
+        self.stats.finished_requests += len(done)
+        return done
+
+    def _append(
+        self,
+        seq: Sequence,
+        tokens: list[int],
+        logprobs: list[list[TokenLogprob]] | None,
+        now: float,
+    ) -> None:
+        if seq.first_token_time is None:
+            seq.first_token_time = now
+        seq.last_token_time = now
+        for j, token_id in enumerate(tokens):
+            seq.token_ids.append(token_id)
+            self.stats.output_tokens += 1
+            if logprobs is not None and seq.logprobs is not None:
+                seq.logprobs.append(logprobs[j])
+                seq.cumulative_logprob += logprobs[j][0].logprob
+            num_tokens = len(seq.token_ids)
+            if num_tokens >= seq.min_num_tokens and token_id in seq.stop_ids:
+                is_stop_id = token_id in (seq.params.stop_token_ids or ())
+                return self._end(seq, "stop", token_id if is_stop_id else None)
+            if seq.sink is not None:
+                stop_string = seq.sink.append(token_id)
+                if stop_string is not None:
+                    return self._end(seq, "stop", stop_string)
+            if num_tokens >= seq.max_num_tokens:
+                return self._end(seq, "length")
+        return None
+
+    def _extend_prompt_logprobs(
+        self, seq: Sequence, start: int, new: list[list[TokenLogprob]]
+    ) -> None:
+        """Appends those not known yet: a preempted prompt is computed, and reported, again."""
+        known = seq.request.prompt_logprobs
+        if known is not None and seq.index == 0:
+            known += new[len(known) - start :]
+
+    # --- small moves --------------------------------------------------------------------------
+
+    def _num_forks_due(self, seq: Sequence) -> int:
+        """Sequences still to be forked from this one."""
+        if len(seq.request.sequences) > 1:
+            return 0
+        return seq.params.n - 1
+
+    def _end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """Gives a sequence its finish reason; its row and blocks are free from now on."""
+        if seq.status is Status.RUNNING:
+            self.block_manager.deallocate(seq)
+            self._release_row(seq)
+            self._any_ended = True
+        else:
+            self._num_waiting -= 1
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+        seq.finish_time = time.perf_counter()
+        if reason != "abort" and seq.request.finished:
+            self._done.append(seq.request)
+
+    def _fail(self, seq: Sequence, message: str) -> None:
+        """Ends a sequence with an error of its own; nobody else notices."""
+        seq.request.error = message
+        self._end(seq, "error")
+
+    def _too_small_for(self, num_tokens: int) -> str:
+        manager = self.block_manager
+        return (
+            f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"
+            f" {manager.block_size} tokens, the pool has {manager.pool.num_usable}"
+            f" ({manager.num_watermark_blocks} kept as watermark): raise num_kv_blocks or"
+            f" kv_cache_gib, or ask for fewer tokens"
+        )
+
+    def _drop_ended(self) -> None:
+        if self._any_ended:
+            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+            self._any_ended = False
+
+    def _release_row(self, seq: Sequence) -> None:
+        self._free_rows.append(seq.row)
+        self._released.append(seq.row)
+        seq.row = NO_ROW
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        self._num_waiting += 1
+        heapq.heappush(self._waiting, (seq.order, seq))
+
+    def _pop_waiting(self) -> Sequence:
+        """The first sequence still waiting; aborted ones are dropped on the way."""
+        while True:
+            _, seq = heapq.heappop(self._waiting)
+            if seq.status is Status.WAITING:
+                self._num_waiting -= 1
+                return seq
+
+    def _next_seq_id(self) -> int:
+        self._num_seqs_made += 1
+        return self._num_seqs_made - 1
+
+    # --- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError if an invariant of queue, rows or blocks is broken."""
+        self.block_manager.check(self.running)
+        rows = [seq.row for seq in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs)), rows
+        assert all(seq.status is Status.RUNNING for seq in self.running)
+        assert [s.order for s in self.running] == sorted(s.order for s in self.running)
+        waiting = [seq for _, seq in self._waiting if seq.status is Status.WAITING]
+        assert len(waiting) == self._num_waiting, (len(waiting), self._num_waiting)
+        for seq in self.running:
+            assert seq.num_computed_tokens <= seq.num_tokens + len(seq.draft_token_ids), seq
+
+
+def fork_seed(seed: int, index: int) -> int:
+    """The seed of a request's index-th sequence. Source: SplitMix64's increment.
+
+    >>> fork_seed(7, 0)
+    7
+    """
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
