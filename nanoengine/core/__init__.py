@@ -1,4 +1,4 @@
-"""WHAT to run: sequences, blocks, admission, preemption, the plan of each step. Plain ints, no torch.
+"""WHAT to run: sequences, blocks, admission, preemption, the plan of a step. Ints, no torch.
 
 Reading order: `sequence`, `block_pool`, `kv_groups`, `block_manager`, `plan`, `scheduler`,
 `protocols`.

@@ -54,7 +54,7 @@ class Admission:
 
 @dataclass(slots=True, kw_only=True)
 class CacheStats:
-    """Tokens looked up in the prefix cache at admission, and found; readmissions after preemption apart."""
+    """Tokens looked up in the prefix cache at admission, and found; readmissions apart."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -140,7 +140,8 @@ class BlockManager:
 
         A window group gets the rest chunk by chunk from `may_append`, since it never holds all.
         """
-        assert admission.verdict is Verdict.OK and not seq.block_tables, seq
+        assert admission.verdict is Verdict.OK, seq
+        assert not seq.block_tables, seq
         for hit in admission.hits:  # Why all first: a fresh block must not evict a later hit.
             for block_id in hit:
                 if block_id != NULL_BLOCK:
@@ -259,6 +260,12 @@ class BlockManager:
     def reset_prefix_cache(self) -> bool:
         """Drops all cached content; refuses (False) while blocks are in use."""
         return self.pool.reset()
+
+    def discard_changes(self) -> None:
+        """After a failed step: pending changes go, and content that may not have been written."""
+        self.updates, self.copies = [], []
+        dropped = self.reset_prefix_cache()
+        assert dropped, "blocks are still in use"
 
     def _reads_cache(self, seq: Sequence) -> bool:
         # Why: prompt log-probabilities need every position computed.

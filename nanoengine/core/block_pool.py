@@ -97,7 +97,7 @@ class BlockPool:
     # --- life of a block ----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out `count` blocks with reference count 1: empty ones first, then the oldest cached.
+        """Hands out `count` blocks with one reference each: empty ones, then the oldest cached.
 
         The caller checks `num_free` first; running out is a bug, not a condition.
         """

@@ -1,16 +1,17 @@
 """StepPlan and StepResult: the narrow waist between deciding (core) and executing (runner).
 
 A plan holds plain ints only. It says everything an executor needs, in the order it is carried out,
-and nothing more:
-tensor parallelism broadcasts it, the trace logs it, the simulator and the fake executor of the
-tests consume it.
+and nothing more: tensor parallelism broadcasts it, the trace logs it, the simulator and the fake
+executor of the tests consume it.
 
-    released ─ admitted ─ forks ─ table_updates ─ transfers ─ block_copies ─ [forward over the
-    scheduled rows] ─ sample
+    released, admitted, forks, table_updates      the executor's rows are brought up to date
+    transfers, block_copies                       bytes move
+    rows, starts, num_scheduled_tokens            the forward
+    num_logits                                    the sampling
 
-A *row* is a place for one running sequence, 0 <= row < max_num_seqs: the executor keeps each row's token ids and block
-table across steps, so a plan carries only what changed. Built by the Scheduler; read by executors
-and observers.
+A *row* is a place for one running sequence, 0 <= row < max_num_seqs: the executor keeps each row's
+token ids and block table across steps, so a plan carries only what changed. Built by the Scheduler;
+read by executors and observers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Fork(NamedTuple):
 
 
 class TableUpdate(NamedTuple):
-    """Entries `start ... start + len(block_ids) - 1` of a row's block table (of one KV group) become `block_ids`."""
+    """From entry `start` on, a row's block table (of one KV group) holds `block_ids`."""
 
     row: int
     group: int
@@ -158,7 +159,7 @@ class StepPlan:
 
 
 class TokenLogprob(NamedTuple):
-    """One candidate token: its natural-log probability under the raw logits, and its rank (1 = most likely)."""
+    """A candidate token: natural-log probability under the raw logits, rank (1 = most likely)."""
 
     token_id: int
     logprob: float

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nanoengine.core.sequence import Sequence
-
     from nanoengine.core.plan import StepPlan, StepResult
+    from nanoengine.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,4 +74,4 @@ class TokenSink(Protocol):
     """Follows one sequence's output, token by token: incremental text, stop strings, streaming."""
 
     def append(self, token_id: int) -> str | None:
-        """Takes the next output token; a returned string ends the sequence and is its stop reason."""
+        """Takes the next output token; a returned string ends the sequence: its stop reason."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanoengine.core.block_manager import BlockManager, Verdict
@@ -136,6 +136,15 @@ class Scheduler:
                 self._end(seq, "abort")
         self._drop_ended()
 
+    def abort_all(self, requests: Iterable[Request]) -> None:
+        """Ends all requests and forgets steps under way, whose blocks may never be written."""
+        for request in requests:
+            self.abort(request)
+        self._done = []
+        if self._in_flight:
+            self._in_flight = {}
+            self.block_manager.discard_changes()
+
     # --- schedule -----------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
@@ -235,7 +244,8 @@ class Scheduler:
             rows_kept += forks
             self._start(plan, seq, admission.num_cached_tokens)
             self.block_manager.allocate(seq, admission)
-            assert self.block_manager.may_append(seq, num_new), seq
+            has_room = self.block_manager.may_append(seq, num_new)
+            assert has_room, seq
             self._schedule_one(plan, scheduled, seq, num_new)
             rows_kept -= forks - self._num_forks_due(seq)
             budget -= num_new

@@ -1,4 +1,4 @@
-"""Sequence: one stream of tokens with its block tables and counters. Request: the sequences of one prompt.
+"""Sequence: a stream of tokens with block tables and counters. Request: the sequences of a prompt.
 
     token_ids   [ p p p p p p p p | o o o ]        prompt, then committed output
                   ^ num_computed_tokens             KV is present, or computed by a step under way

@@ -1,0 +1,308 @@
+"""LLMEngine: the loop. `schedule`, `execute`, `commit`; requests in, finished requests out.
+
+Built by `build.build_engine`, driven by `LLM`. Imports the core only: what runs the plans is behind
+the `Executor` door, what watches them behind `Observer`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from nanoengine.core.protocols import Executor, Observer, TokenSink
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Request
+from nanoengine.errors import (
+    CapacityError,
+    EngineDeadError,
+    PromptTooLongError,
+    RequestError,
+)
+from nanoengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What was discovered when the engine started; sizes in bytes, times in seconds.
+
+    `max_model_len` is the effective one; `memory_plan` a text for people; `generation_defaults`
+    the sampling values of the model's generation_config.json.
+    """
+
+    model_name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    dtype: str
+    device: str
+    attention_backend: str
+    num_parameters: int
+    weight_bytes: int
+    num_kv_blocks: int
+    block_size: int
+    block_bytes: int
+    load_s: float
+    start_s: float
+    memory_plan: str
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the start, and block counts now."""
+
+    steps: int
+    num_waiting: int
+    num_running: int
+    prefill_tokens: int
+    decode_tokens: int
+    output_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    finished_requests: int
+    cache_queried_tokens: int
+    cache_hit_tokens: int
+    empty_blocks: int
+    cached_blocks: int
+    active_blocks: int
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of looked-up prompt tokens found in the prefix cache."""
+        queried = self.cache_queried_tokens
+        return self.cache_hit_tokens / queried if queried else 0.0
+
+    @property
+    def prefill_waste_frac(self) -> float:
+        """Share of prefill work that preemptions made necessary again."""
+        return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
+
+
+class LLMEngine:
+    """Continuous batching over one executor.
+
+    Args:
+        executor: already started; runs the plans.
+        scheduler: makes them.
+        info: what was discovered at start.
+        seed: seeds requests that bring no seed of their own.
+        debug_checks: check all invariants after each step.
+        observers: told of each step.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        info: EngineInfo,
+        *,
+        seed: int = 0,
+        debug_checks: bool = False,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.info = info
+        self.observers = list(observers)
+        self._seed = seed
+        self._debug_checks = debug_checks
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+        self._closed = False
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def step(self) -> list[Request]:
+        """Runs one step; returns the requests it finished.
+
+        An exception, Ctrl-C included, aborts all requests: no caller would know which of them hold
+        a half-done step. The engine itself stays usable.
+        """
+        self._require_open()
+        try:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            schedule_s = time.perf_counter() - started
+            result = self.executor.execute(plan)
+            executed = time.perf_counter()
+            finished = self.scheduler.commit(plan, result)
+            result.times.schedule_s = schedule_s
+            result.times.commit_s = time.perf_counter() - executed
+            for observer in self.observers:
+                observer.on_step(plan, result, self.scheduler)
+            if self._debug_checks:
+                self.scheduler.check()
+        except BaseException:
+            self.abort_all()
+            raise
+        for request in finished:
+            del self._requests[request.request_id]
+        return finished
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
+        make_sink: Callable[[int], TokenSink | None] | None = None,
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt_token_ids: at least one id below the vocabulary size.
+            priority: lower runs first; equal priorities in order of arrival.
+            cache_salt: prefixes are shared only between requests of equal salt.
+            bad_word_ids: token sequences of `params.bad_words`.
+            make_sink: called with each sequence's index; what it returns follows that sequence.
+
+        Raises:
+            RequestError, PromptTooLongError, CapacityError: as `check_request`, before anything is
+                queued; RequestError also for a request_id in use.
+        """
+        self._require_open()
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is in use; choose another")
+        self.check_request(prompt_token_ids, params)
+        arrival = self._num_arrived
+        self._num_arrived += 1
+        request = Request(
+            request_id,
+            list(prompt_token_ids),
+            params,
+            arrival=arrival,
+            arrival_time=time.perf_counter(),
+            priority=priority,
+            cache_salt=cache_salt,
+            bad_word_ids=bad_word_ids,
+            make_sink=make_sink,
+        )
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        longest = self.info.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(prompt_token_ids) + params.max_tokens)
+        self.scheduler.add(
+            request,
+            seed=params.seed % 2**63 if params.seed is not None else self._draw_seed(arrival),
+            stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
+            max_num_tokens=longest,
+        )
+        self._requests[request_id] = request
+        return request
+
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises what `add_request` would, and queues nothing."""
+        info, manager = self.info, self.scheduler.block_manager
+        num_tokens = len(prompt_token_ids)
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        for token_id in prompt_token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(f"prompt token ids must be integers, got {token_id!r}")
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= info.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"prompt token ids must be in [0, {info.vocab_size}), got {bad}")
+        if num_tokens >= info.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; max_model_len={info.max_model_len} leaves"
+                f" room for {info.max_model_len - 1} and one generated: shorten it, or raise"
+                " max_model_len"
+            )
+        if not manager.can_ever_allocate(num_tokens):
+            raise CapacityError(
+                f"the prompt of {num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
+                f" blocks of {info.block_size} tokens, the pool has {manager.pool.num_usable}:"
+                " shorten it, or raise num_kv_blocks or kv_cache_gib"
+            )
+        self._check_params(params)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.n > self.scheduler.max_num_seqs:
+            raise RequestError(
+                f"n={params.n} sequences run together: max_num_seqs={self.scheduler.max_num_seqs}"
+                " must be at least that"
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if not 0 <= token_id < self.info.vocab_size:
+                    raise RequestError(
+                        f"{name} must be in [0, {self.info.vocab_size}), got {token_id}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.info.vocab_size:
+                raise RequestError(f"{name} must be at most {self.info.vocab_size}, got {count}")
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request with finish_reason "abort"; None if it is unknown or finished already."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.abort(request)
+        return request
+
+    def abort_all(self) -> None:
+        """Forgets every request; called after an exception, so that nothing leaks into later work."""
+        self.scheduler.abort_all(self._requests.values())
+        self._requests.clear()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests queued or running."""
+        return len(self._requests)
+
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do."""
+        return bool(self._requests)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops all cached prefixes; refuses (False) while blocks are in use."""
+        return self.scheduler.block_manager.reset_prefix_cache()
+
+    # --- the rest -----------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and block counts now."""
+        scheduler, cache = self.scheduler, self.scheduler.block_manager.stats
+        counts = scheduler.block_manager.pool.counts()
+        return EngineStats(
+            steps=scheduler.stats.steps,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            prefill_tokens=scheduler.stats.prefill_tokens,
+            decode_tokens=scheduler.stats.decode_tokens,
+            output_tokens=scheduler.stats.output_tokens,
+            recomputed_tokens=scheduler.stats.recomputed_tokens,
+            preemptions=scheduler.stats.preemptions,
+            finished_requests=scheduler.stats.finished_requests,
+            cache_queried_tokens=cache.queried_tokens,
+            cache_hit_tokens=cache.hit_tokens,
+            empty_blocks=counts["empty"],
+            cached_blocks=counts["cached"],
+            active_blocks=counts["active"],
+        )
+
+    def close(self) -> None:
+        """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless."""
+        if not self._closed:
+            self.abort_all()
+            self._closed = True
+            self.executor.shutdown()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine is closed: build a new one")
+
+    def _draw_seed(self, arrival: int) -> int:
+        """A seed for a request without one: a function of the engine's seed and the arrival."""
+        return xxhash.xxh3_64_intdigest(f"{self._seed}/{arrival}".encode()) >> 1
