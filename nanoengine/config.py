@@ -1,4 +1,4 @@
-"""EngineConfig: every setting of the engine, one field a line with its unit and the reason for its default.
+"""EngineConfig: every setting of the engine, with its unit and the reason for its default.
 
 Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) is returned by who
 discovers it and
@@ -45,7 +45,8 @@ class EngineConfig:
     """Seeds requests that bring no seed of their own, and dummy weights."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None: the model's context, or what fits the KV cache if less."""
+    """Most tokens of prompt and output together; None: the model's context, or what the KV cache
+    can hold if that is less."""
     max_num_seqs: int = 256
     """Most sequences that run at once, a true cap; each holds a row of the persistent buffers."""
     max_num_batched_tokens: int = 8192
@@ -58,7 +59,7 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens a KV block, a power of two from 8; None: the attention backend's measured default."""
     num_kv_blocks: int | None = None
-    """Blocks of the pool, the null block included; None: sized by `kv_cache_gib` or `memory_fraction`."""
+    """Blocks of the pool, the null block included; None: sized by the two settings below."""
     kv_cache_gib: float | None = None
     """Memory of the KV cache in GiB; None: sized by `memory_fraction`."""
     memory_fraction: float | None = None
@@ -67,7 +68,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prompt prefixes."""
     watermark_frac: float = 0.01
-    """Share of blocks that admission leaves free while something runs, so decodes don't preempt at once."""
+    """Share of blocks that admission leaves free while something runs, so that decodes don't
+    preempt at once."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
 
@@ -120,7 +122,7 @@ class EngineConfig:
         size, fraction = self.block_size, self.memory_fraction
         sizings = [self.num_kv_blocks, self.kv_cache_gib, self.memory_fraction]
         rules = (
-            ("tensor_parallel_size", self.tensor_parallel_size == 1, "1: this version runs one rank"),
+            ("tensor_parallel_size", self.tensor_parallel_size == 1, "1: only one rank runs"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),

@@ -252,7 +252,7 @@ class LLMEngine:
         return request
 
     def abort_all(self) -> None:
-        """Forgets every request; called after an exception, so that nothing leaks into later work."""
+        """Forgets every request, so that after an exception nothing leaks into later work."""
         self.scheduler.abort_all(self._requests.values())
         self._requests.clear()
 

@@ -219,9 +219,10 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child's tables become the parent's, every block shared; nothing is copied."""
-        for table in parent.block_tables:
+        for index, table in enumerate(parent.block_tables):
             self.pool.share(table)
             child.block_tables.append(list(table))
+            self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
         child.block_hashes = list(parent.block_hashes)
         child.num_registered_blocks = parent.num_registered_blocks

@@ -29,8 +29,8 @@ class AdmittedSequence(NamedTuple):
     `token_ids` are all tokens known so far (prompt and output); the first `num_prompt_tokens` are
     the prompt.
     `num_cached_tokens` of them already have their KV in the blocks that `table_updates` names.
-    `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63; `bad_word_ids` are the token
-    sequences of `params.bad_words`.
+    `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63; `bad_word_ids` are the
+    token sequences of `params.bad_words`.
     """
 
     row: int
@@ -44,12 +44,10 @@ class AdmittedSequence(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """`row` becomes a copy of `parent_row` (token ids, block table, sampling parameters) with its
-    own seed.
+    """`row` becomes a copy of `parent_row` (token ids, sampling parameters) with its own seed.
 
-    A fork made in the step that computes the parent's last token schedules no token itself: it
-    samples from the
-    parent's logits.
+    Its block tables come as table updates. A fork made in the step that computes the parent's last
+    token schedules no token itself: it samples from the parent's logits.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""Scheduler: which sequences compute how many tokens in each step. `schedule() -> StepPlan`, `commit`.
+"""Scheduler: which sequences compute how many tokens in each step: `schedule`, then `commit`.
 
     waiting (heap: priority, arrival) ──admit──► running (sorted the same way) ──finish──► done
                     ▲                                  │
@@ -318,8 +318,8 @@ class Scheduler:
                 max_num_tokens=parent.max_num_tokens,
             )
             parent.request.sequences.append(child)
-            self.block_manager.fork(parent, child)
             child.row = self._free_rows.pop()
+            self.block_manager.fork(parent, child)
             child.status = Status.RUNNING
             child.first_scheduled_time = parent.first_scheduled_time
             child.num_pending_tokens = 1

@@ -1,4 +1,4 @@
-"""Batch: every tensor of one step, as one argument that goes down to attention. The bridge from ints to tensors.
+"""Batch: every tensor of one step, as one argument that goes down to attention.
 
 Legend: T tokens, S sequences, L rows of logits, G KV groups, M blocks of the longest table.
 
@@ -24,7 +24,8 @@ class Batch:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, position of each token in its sequence.
-        slot_mapping: [G, T] int64, slot = block_id * block_size + offset of each token's key and value.
+        slot_mapping: [G, T] int64, where each token's key and value go: block_id * block_size +
+            offset.
         query_start_loc: [S + 1] int32, where each sequence's query tokens start in [T].
         seq_lens: [S] int32, context of each sequence including this step's tokens.
         block_tables: [G, S, M] int32, entries past a sequence's last block are 0 (the null block).

@@ -1,0 +1,134 @@
+"""build_engine: the composition root, from an EngineConfig to a running LLMEngine.
+
+The one file that knows both the core and everything that enters it by a door. What "auto" means is
+decided here, and the answers are returned in EngineInfo; the config itself never changes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from nanoengine.attention import resolve_backend
+from nanoengine.config import EngineConfig
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.errors import ConfigError
+from nanoengine.models.config import load_model_config
+from nanoengine.runner.model_runner import ModelRunner
+
+
+def build_engine(config: EngineConfig) -> LLMEngine:
+    """Starts an engine: finds the model, resolves device, dtype and backend, loads, sizes.
+
+    Raises:
+        ConfigError: a setting does not fit this machine or this model.
+        ModelError: the checkpoint can't be run.
+    """
+    started = time.perf_counter()
+    directory = resolve_model(config)
+    model_config = load_model_config(directory)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    backend = resolve_backend(config.attention_backend, device)
+    runner = ModelRunner(
+        config, model_config, directory, device=device, dtype=dtype, backend=backend
+    )
+    layout = runner.start()
+    memory = runner.memory
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < memory.max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a prompt runs in one step: max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} must be at least max_model_len={memory.max_model_len}"
+        )
+    manager = BlockManager(
+        layout,
+        enable_prefix_caching=config.enable_prefix_caching,
+        watermark_frac=config.watermark_frac,
+        max_chunk=config.max_num_batched_tokens,
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_threshold=config.long_prefill_threshold,
+    )
+    info = EngineInfo(
+        model_name=config.model,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=memory.max_model_len,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention_backend=backend,
+        num_parameters=runner.num_parameters,
+        weight_bytes=runner.weight_bytes,
+        num_kv_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        load_s=runner.load_s,
+        start_s=time.perf_counter() - started,
+        memory_plan=str(memory),
+        generation_defaults=dict(model_config.generation_defaults),
+    )
+    return LLMEngine(runner, scheduler, info, seed=config.seed, debug_checks=config.debug_checks)
+
+
+def resolve_model(config: EngineConfig) -> Path:
+    """The directory of the checkpoint: a local one, or a hub id brought into the hub's cache.
+
+    Raises:
+        ConfigError: neither a directory, nor a repository that can be reached or is cached.
+    """
+    directory = Path(config.model).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise ConfigError(f"model must be a directory, got the file {config.model!r}")
+    if config.model.count("/") != 1 or config.model.startswith((".", "/", "~")):
+        raise ConfigError(f"model directory {config.model!r} does not exist")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            config.model,
+            revision=config.revision,
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {config.model!r} is no local directory, and the hub did not give it: {error}"
+        ) from error
+    return Path(found)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `name` means here; "auto" takes a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r} asked for, but torch finds no CUDA GPU: use 'cpu'")
+    return device
+
+
+def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; "auto" is the stored one, but float32 on a CPU for 16-bit weights.
+
+    Why: a CPU without 16-bit arithmetic converts back and forth, three times slower and less exact.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.float64 if stored == "float64" else torch.float32
+    return getattr(torch, stored)

@@ -1,0 +1,124 @@
+"""KVCache: one tensor for all keys and values, how many blocks it has, and how blocks are copied.
+
+    kv [2, layers of a group, num_blocks, P, K, D]      P tokens a block, K KV heads, D head dim
+        │        │                                  (heads first, [K, P, D], if the backend asks)
+        keys,    layer i of every group uses slice i: groups share the pool, never a block
+        values
+
+Allocated once at start by the ModelRunner; nothing grows while the engine runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoengine.attention.base import KVLayoutName
+from nanoengine.core.plan import BlockCopy
+from nanoengine.core.protocols import KVGroup
+from nanoengine.errors import ConfigError
+from nanoengine.layers.attention import Attention
+
+GIB = 2**30
+CPU_DEFAULT_FRAC = 0.3
+CPU_DEFAULT_MAX_BYTES = 4 * GIB
+GPU_DEFAULT_FRAC = 0.9
+
+
+def block_bytes(
+    *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers.
+
+    >>> f16 = torch.float16
+    >>> block_bytes(block_size=16, num_kv_heads=32, head_dim=128, num_layers=1, dtype=f16)
+    262144
+    >>> block_bytes(block_size=16, num_kv_heads=8, head_dim=128, num_layers=80, dtype=f16)
+    5242880
+    """
+    return 2 * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
+
+
+def num_blocks_for_bytes(num_bytes: int, bytes_a_block: int) -> int:
+    """Whole blocks in a memory budget.
+
+    >>> num_blocks_for_bytes(43 * 10**9, 5_242_880)
+    8201
+    """
+    return max(0, num_bytes) // bytes_a_block
+
+
+def free_cpu_bytes() -> int:
+    """Memory that a new allocation can have without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+class KVCache:
+    """The KV tensor and its per-layer slices.
+
+    Args:
+        groups: layers that share block tables; the largest sets the number of slices.
+        layout: order inside a block, the attention backend's.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[KVGroup],
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layout: KVLayoutName,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        inner = (block_size, num_kv_heads) if layout == "PKD" else (num_kv_heads, block_size)
+        slices = max(len(group.layers) for group in groups)
+        shape = (2, slices, num_blocks, *inner, head_dim)
+        self.groups = tuple(groups)
+        self.kv = zeros(shape, dtype, device)
+
+    def bind(self, layers: Sequence[Attention]) -> None:
+        """Gives each attention layer its k_cache and v_cache slice and its group."""
+        for index, group in enumerate(self.groups):
+            for position, layer in enumerate(group.layers):
+                layers[layer].bind(self.kv[0, position], self.kv[1, position], index)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks over all layers, keys and values, in one call; no source is a target."""
+        src, dst = torch.tensor(copies, device=self.kv.device).unbind(1)
+        # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
+        self.kv.index_copy_(2, dst, self.kv.index_select(2, src))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor; on a CPU its pages are mapped only when they are first written.
+
+    Why zeros at all: masked positions are read and multiplied by 0, which NaN would survive.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + 63, np.uint8)
+    start = -raw.ctypes.data % 64  # Why: vector loads must not straddle cache lines
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+
+
+def too_small(max_model_len: int, num_blocks: int, block_size: int, tokens: int) -> ConfigError:
+    """The error for a pool that can't hold one sequence of the asked length."""
+    return ConfigError(
+        f"max_model_len={max_model_len} does not fit the KV cache: {num_blocks} blocks of"
+        f" {block_size} tokens (one is the null block); the largest that fits is {max(tokens, 0)}:"
+        " lower max_model_len, or raise num_kv_blocks, kv_cache_gib or memory_fraction"
+    )

@@ -1,0 +1,365 @@
+"""ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
+
+    start()    load weights -> profile (GPU) -> size and allocate the KV cache -> bind it to layers
+    execute()  rows.update -> block copies -> Batch -> model -> logits of sampling rows -> Sampler
+
+Called by LLMEngine through the Executor door; decides nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoengine.attention import backend_class, make_backend
+from nanoengine.config import EngineConfig
+from nanoengine.core.kv_groups import make_kv_groups
+from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
+from nanoengine.core.protocols import KVLayout
+from nanoengine.errors import ConfigError
+from nanoengine.layers.context import ModelContext
+from nanoengine.models.config import ModelConfig
+from nanoengine.models.loader import load_model
+from nanoengine.runner import kv_cache
+from nanoengine.runner.batch import Batch
+from nanoengine.runner.kv_cache import GIB, KVCache
+from nanoengine.runner.rows import Rows, SampleLines
+from nanoengine.runner.sampler import Sampler, prompt_logprobs
+
+LOGITS_CHUNK = 256
+"""Prompt positions whose logits exist at once: 256 x 152k float32 are 0.16 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow."""
+
+    weight_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    def __str__(self) -> str:
+        tokens = (self.num_blocks - 1) * self.block_size
+        return (
+            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, activations"
+            f" {self.activation_bytes / GIB:.2f} GiB, KV cache {self.kv_bytes / GIB:.2f} GiB\n"
+            f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens"
+            f" = {tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
+        )
+
+
+class ModelRunner:
+    """Runs one model on one device.
+
+    Args:
+        config: the user's settings.
+        model_config: of the checkpoint in `directory`.
+        device, dtype, backend: as resolved from "auto".
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = device
+        self.dtype = dtype
+        self._directory = directory
+        self._backend_name = backend
+        default = backend_class(backend).default_block_size
+        self.block_size = config.block_size or default
+        self.backend = make_backend(
+            backend,
+            device=device,
+            dtype=dtype,
+            head_dim=model_config.head_dim,
+            block_size=self.block_size,
+        )
+        self.groups = make_kv_groups(model_config.sliding_windows)
+        self.load_s = 0.0
+        self.num_parameters = 0
+
+    # --- start --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def start(self) -> KVLayout:
+        """Loads the model, sizes and allocates the KV cache.
+
+        Raises:
+            ConfigError: `max_model_len` passes the model's context or the memory there is.
+            WeightLoadError: see `models.weights`.
+        """
+        context_len = self.model_config.max_position_embeddings
+        asked = self.config.max_model_len
+        if asked is not None and asked > context_len:
+            raise ConfigError(
+                f"max_model_len must be at most the model's context of {context_len}, got {asked}"
+            )
+        self._load()
+        bytes_a_block = kv_cache.block_bytes(
+            block_size=self.block_size,
+            num_kv_heads=self.model_config.num_key_value_heads,
+            head_dim=self.model_config.head_dim,
+            num_layers=max(len(group.layers) for group in self.groups),
+            dtype=self.dtype,
+        )
+        self.memory = self._size(bytes_a_block, asked, context_len)
+        self.kv_cache = self._allocate(self.memory.num_blocks)
+        self.rows = Rows(
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.memory.max_model_len,
+            block_size=self.block_size,
+            num_groups=len(self.groups),
+            device=self.device,
+        )
+        self.sampler = Sampler(
+            self.model_config.vocab_size,
+            self.config.max_num_seqs,
+            self.model_config.eos_token_ids,
+        )
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}
+        return KVLayout(
+            num_blocks=self.memory.num_blocks,
+            block_size=self.block_size,
+            block_bytes=bytes_a_block,
+            groups=self.groups,
+        )
+
+    def _load(self) -> None:
+        started = time.perf_counter()
+        context = ModelContext(
+            dtype=self.dtype,
+            device=self.device,
+            attention_backend=self.backend,
+            max_positions=self.config.max_model_len,
+        )
+        self.model = load_model(
+            self.model_config,
+            self._directory,
+            context=context,
+            load_format=self.config.load_format,
+            seed=self.config.seed,
+        )
+        self.load_s = time.perf_counter() - started
+        parameters = list(self.model.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters)
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+
+    def _allocate(self, num_blocks: int) -> KVCache:
+        cache = KVCache(
+            groups=self.groups,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.model_config.num_key_value_heads,
+            head_dim=self.model_config.head_dim,
+            layout=self.backend.kv_layout,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        cache.bind(self.model.attention_layers)
+        return cache
+
+    def _size(self, bytes_a_block: int, asked: int | None, context_len: int) -> MemoryPlan:
+        """Decides the number of blocks and the effective max_model_len."""
+        config = self.config
+        activation_bytes = 0
+        if config.num_kv_blocks is not None:
+            num_blocks = config.num_kv_blocks
+        elif config.kv_cache_gib is not None:
+            budget = int(config.kv_cache_gib * GIB)
+            num_blocks = kv_cache.num_blocks_for_bytes(budget, bytes_a_block)
+        else:
+            if self.device.type == "cpu":
+                free = kv_cache.free_cpu_bytes()
+                budget = min(int(free * kv_cache.CPU_DEFAULT_FRAC), kv_cache.CPU_DEFAULT_MAX_BYTES)
+                if config.memory_fraction is not None:
+                    budget = int(free * config.memory_fraction)
+            else:
+                activation_bytes = self._profile()
+                budget = self._gpu_budget(activation_bytes)
+            num_blocks = kv_cache.num_blocks_for_bytes(budget, bytes_a_block)
+            longest = -(-(asked or context_len) // self.block_size) * len(self.groups)
+            num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)  # no use for more
+        if all(group.sliding_window is None for group in self.groups):
+            tokens = (num_blocks - 1) * self.block_size
+        else:  # a window may hold far less than the length: the scheduler judges each request
+            tokens = context_len if num_blocks > len(self.groups) else 0
+        if (asked or 2) > tokens:
+            raise kv_cache.too_small(asked or context_len, num_blocks, self.block_size, tokens)
+        return MemoryPlan(
+            weight_bytes=self.weight_bytes,
+            activation_bytes=activation_bytes,
+            kv_bytes=num_blocks * bytes_a_block,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_model_len=asked or min(context_len, tokens),
+        )
+
+    def _profile(self) -> int:
+        """Peak bytes of activations, logits and sampling at the largest step, measured."""
+        cache = self._allocate(2)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        config, vocab_size = self.config, self.model_config.vocab_size
+        batch = self._largest_batch()
+        hidden = self.model(batch)
+        logits = self.model.logits(hidden[batch.logits_indices])
+        sampler = Sampler(vocab_size, config.max_num_seqs)
+        num_lines = logits.shape[0]
+        sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
+        sampler.sample(logits, range(num_lines), range(num_lines)).fetch()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del cache
+        return peak
+
+    def _largest_batch(self) -> Batch:
+        """A batch of max_num_batched_tokens in as few sequences as the context allows."""
+        total = self.config.max_num_batched_tokens
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        counts = [min(longest, total - done) for done in range(0, total, longest)]
+        num_blocks = -(-max(counts) // self.block_size)
+        num_lines = min(self.config.max_num_seqs, total)
+        counts.sort(key=lambda n: n != 1)
+
+        def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=dtype, device=self.device)
+
+        groups = len(self.groups)
+        return self._prepared(
+            Batch(
+                token_ids=ints(np.zeros(total)),
+                positions=ints(np.concatenate([np.arange(n) for n in counts])),
+                slot_mapping=ints(np.zeros((groups, total))),
+                query_start_loc=ints(np.cumsum([0, *counts]), torch.int32),
+                seq_lens=ints(counts, torch.int32),
+                block_tables=ints(np.zeros((groups, len(counts), num_blocks)), torch.int32),
+                logits_indices=ints(np.arange(num_lines)),
+                num_decodes=sum(n == 1 for n in counts),
+                max_query_len=max(counts),
+                max_seq_len=max(counts),
+            )
+        )
+
+    def _gpu_budget(self, activation_bytes: int) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        fraction = self.config.memory_fraction or kv_cache.GPU_DEFAULT_FRAC
+        return int(total * fraction) - (total - free) - activation_bytes
+
+    # --- execute ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries out one plan, in the order of its fields, and waits for the sampled tokens."""
+        started = time.perf_counter()
+        self._update_rows(plan)
+        if plan.block_copies:
+            self.kv_cache.copy_blocks(plan.block_copies)
+        result = StepResult(token_ids=[[] for _ in plan.rows])
+        if not plan.rows:
+            return result
+        batch, lines = self.rows.make_batch(plan)
+        self._prepared(batch)
+        prepared = time.perf_counter()
+        hidden = self.model(batch)  # [T, hidden_size]
+        logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
+        self._synchronize()
+        forwarded = time.perf_counter()
+        if len(lines.entries):
+            self._sample(plan, lines, logits, result)
+        if self._prompt_logprobs:
+            self._score_prompts(plan, batch, hidden, result)
+        result.times = StepTimes(
+            prepare_s=prepared - started,
+            forward_s=forwarded - prepared,
+            sample_s=time.perf_counter() - forwarded,
+        )
+        return result
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self.sampler.release(row)
+            self._prompt_logprobs.pop(row, None)
+        for new in plan.admitted:
+            self.sampler.admit(new)
+            if new.params.prompt_logprobs is not None:
+                self._prompt_logprobs[new.row] = (new.params.prompt_logprobs, new.num_prompt_tokens)
+        for fork in plan.forks:
+            self.sampler.fork(fork)
+        self.rows.update(plan)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        batch.attention = self.backend.prepare(batch)
+        return batch
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _sample(
+        self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor, result: StepResult
+    ) -> None:
+        """Samples a token a line, keeps accepted ones, and puts them where the next step reads."""
+        sampled = self.sampler.sample(
+            logits, lines.rows, lines.positions, plan.draft_token_ids
+        ).fetch()
+        self.rows.write(lines.rows, lines.positions, np.array(sampled.token_ids))
+        for line, entry in enumerate(lines.entries.tolist()):
+            tokens = result.token_ids[entry]
+            drafts = plan.draft_token_ids.get(plan.rows[entry], ())
+            if tokens and tokens[-1] != drafts[len(tokens) - 1]:
+                continue  # the draft before this line was wrong
+            tokens.append(sampled.token_ids[line])
+            if line in sampled.errors:
+                result.errors[entry] = sampled.errors[line]
+            if line in sampled.logprobs:
+                result.logprobs.setdefault(entry, []).append(sampled.logprobs[line])
+        self.sampler.accept(plan.rows, result.token_ids)
+
+    def _score_prompts(
+        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, result: StepResult
+    ) -> None:
+        """Log-probabilities of the prompt tokens that follow positions computed in this step."""
+        starts = batch.query_start_loc.tolist()
+        order = [e for e, n in enumerate(plan.num_scheduled_tokens) if n == 1]
+        order += [e for e, n in enumerate(plan.num_scheduled_tokens) if n > 1]
+        for seq, entry in enumerate(order):
+            row, start = plan.rows[entry], plan.starts[entry]
+            num_top, num_prompt = self._prompt_logprobs.get(row, (0, 0))
+            end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
+            found: list[list[TokenLogprob]] = []
+            for low in range(start, end, LOGITS_CHUNK):
+                high = min(low + LOGITS_CHUNK, end)
+                at = starts[seq] - start
+                logits = self.model.logits(hidden[at + low : at + high])
+                following = self.rows.token_ids[row, low + 1 : high + 1].astype(np.int64)
+                next_ids = torch.from_numpy(following).to(self.device)
+                found += prompt_logprobs(logits, next_ids, num_top)
+            if found:
+                result.prompt_logprobs[entry] = found
+
+    # --- end ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Drops weights and KV cache and returns a GPU's memory to the system."""
+        for name in ("model", "kv_cache", "rows", "sampler"):
+            if hasattr(self, name):
+                delattr(self, name)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
