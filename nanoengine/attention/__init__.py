@@ -40,7 +40,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class behind a resolved name. Its module is imported only now, with the optional packages it needs."""
+    """The class behind a resolved name; only now its module, and what that needs, is imported."""
     module, attribute = BACKENDS[name]
     return getattr(importlib.import_module(module), attribute)
 

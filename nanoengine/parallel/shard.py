@@ -1,5 +1,7 @@
-"""Shard: which part of a tensor-parallel model this process holds. A value, never a global, so that two ranks can
-live in one process."""
+"""Shard: which part of a tensor-parallel model this process holds.
+
+A value, never a global, so that two ranks can live in one process.
+"""
 
 from __future__ import annotations
 
