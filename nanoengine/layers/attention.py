@@ -1,0 +1,44 @@
+"""Attention: the place where a model meets the paged KV cache.
+
+The runner binds each layer's slice of the cache after it has sized it; until then, and for models
+that are only profiled, the layer has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from nanoengine.runner.batch import Batch
+
+if TYPE_CHECKING:
+    from nanoengine.attention.base import AttentionBackend, AttentionSpec
+
+
+class Attention(nn.Module):
+    """One layer's attention: what it computes (`spec`), by whom (`backend`), over which cache.
+
+    Attributes:
+        spec: heads, scale and window of this rank's part of the layer.
+        k_cache, v_cache: this layer's blocks, in the backend's layout; empty until `bind`.
+    """
+
+    def __init__(self, spec: AttentionSpec, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.spec, self.backend = spec, backend
+        self.k_cache = self.v_cache = torch.empty(0)
+
+    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, group: int) -> None:
+        """Gives the layer its slices of the KV cache and the KV group whose block tables it
+        reads."""
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.spec = replace(self.spec, group=group)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """q [T, H, D], k and v [T, K, D] -> [T, H, D]; stores k and v on the way."""
+        return self.backend.forward(q, k, v, self.k_cache, self.v_cache, batch, self.spec)

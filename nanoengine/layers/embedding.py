@@ -1,0 +1,72 @@
+"""Token embedding and output head, with the vocabulary split over ranks; tied or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoengine.layers.weights import WeightSlot, empty_parameter
+
+if TYPE_CHECKING:
+    from nanoengine.layers.context import ModelContext
+
+
+class Embedding(nn.Module):
+    """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext) -> None:
+        super().__init__()
+        self.shape, self.shard = (vocab_size, hidden_size), context.shard
+        self.all_reduce = context.all_reduce
+        self.rows = self.shard.slice(vocab_size, "vocab_size")
+        local = (self.rows.stop - self.rows.start, hidden_size)
+        self.weight = empty_parameter(local, context.dtype, context.device)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.shard.world_size == 1:
+            return F.embedding(token_ids, self.weight)
+        # A rank gives zeros for tokens that another rank holds; the sum is the embedding.
+        mine = (token_ids >= self.rows.start) & (token_ids < self.rows.stop)
+        local_ids = torch.where(mine, token_ids - self.rows.start, 0)
+        return self.all_reduce(F.embedding(local_ids, self.weight) * mine.unsqueeze(-1))
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.weight.copy_)
+        return {f"{path}.weight": slot}
+
+
+class OutputHead(nn.Module):
+    """Hidden states [L, hidden_size] -> logits [L, vocab_size] on every rank.
+
+    A tied head multiplies by the embedding's own weight and has no tensor in the checkpoint.
+    """
+
+    def __init__(self, name: str, embedding: Embedding, *, tied: bool, context: ModelContext):
+        super().__init__()
+        self.shape, self.rows, self.tied = embedding.shape, embedding.rows, tied
+        self.all_gather = context.all_gather
+        self.method = context.linear_method_factory(name)
+        self.method.create(
+            self.shape[1],
+            self.rows.stop - self.rows.start,
+            dtype=context.dtype,
+            device=context.device,
+            weight=embedding.weight if tied else None,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(self.method.apply(hidden, None))
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        if self.tied:
+            return {}
+        rows = slice(0, self.rows.stop - self.rows.start)
+        slot = WeightSlot(
+            shape=self.shape,
+            part=(self.rows,),
+            store=lambda weight: self.method.load(weight, rows),
+        )
+        return {f"{path}.weight": slot}

@@ -1,0 +1,48 @@
+"""WeightSlot: where one tensor of a checkpoint goes.
+
+The contract between layers and the weight loader. A layer that owns parameters offers
+`weight_slots(path)`: a slot for every checkpoint tensor it is made of. A fused layer simply offers
+several, so packed names are known where they are packed, and the loader needs no list of special
+cases: what no slot asks for is unexpected, what no file holds is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSlot:
+    """One tensor of the checkpoint.
+
+    Attributes:
+        shape: of the whole tensor, as every checkpoint stores it.
+        part: the slice of it that this rank holds; () is all of it. Only this part is read.
+        store: takes that part, of any floating dtype, on any device.
+        pieces: the same weights under other names; used if the checkpoint lacks this one.
+    """
+
+    shape: tuple[int, ...]
+    store: Callable[[torch.Tensor], object]
+    part: tuple[slice, ...] = ()
+    pieces: Mapping[str, WeightSlot] = field(default_factory=dict)
+
+
+class OwnsWeights(Protocol):
+    """A module with parameters of its own."""
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        """The checkpoint tensors it is made of, by their full names; `path` is its own name in the
+        model."""
+
+
+def empty_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """An uninitialised parameter for inference; the loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

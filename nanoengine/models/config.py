@@ -1,0 +1,362 @@
+"""ModelConfig: a checkpoint's config.json, normalised: one meaning, one field, any writer.
+
+`load_model_config` reads what transformers 4 wrote (rope_theta, rope_scaling, torch_dtype) and what
+transformers 5 writes (rope_parameters, dtype, layer_types) into equal values. A key that changes
+the maths and is not implemented is refused by name and value: a model that runs is the model that
+was asked for. Called by whoever starts an engine; plain json, neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
+
+Json = Mapping[str, Any]
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Supported architecture -> its model_type, which is also the name of its module here."""
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "quantization_config": (),
+    "compression_config": (),
+    "partial_rotary_factor": (1, 1.0),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "attention_multiplier": (),
+    "logits_scaling": (1, 1.0),
+    "logit_scale": (1, 1.0),
+    "dual_chunk_attention_config": (),
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+}
+"""Key that would change the maths -> the values that don't; absent and null never do."""
+
+ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
+    "yarn": (
+        {"factor"},
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+}
+"""Rope type -> its required and its optional parameters."""
+
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """How positions become angles. Fields that a type doesn't use keep their defaults.
+
+    Attributes:
+        theta: base of the wavelengths.
+        type: default, linear, llama3 or yarn.
+        factor: how many times longer the context is than in pre-training.
+        original_max_position_embeddings: context of pre-training [tokens].
+        low_freq_factor, high_freq_factor: llama3: the band of wavelengths that is blended.
+        beta_fast, beta_slow: yarn: rotations within the original context that bound its blend.
+        attention_factor: yarn: factor on cos and sin, from mscale or `factor` if not given.
+        truncate: yarn: round the blend's bounds to whole dimensions.
+    """
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts: in `layers` the MLP is `num_experts` small ones, of which a token takes
+    `num_experts_per_tok`."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a checkpoint computes. Names are Hugging Face's where one exists.
+
+    Attributes:
+        architecture: a key of `ARCHITECTURES`.
+        max_position_embeddings: longest context [tokens], extended by yarn where it is configured.
+        sliding_windows: per layer None, or w: a token sees itself and the w - 1 tokens before it.
+        attention_bias: the q, k and v projections have biases.
+        dtype: of the stored weights, as torch names it.
+        eos_token_ids: generation_config.json's, then config.json's; any of them ends a sequence.
+        generation_defaults: sampling settings that the authors recommend.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    sliding_windows: tuple[int | None, ...]
+    hidden_act: str = "silu"
+    moe: MoEConfig | None = None
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    generation_defaults: dict[str, float] = field(default_factory=dict)
+
+
+def load_model_config(directory: str | Path) -> ModelConfig:
+    """Reads `config.json` and, where there is one, `generation_config.json`.
+
+    Raises:
+        ConfigError: `directory` holds no config.json.
+        ModelError: a file is not valid JSON.
+        UnsupportedModelError: the architecture, or a key that changes its maths.
+    """
+    directory = Path(directory)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
+    raw = _read_json(directory / "config.json")
+    generation_path = directory / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    return parse_model_config(raw, generation)
+
+
+def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
+    """The normalised form of a parsed config.json; see `load_model_config`."""
+    generation = generation or {}
+    architecture = _architecture(raw)
+    for key, neutral in NEUTRAL_VALUES.items():
+        _refuse_unless(key, raw.get(key), neutral)
+    heads = _require(raw, "num_attention_heads")
+    kv_heads = _get(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    # Why: Qwen3's heads are 128 wide unless said otherwise; all others split the hidden size.
+    split = _require(raw, "hidden_size") // heads
+    rope = _rope(raw)
+    max_position = _require(raw, "max_position_embeddings")
+    if rope.type == "yarn":
+        max_position = max(max_position, int(rope.factor * rope.original_max_position_embeddings))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_require(raw, "vocab_size"),
+        hidden_size=_require(raw, "hidden_size"),
+        intermediate_size=_require(raw, "intermediate_size"),
+        num_hidden_layers=_require(raw, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=_get(raw, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else split),
+        max_position_embeddings=max_position,
+        rms_norm_eps=_get(raw, "rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=_get(raw, "tie_word_embeddings", False),
+        attention_bias=_attention_bias(architecture, raw),
+        sliding_windows=_sliding_windows(architecture, raw),
+        moe=_moe(raw) if architecture == "Qwen3MoeForCausalLM" else None,
+        dtype=_get(raw, "dtype", _get(raw, "torch_dtype", "float32")).removeprefix("torch."),
+        eos_token_ids=_token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
+        bos_token_id=_get(raw, "bos_token_id", generation.get("bos_token_id")),
+        generation_defaults={
+            name: generation[name]
+            for name in GENERATION_DEFAULTS
+            if generation.get(name) is not None
+        },
+    )
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _get(raw: Json, key: str, default: Any) -> Any:
+    """`raw[key]`, where null means the default, as transformers means it."""
+    value = raw.get(key)
+    return default if value is None else value
+
+
+def _require(raw: Json, key: str) -> int:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"config.json needs {key}, a positive integer, got {value!r}")
+    return value
+
+
+def _refuse_unless(key: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    if value is None or value in neutral:
+        return
+    allowed = " or ".join(repr(v) for v in dict.fromkeys(map(str, neutral))) or "no value"
+    raise UnsupportedModelError(f"{key}={value!r} is not implemented; supported: {allowed}")
+
+
+def _architecture(raw: Json) -> str:
+    """The first supported entry of `architectures`; where that is missing, the one of
+    `model_type`."""
+    named = raw.get("architectures") or []
+    by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
+    for name in named or [by_type.get(raw.get("model_type", ""))]:
+        if name in ARCHITECTURES:
+            return name
+    what = ", ".join(map(str, named)) or f"model_type={raw.get('model_type')!r}"
+    raise UnsupportedModelError(
+        f"unsupported architecture {what}; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _attention_bias(architecture: str, raw: Json) -> bool:
+    if architecture == "Qwen2ForCausalLM":
+        _refuse_unless("attention_bias", raw.get("attention_bias"), (True,))
+        return True
+    if architecture == "MistralForCausalLM":
+        _refuse_unless("attention_bias", raw.get("attention_bias"), (False,))
+    return _get(raw, "attention_bias", False)
+
+
+def _sliding_windows(architecture: str, raw: Json) -> tuple[int | None, ...]:
+    """Each family says in its own way which layers slide; see the family's module."""
+    num_layers = _require(raw, "num_hidden_layers")
+    layer_types = raw.get("layer_types")
+    for kind in layer_types or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer_types has {kind!r}; supported: 'full_attention', 'sliding_attention'"
+            )
+    if layer_types and len(layer_types) != num_layers:
+        raise UnsupportedModelError(
+            f"layer_types has {len(layer_types)} entries, num_hidden_layers={num_layers}"
+        )
+    window = raw.get("sliding_window")
+    if architecture == "LlamaForCausalLM":
+        _refuse_unless("sliding_window of a Llama model", window, ())
+    elif architecture != "MistralForCausalLM" and not raw.get("use_sliding_window"):
+        window = None
+    if window is None:
+        slides = [False] * num_layers
+    elif layer_types:
+        slides = [kind == "sliding_attention" for kind in layer_types]
+    elif architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        first = _get(raw, "max_window_layers", 28)
+        slides = [layer >= first for layer in range(num_layers)]
+    else:
+        slides = [True] * num_layers
+    if any(slides):
+        _require(raw, "sliding_window")
+    return tuple(window if slide else None for slide in slides)
+
+
+def _rope(raw: Json) -> RopeConfig:
+    """RoPE parameters of either writer: transformers 5 nests them all in `rope_parameters`."""
+    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise UnsupportedModelError(
+            f"rope_parameters={given!r}: parameters for each layer type are not implemented"
+        )
+    _refuse_unless("partial_rotary_factor", given.pop("partial_rotary_factor", None), (1, 1.0))
+    legacy_type = given.pop("type", None)
+    kind = given.pop("rope_type", None) or legacy_type or "default"
+    theta = float(given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    if kind not in ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"rope type {kind!r} is not implemented; supported: {', '.join(ROPE_KEYS)}"
+        )
+    original = given.pop("original_max_position_embeddings", None)
+    given = {key: value for key, value in given.items() if value is not None}
+    required, optional = ROPE_KEYS[kind]
+    if missing := sorted(required - given.keys()):
+        raise UnsupportedModelError(f"rope type {kind!r} needs {', '.join(missing)}")
+    if unknown := {key: given[key] for key in sorted(given.keys() - required - optional)}:
+        raise UnsupportedModelError(f"rope type {kind!r} has unknown parameters {unknown!r}")
+    if kind in ("llama3", "yarn"):
+        given["original_max_position_embeddings"] = int(
+            original or _require(raw, "max_position_embeddings")
+        )
+    if kind == "yarn":
+        given["attention_factor"] = _yarn_attention_factor(
+            given["factor"],
+            given.get("attention_factor"),
+            given.pop("mscale", None),
+            given.pop("mscale_all_dim", None),
+        )
+    return RopeConfig(theta=theta, type=kind, **given)
+
+
+def _yarn_attention_factor(
+    factor: float, given: float | None, mscale: float | None, mscale_all_dim: float | None
+) -> float:
+    """The temperature of attention's softmax as a factor on cos and sin.
+
+    Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is DeepSeek-V2's.
+    """
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if given is not None:
+        return float(given)
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _moe(raw: Json) -> MoEConfig:
+    """Qwen3-MoE: every `decoder_sparse_step`-th layer has experts, `mlp_only_layers` never."""
+    step, dense = _get(raw, "decoder_sparse_step", 1), set(_get(raw, "mlp_only_layers", []))
+    count_key = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    return MoEConfig(
+        num_experts=_require(raw, count_key),
+        num_experts_per_tok=_require(raw, "num_experts_per_tok"),
+        intermediate_size=_require(raw, "moe_intermediate_size"),
+        norm_topk_prob=_get(raw, "norm_topk_prob", False),
+        layers=tuple(
+            layer
+            for layer in range(_require(raw, "num_hidden_layers"))
+            if layer not in dense and (layer + 1) % step == 0
+        ),
+    )
+
+
+def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """Every id of the given values once, in order."""
+    lists = [[] if v is None else [v] if isinstance(v, int) else v for v in values]
+    return tuple(dict.fromkeys(token_id for ids in lists for token_id in ids))

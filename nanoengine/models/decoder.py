@@ -1,0 +1,211 @@
+"""The decoder that all families share.
+
+    token_ids ─ embed_tokens ─┐
+      per layer:              ├─ input_layernorm ─ self_attn ─────────┐
+                     residual └────────────────────────────────────── + ┐
+                              ┌─────────────────────────────────────────┘
+                              ├─ post_attention_layernorm ─ mlp ──────┐
+                     residual └────────────────────────────────────── + ┐
+      norm ─ lm_head ─ logits ──────────────────────────────────────────┘
+
+A family is a subclass of `CausalLM` that says which attention and which MLP a layer has. Module
+names are the checkpoint's, so weights find their place by name. Called by the runner; knows neither
+blocks nor sampling.
+
+Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanoengine.attention.base import AttentionSpec
+from nanoengine.layers.activation import silu_and_mul
+from nanoengine.layers.attention import Attention
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.embedding import Embedding, OutputHead
+from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
+from nanoengine.layers.norm import HeadNorm, RMSNorm
+from nanoengine.layers.rotary import RotaryEmbedding, Rotation, rotate
+from nanoengine.models.config import ModelConfig
+from nanoengine.runner.batch import Batch
+
+
+class SelfAttention(nn.Module):
+    """Projects to heads, norms them where the family does, rotates, attends, projects back."""
+
+    def __init__(
+        self,
+        path: str,
+        layer: int,
+        config: ModelConfig,
+        context: ModelContext,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        head_norm: bool,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVLinear(
+            f"{path}.qkv_proj",
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            bias=qkv_bias,
+            context=context,
+        )
+        self.o_proj = RowParallelLinear(
+            f"{path}.o_proj",
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=output_bias,
+            context=context,
+        )
+        self.num_heads = context.shard.split(config.num_attention_heads)
+        self.num_kv_heads = context.shard.split(config.num_key_value_heads)
+        self.head_norm = (
+            HeadNorm(
+                self.num_heads,
+                self.num_kv_heads,
+                config.head_dim,
+                config.rms_norm_eps,
+                context=context,
+            )
+            if head_norm
+            else None
+        )
+        spec = AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[layer],
+        )
+        self.attention = Attention(spec, context.attention_backend)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 K, D]
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        q, k = rotate(qk, rotation).split((self.num_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(self.attention(q, k, v, batch).reshape(x.shape[0], -1))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedLinear(
+            f"{path}.gate_up_proj",
+            hidden,
+            {"gate_proj": inner, "up_proj": inner},
+            context=context,
+        )
+        self.down_proj = RowParallelLinear(f"{path}.down_proj", inner, hidden, context=context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """One layer. The residual travels beside x, so that each norm can take the sum in one go."""
+
+    def __init__(
+        self, self_attn: SelfAttention, mlp: nn.Module, config: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm = RMSNorm(size, eps, context=context)
+        self.post_attention_layernorm = RMSNorm(size, eps, context=context)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the layer before added, the residual before it) -> the same pair of this layer."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """The stack of layers between token ids and the last norm."""
+
+    def __init__(
+        self, layers: list[DecoderLayer], config: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, context=context)
+        self.rotary = RotaryEmbedding(
+            config.rope, config.head_dim, config.max_position_embeddings, context=context
+        )
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x, residual = self.embed_tokens(batch.token_ids), None
+        rotation = self.rotary(batch.positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation, batch)
+        x, _ = self.norm(x, residual)
+        return x
+
+
+class CausalLM(nn.Module):
+    """A language model of one family, on one rank. Subclasses implement the two `make_` methods.
+
+    Parameters are uninitialised until `load_weights` or `dummy_weights` fills them.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.config = config
+        layers = [
+            DecoderLayer(
+                self.make_attention(f"model.layers.{layer}.self_attn", layer, config, context),
+                self.make_mlp(f"model.layers.{layer}.mlp", layer, config, context),
+                config,
+                context,
+            )
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.model = Decoder(layers, config, context)
+        self.lm_head = OutputHead(
+            "lm_head", self.model.embed_tokens, tied=config.tie_word_embeddings, context=context
+        )
+
+    def make_attention(
+        self, path: str, layer: int, config: ModelConfig, context: ModelContext
+    ) -> SelfAttention:
+        """The attention of layer `layer`, whose full name is `path`."""
+        raise NotImplementedError
+
+    def make_mlp(
+        self, path: str, layer: int, config: ModelConfig, context: ModelContext
+    ) -> nn.Module:
+        """The MLP of layer `layer`: [T, hidden_size] -> [T, hidden_size]."""
+        return GatedMLP(path, config, context)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states of all tokens of a step, [T, hidden_size]."""
+        return self.model(batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[L, hidden_size] -> [L, vocab_size], for the rows of `forward`'s result that need
+        them."""
+        return self.lm_head(hidden)
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """The attention layers in order, for the runner to bind the KV cache to."""
+        return [layer.self_attn.attention for layer in self.model.layers]
