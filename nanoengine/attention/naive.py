@@ -1,4 +1,4 @@
-"""NaiveBackend: paged attention in plain torch, one sequence at a time. The oracle of every other backend.
+"""NaiveBackend: paged attention in plain torch, one sequence at a time; the oracle of the others.
 
 Read this file first to know what the fast kernels compute. It runs on any device and dtype, with
 any block size, and is slow on purpose: each sequence's context is gathered into one dense tensor.
