@@ -6,7 +6,7 @@ Made by `attention.make_backend`; it knows nothing of models, schedulers or engi
 
     block table of a sequence    3     7     1            block_size 4, seq_len 10
     its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
-    its queries                            7 8 9          the last query_len positions of the context
+    its queries                            7 8 9          its last query_len positions
 
 Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
 D head dim.
