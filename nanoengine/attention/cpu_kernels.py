@@ -1,0 +1,519 @@
+"""The compiled kernels of `CPUBackend`: paged attention for float32 and float64, by numba.
+
+Called by `attention/cpu.py` alone. Kernels see flat arrays, offsets and ints, never torch.
+
+A *task* is one KV head of one sequence, a tile of its queries and a range of its context. Its query
+heads and queries together are the *rows* of the tile, so each key and value is loaded once for all
+of them. A task walks the block table in steps of `KV_TILE` tokens with an online softmax:
+
+    tile [rows, D] x keys of a run [n, D]     -> scores [rows, KV_TILE]     run: tokens in one block
+    softmax of the scores against the running maximum of each row
+    scores [rows, KV_TILE] x values of a run  -> added to output [rows, D]
+
+Both products are register tiles written as vector instructions (`_score_tile`, `_value_tile`), so
+their speed does not hang on the loop vectorizer, and the sum of one row never depends on the rows
+beside it: a sequence's result has the same bits in any batch.
+
+Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 3); splitting the
+context of a decode from Flash-Decoding (Dao et al. 2023); block tables from PagedAttention (Kwon et
+al. 2023, section 4).
+
+Legend: T tokens, S sequences, H / K query / KV heads, R = H / K, D head dim, B blocks, P block size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+KV_TILE = 64  # tokens between two updates of the running maximum
+ROW_TILE = 32  # rows a task may hold: queries times query heads of one KV head
+SPLIT = 256  # tokens of context a task of a lone query tile covers; fixed, so results are too
+MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
+
+# Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FASTMATH}
+
+# Columns of a task.
+SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
+
+
+def _vector_type(array_type):
+    """<8 x float> or <4 x double>: one AVX register, two of NEON."""
+    scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
+    return ir.VectorType(scalar, 256 // array_type.dtype.bitwidth)
+
+
+class _Emit:
+    """Writes the vector instructions of one register tile."""
+
+    def __init__(self, context, builder, array_type):
+        self.context, self.builder = context, builder
+        self.vector = _vector_type(array_type)
+        self.scalar, self.width = self.vector.element, self.vector.count
+        self.suffix = f"v{self.width}f{array_type.dtype.bitwidth}"
+        self.align = array_type.dtype.bitwidth // 8
+
+    def pointer(self, array_type, array, offset):
+        data = self.context.make_array(array_type)(self.context, self.builder, array).data
+        return self.builder.gep(data, [offset])
+
+    def at(self, pointer, *offsets):
+        for offset in offsets:
+            pointer = self.builder.gep(pointer, [offset])
+        return pointer
+
+    def load(self, pointer):
+        pointer = self.builder.bitcast(pointer, self.vector.as_pointer())
+        return self.builder.load(pointer, align=self.align)
+
+    def store(self, value, pointer):
+        pointer = self.builder.bitcast(pointer, self.vector.as_pointer())
+        self.builder.store(value, pointer, align=self.align)
+
+    def broadcast(self, pointer):
+        first = self.builder.insert_element(
+            ir.Constant(self.vector, ir.Undefined), self.builder.load(pointer), ir.IntType(32)(0)
+        )
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
+        return self.builder.shuffle_vector(first, first, mask)
+
+    def fma(self, a, b, c):
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        name = f"llvm.fmuladd.{self.suffix}"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, [a, b, c])
+
+    def sum(self, value):
+        kind = ir.FunctionType(self.scalar, [self.scalar, self.vector])
+        name = f"llvm.vector.reduce.fadd.{self.suffix}"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        # Why: "reassoc" makes it a tree; without it the sum would run lane after lane.
+        return self.builder.call(function, [self.scalar(0), value], fastmath=("reassoc",))
+
+
+@intrinsic(prefer_literal=True)
+def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows, tokens):
+    """scores[r, t] = q[r] . k[t] for `rows` x `tokens`, held in registers over the head dim."""
+    num_rows, num_tokens = rows.literal_value, tokens.literal_value
+    signature = types.void(q, q_at, k, k_at, scores, scores_at, head_dim, rows, tokens)
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder, q)
+        dim = args[6]
+        word = dim.type
+        q_rows = [emit.pointer(q, args[0], args[1])]
+        k_rows = [emit.pointer(k, args[2], args[3])]
+        for _ in range(num_rows - 1):
+            q_rows.append(emit.at(q_rows[-1], dim))
+        for _ in range(num_tokens - 1):
+            k_rows.append(emit.at(k_rows[-1], dim))
+        zero = ir.Constant(emit.vector, [0.0] * emit.width)
+        sums = [
+            [cgutils.alloca_once_value(builder, zero) for _ in range(num_tokens)]
+            for _ in range(num_rows)
+        ]
+        for row in sums:
+            for cell in row:
+                builder.store(zero, cell)
+        with cgutils.for_range(builder, builder.udiv(dim, word(emit.width))) as loop:
+            d = builder.mul(loop.index, word(emit.width))
+            keys = [emit.load(emit.at(pointer, d)) for pointer in k_rows]
+            for r in range(num_rows):
+                query = emit.load(emit.at(q_rows[r], d))
+                for t in range(num_tokens):
+                    cell = sums[r][t]
+                    builder.store(emit.fma(query, keys[t], builder.load(cell)), cell)
+        target = emit.pointer(scores, args[4], args[5])
+        for r in range(num_rows):
+            for t in range(num_tokens):
+                value = emit.sum(builder.load(sums[r][t]))
+                builder.store(value, emit.at(target, word(r * KV_TILE + t)))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, rows, vectors):
+    """out[r, :] += sum over t of p[r, t] * v[t, :] for `rows` rows and `vectors` vectors of it."""
+    num_rows, num_vectors = rows.literal_value, vectors.literal_value
+    signature = types.void(p, p_at, v, v_at, num_tokens, out, out_at, head_dim, rows, vectors)
+
+    def codegen(context, builder, sig, args):
+        emit = _Emit(context, builder, v)
+        dim = args[7]
+        word = dim.type
+        weights = emit.pointer(p, args[0], args[1])
+        values = emit.pointer(v, args[2], args[3])
+        targets = [emit.pointer(out, args[5], args[6])]
+        for _ in range(num_rows - 1):
+            targets.append(emit.at(targets[-1], dim))
+        lanes = [word(i * emit.width) for i in range(num_vectors)]
+        sums = [[emit.load(emit.at(target, lane)) for lane in lanes] for target in targets]
+        cells = [[cgutils.alloca_once_value(builder, value) for value in row] for row in sums]
+        for row, initial in zip(cells, sums, strict=True):
+            for cell, value in zip(row, initial, strict=True):
+                builder.store(value, cell)
+        with cgutils.for_range(builder, args[4]) as loop:
+            row_of_v = emit.at(values, builder.mul(loop.index, dim))
+            loaded = [emit.load(emit.at(row_of_v, lane)) for lane in lanes]
+            for r in range(num_rows):
+                weight = emit.broadcast(emit.at(weights, loop.index, word(r * KV_TILE)))
+                for value, cell in zip(loaded, cells[r], strict=True):
+                    builder.store(emit.fma(weight, value, builder.load(cell)), cell)
+        for row, target in zip(cells, targets, strict=True):
+            for cell, lane in zip(row, lanes, strict=True):
+                emit.store(builder.load(cell), emit.at(target, lane))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def _prefetch(typing, array, offset):
+    """Asks for the cache line of array[offset]; a wrong address does no harm."""
+
+    def codegen(context, builder, sig, args):
+        data = context.make_array(array)(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [pointer, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, offset), codegen
+
+
+def _exp(x):
+    """e ** x for x <= 0, exactly 0 below the smallest normal number."""
+    return math.exp(x)
+
+
+@overload(_exp, jit_options={"fastmath": {"contract"}})
+def _exp_overload(x):
+    if x != types.float32:
+        return lambda x: math.exp(x)
+    log2_e, ln2_high, ln2_low = np.float32(1.4426950), np.float32(0.693359375), np.float32(-2.1219444e-4)
+    c2, c3, c4 = np.float32(0.5), np.float32(1.6666665e-1), np.float32(4.1665796e-2)
+    c5, c6, c7 = np.float32(8.3334519e-3), np.float32(1.3981999e-3), np.float32(1.9875691e-4)
+    half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(-87), np.float32(0)
+
+    def polynomial(x):
+        # Why: libm's expf is a call per number; this vectorizes.
+        # Source: range reduction and coefficients of Cephes' expf (Moshier).
+        clamped = max(x, lowest)
+        n = np.floor(clamped * log2_e + half)
+        r = clamped - n * ln2_high - n * ln2_low
+        tail = ((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2
+        power = np.int32((np.int32(n) + 127) << 23).view(np.float32)
+        value = (tail * r * r + r + one) * power
+        return zero if x < lowest else value
+
+    return polynomial
+
+
+@njit(**JIT)
+def _scores_of_run(q_tile, rows, k, k_at, num_tokens, scores, column, head_dim):
+    """Scores of all rows against the keys of one run, into columns from `column`."""
+    r = 0
+    while r < rows:
+        q_at, s_at = r * head_dim, r * KV_TILE + column
+        t = 0
+        if rows - r >= 4:
+            while num_tokens - t >= 2:
+                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 4, 2)
+                t += 2
+            if t < num_tokens:
+                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 4, 1)
+            r += 4
+        elif rows - r >= 2:
+            while num_tokens - t >= 4:
+                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 2, 4)
+                t += 4
+            while t < num_tokens:
+                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 2, 1)
+                t += 1
+            r += 2
+        else:
+            while num_tokens - t >= 4:
+                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 1, 4)
+                t += 4
+            while t < num_tokens:
+                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 1, 1)
+                t += 1
+            r += 1
+
+
+@njit(**JIT)
+def _values_of_run(weights, column, rows, v, v_at, num_tokens, out, out_at, head_dim):
+    """Adds the weighted values of one run to all rows of `out`."""
+    width = 32 // v.itemsize
+    vectors = head_dim // width
+    r = 0
+    while r < rows:
+        p_at, o_at = r * KV_TILE + column, out_at + r * head_dim
+        i = 0
+        if rows - r >= 4:
+            while vectors - i >= 2:
+                d = i * width
+                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 4, 2)
+                i += 2
+            if i < vectors:
+                d = i * width
+                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 4, 1)
+            r += 4
+        elif rows - r >= 2:
+            while vectors - i >= 4:
+                d = i * width
+                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 2, 4)
+                i += 4
+            while i < vectors:
+                d = i * width
+                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 2, 1)
+                i += 1
+            r += 2
+        else:
+            while vectors - i >= 8:
+                d = i * width
+                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 1, 8)
+                i += 8
+            while i < vectors:
+                d = i * width
+                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 1, 1)
+                i += 1
+            r += 1
+
+
+@njit(**JIT)
+def _mask(scores, rows, group_size, tile_start, position, window):
+    """Sets the scores that a row may not see (its future, or before its window) to MASKED."""
+    masked = scores.dtype.type(MASKED)
+    for r in range(rows):
+        p = position + r // group_size
+        first, stop = max(0, p - window + 1 - tile_start), max(0, p + 1 - tile_start)
+        for t in range(min(first, KV_TILE)):
+            scores[r * KV_TILE + t] = masked
+        for t in range(stop, KV_TILE):
+            scores[r * KV_TILE + t] = masked
+
+
+@njit(**JIT)
+def _softmax_step(scores, row, maximum, total, out, out_at, head_dim):
+    """Turns a row of scores into weights and rescales what the row has summed so far."""
+    at = row * KV_TILE
+    old = maximum[row]
+    new = old
+    for t in range(KV_TILE):
+        new = max(new, scores[at + t])
+    added = scores.dtype.type(0)
+    for t in range(KV_TILE):
+        weight = _exp(scores[at + t] - new)
+        scores[at + t] = weight
+        added += weight
+    factor = _exp(old - new)
+    total[row] = total[row] * factor + added
+    maximum[row] = new
+    if factor != 1:
+        for d in range(head_dim):
+            out[out_at + d] *= factor
+
+
+@njit(**JIT)
+def _softcap(scores, rows, softcap):
+    """scores = softcap * tanh(scores / softcap), by way of exp of what is not positive."""
+    one, two = scores.dtype.type(1), scores.dtype.type(2)
+    for i in range(rows * KV_TILE):
+        x = scores[i] / softcap
+        e = _exp(-two * abs(x))
+        scores[i] = np.copysign(softcap * (one - e) / (one + e), x)
+
+
+@njit(**JIT)
+def _run_task(
+    task, table, q, q_stride, k, v, sizes, scale, softcap, window, tile, scores, maximum, total, out
+):
+    """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch."""
+    num_heads, num_kv_heads, head_dim, block_size = sizes
+    group_size = num_heads // num_kv_heads
+    rows = task[NUM_QUERIES] * group_size
+    head, stop = task[HEAD], task[KV_STOP]
+    for r in range(rows):
+        token = task[QUERY] + r // group_size
+        at = token * q_stride + (head * group_size + r % group_size) * head_dim
+        for d in range(head_dim):
+            tile[r * head_dim + d] = q[at + d] * scale
+            out[r * head_dim + d] = 0
+        maximum[r] = MASKED
+        total[r] = 0
+
+    step = min(block_size, KV_TILE)
+    tile_start = task[KV_START] // KV_TILE * KV_TILE
+    while tile_start < stop:
+        start, end = max(tile_start, task[KV_START]), min(tile_start + KV_TILE, stop)
+        first = start // step * step
+        for begin in range(first, end, step):
+            lo, hi = max(begin, start), min(begin + step, end)
+            offset = lo % block_size
+            at = ((table[lo // block_size] * num_kv_heads + head) * block_size + offset) * head_dim
+            _scores_of_run(tile, rows, k, at, hi - lo, scores, lo - tile_start, head_dim)
+        if softcap > 0:
+            _softcap(scores, rows, softcap)
+        _mask(scores, rows, group_size, tile_start, task[POSITION], window)
+        for r in range(rows):
+            for t in range(start - tile_start):
+                scores[r * KV_TILE + t] = MASKED
+            for t in range(end - tile_start, KV_TILE):
+                scores[r * KV_TILE + t] = MASKED
+            _softmax_step(scores, r, maximum, total, out, r * head_dim, head_dim)
+        for begin in range(first, end, step):
+            lo, hi = max(begin, start), min(begin + step, end)
+            offset = lo % block_size
+            at = ((table[lo // block_size] * num_kv_heads + head) * block_size + offset) * head_dim
+            _values_of_run(scores, lo - tile_start, rows, v, at, hi - lo, out, 0, head_dim)
+        tile_start += KV_TILE
+
+
+@njit(parallel=True, **JIT)
+def attend(
+    q, q_stride, k, v, tables, tasks, bounds, sizes, scale, softcap, window,
+    result, partial_out, partial_stats,
+):  # fmt: skip
+    """Runs all tasks; whole ones write to `result`, splits to the partial buffers.
+
+    Worker w takes tasks bounds[w] ... bounds[w + 1] - 1.
+    """
+    num_heads, num_kv_heads, head_dim, block_size = sizes
+    group_size = num_heads // num_kv_heads
+    for worker in prange(len(bounds) - 1):
+        room = max(ROW_TILE, group_size)
+        tile = np.empty(room * head_dim, q.dtype)
+        out = np.empty(room * head_dim, q.dtype)
+        scores = np.empty(room * KV_TILE, q.dtype)
+        maximum = np.empty(room, q.dtype)
+        total = np.empty(room, q.dtype)
+        for i in range(bounds[worker], bounds[worker + 1]):
+            task = tasks[i]
+            _run_task(
+                task, tables[task[SEQ]], q, q_stride, k, v, sizes, scale, softcap, window,
+                tile, scores, maximum, total, out,
+            )  # fmt: skip
+            rows = task[NUM_QUERIES] * group_size
+            if task[PARTIAL] < 0:
+                for r in range(rows):
+                    head = task[HEAD] * group_size + r % group_size
+                    at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
+                    for d in range(head_dim):
+                        result[at + d] = out[r * head_dim + d] / total[r]
+            else:
+                base = task[PARTIAL] * room
+                for r in range(rows):
+                    partial_stats[base + r, 0] = maximum[r]
+                    partial_stats[base + r, 1] = total[r]
+                    for d in range(head_dim):
+                        partial_out[base + r, d] = out[r * head_dim + d]
+
+
+@njit(**JIT)
+def combine(tasks, merges, sizes, result, partial_out, partial_stats):
+    """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
+
+    merges: [N, 2] the first task of a tile and its number of splits.
+    """
+    num_heads, num_kv_heads, head_dim, block_size = sizes
+    group_size = num_heads // num_kv_heads
+    room = max(ROW_TILE, group_size)
+    for i in range(len(merges)):
+        task = tasks[merges[i, 0]]
+        for r in range(task[NUM_QUERIES] * group_size):
+            base = task[PARTIAL] * room + r
+            highest = partial_stats[base, 0]
+            for s in range(1, merges[i, 1]):
+                highest = max(highest, partial_stats[base + s * room, 0])
+            head = task[HEAD] * group_size + r % group_size
+            at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
+            total = result.dtype.type(0)
+            for d in range(head_dim):
+                result[at + d] = 0
+            for s in range(merges[i, 1]):
+                weight = _exp(partial_stats[base + s * room, 0] - highest)
+                total += weight * partial_stats[base + s * room, 1]
+                for d in range(head_dim):
+                    result[at + d] += weight * partial_out[base + s * room, d]
+            for d in range(head_dim):
+                result[at + d] /= total
+
+
+@njit(parallel=True, **JIT)
+def store(k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes):
+    """Copies the key and value of token t to k_cache and v_cache at slots[t]."""
+    num_heads, num_kv_heads, head_dim, block_size = sizes
+    for t in prange(len(slots)):
+        block, offset = slots[t] // block_size, slots[t] % block_size
+        for h in range(num_kv_heads):
+            at = ((block * num_kv_heads + h) * block_size + offset) * head_dim
+            for d in range(head_dim):
+                k_cache[at + d] = k[t * k_stride + h * head_dim + d]
+                v_cache[at + d] = v[t * v_stride + h * head_dim + d]
+
+
+@njit(**JIT)
+def plan_tasks(query_start, seq_lens, group_size, num_kv_heads, window, num_workers):
+    """Cuts a step into tasks of equal kind and shares them out by cost.
+
+    Returns:
+        tasks [N, 8], bounds [num_workers + 1], merges [M, 2], number of partial results.
+    """
+    queries_per_tile = max(1, ROW_TILE // group_size)
+    count = 0
+    for s in range(len(seq_lens)):
+        n = query_start[s + 1] - query_start[s]
+        tiles = -(-n // queries_per_tile)
+        count += num_kv_heads * max(tiles, seq_lens[s] // SPLIT + 2)
+    tasks = np.empty((count, 8), np.int64)
+    costs = np.empty(count + 1, np.int64)
+    merges = np.empty((count, 2), np.int64)
+    num_tasks, num_merges, num_partials = 0, 0, 0
+    costs[0] = 0
+    for s in range(len(seq_lens)):
+        n = query_start[s + 1] - query_start[s]
+        for head in range(num_kv_heads):
+            for query in range(0, n, queries_per_tile):
+                num_queries = min(queries_per_tile, n - query)
+                position = seq_lens[s] - n + query
+                start, stop = max(0, position - window + 1), position + num_queries
+                # Why: a lone tile is split over its context, so that one sequence keeps all cores
+                # busy. Chunks of many tiles are not: their partial sums would fill the memory.
+                split = SPLIT if n <= queries_per_tile else stop
+                first_split = start // split
+                num_splits = -(-stop // split) - first_split
+                if num_splits > 1:
+                    merges[num_merges, 0], merges[num_merges, 1] = num_tasks, num_splits
+                    num_merges += 1
+                for i in range(first_split, first_split + num_splits):
+                    task = tasks[num_tasks]
+                    task[SEQ], task[HEAD] = s, head
+                    task[QUERY], task[NUM_QUERIES] = query_start[s] + query, num_queries
+                    task[POSITION] = position
+                    task[KV_START] = max(start, i * split)
+                    task[KV_STOP] = min(stop, (i + 1) * split)
+                    task[PARTIAL] = -1
+                    if num_splits > 1:
+                        task[PARTIAL] = num_partials
+                        num_partials += 1
+                    # Reading a key costs about as much as computing with it for 8 rows.
+                    work = (task[KV_STOP] - task[KV_START] + 16) * (num_queries * group_size + 8)
+                    costs[num_tasks + 1] = costs[num_tasks] + work
+                    num_tasks += 1
+    bounds = np.empty(num_workers + 1, np.int64)
+    for w in range(num_workers):
+        bounds[w] = np.searchsorted(costs[: num_tasks + 1], costs[num_tasks] * w // num_workers)
+    bounds[num_workers] = num_tasks
+    return tasks[:num_tasks], bounds, merges[:num_merges], num_partials

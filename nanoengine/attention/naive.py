@@ -1,0 +1,101 @@
+"""NaiveBackend: paged attention in plain torch, one sequence at a time; the oracle of the others.
+
+Read this file first to know what the fast kernels compute. It runs on any device and dtype, with
+any block size, and is slow on purpose: each sequence's context is gathered into one dense tensor.
+Made by `attention.make_backend`; it knows nothing of models, schedulers or engines.
+
+    block table of a sequence    3     7     1            block_size 4, seq_len 10
+    its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
+    its queries                            7 8 9          its last query_len positions
+
+Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
+D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from nanoengine.attention.base import AttentionSpec, KVLayoutName
+from nanoengine.runner.batch import Batch
+
+
+class NaiveBackend:
+    """Dense masked attention over gathered blocks.
+
+    Why: it is short enough to be checked by eye, so other kernels can be checked against it.
+    """
+
+    name: ClassVar[str] = "naive"
+    kv_layout: ClassVar[KVLayoutName] = "PKD"
+    default_block_size: ClassVar[int] = 16
+    graph_safe: ClassVar[bool] = False
+
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> None:
+        self.block_size = block_size
+        # Why: 16-bit scores would lose more than the kernels under test; float64 stays float64.
+        self.math_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+
+    def prepare(self, batch: Batch) -> list[tuple[int, int, int]]:
+        """For each sequence (first query token, one past the last, seq_len), as Python ints."""
+        starts = batch.query_start_loc.tolist()
+        return list(zip(starts[:-1], starts[1:], batch.seq_lens.tolist(), strict=True))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Stores k, v and attends; shapes as in `AttentionBackend.forward`, caches [B, P, K, D]."""
+        slots = batch.slot_mapping[spec.group]
+        k_cache[slots // self.block_size, slots % self.block_size] = k
+        v_cache[slots // self.block_size, slots % self.block_size] = v
+
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for table, (start, end, seq_len) in zip(
+            batch.block_tables[spec.group], batch.attention, strict=True
+        ):
+            positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)
+            # Why: only keys that some query sees are gathered; blocks before the sliding window
+            # may have been freed, and 0 * NaN from reused memory would not be 0.
+            first = max(0, seq_len - (end - start) - (spec.sliding_window or seq_len) + 1)
+            keys = torch.arange(first, seq_len, device=q.device)
+            blocks, offsets = table[keys // self.block_size], keys % self.block_size
+            out[start:end] = self._attend(
+                q[start:end], k_cache[blocks, offsets], v_cache[blocks, offsets],
+                positions, keys, spec,
+            )  # fmt: skip
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,  # [N, H, D]
+        k: torch.Tensor,  # [C, K, D]
+        v: torch.Tensor,  # [C, K, D]
+        positions: torch.Tensor,  # [N]
+        keys: torch.Tensor,  # [C]
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """softmax(q k^T * scale) v for the keys that each query may see -> [N, H, D]."""
+        # Query heads k*R ... k*R + R - 1 share KV head k.
+        grouped = q.to(self.math_dtype).unflatten(1, (spec.num_kv_heads, -1))  # [N, K, R, D]
+        k, v = k.to(self.math_dtype), v.to(self.math_dtype)
+        scores = torch.einsum("nkrd,ckd->krnc", grouped, k) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        distance = positions[:, None] - keys[None, :]  # [N, C]
+        visible = distance >= 0
+        if spec.sliding_window is not None:
+            visible &= distance < spec.sliding_window
+        scores = scores.masked_fill(~visible, -torch.inf)
+        out = torch.einsum("krnc,ckd->nkrd", scores.softmax(dim=-1), v)
+        return out.flatten(1, 2).to(q.dtype)
