@@ -1,0 +1,264 @@
+"""Logits processors: the stages that edit logits before a token is picked, in the order of
+`standard_processors`.
+
+Called by the sampler, which keeps for each processor the state of every row that uses it. A
+processor is two small classes: the stage, shared by all rows, and the state of one row. So a stage
+costs nothing in a step where no row uses it, and a feature (structured output, say) enters by
+writing the same two classes.
+
+    allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─ [pick a token]
+
+Legend: L lines of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from nanoengine.core.plan import AdmittedSequence
+
+
+class RowState(Protocol):
+    """What one processor remembers about one row."""
+
+    def accept(self, token_id: int) -> None:
+        """Takes the row's next token."""
+
+    def fork(self) -> RowState:
+        """A copy whose later changes don't reach this one; `self` if nothing ever changes."""
+
+
+class LogitsProcessor(Protocol):
+    """A stage of the pipeline."""
+
+    def admit(self, sequence: AdmittedSequence) -> RowState | None:
+        """State of a sequence with all its known tokens accepted; None if it does not use this
+        stage.
+
+        A sequence that comes back from preemption brings its output tokens, and its state must
+        equal the one it lost.
+        """
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[RowState]) -> None:
+        """Edits `logits[lines]` ([L, V], float32 or float64) in place, one state for each line."""
+
+
+def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:
+    """The processors behind SamplingParams, in the order they run (that of vLLM's sampler)."""
+    return (AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties())
+
+
+class AllowedTokens:
+    """allowed_token_ids: everything else becomes -inf."""
+
+    def admit(self, sequence: AdmittedSequence) -> TokenValues | None:
+        allowed = sequence.params.allowed_token_ids
+        return None if allowed is None else TokenValues(dict.fromkeys(allowed, 0.0))
+
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenValues]
+    ) -> None:
+        line, token = _indices(lines, [state.ids for state in states], logits.device)
+        kept = logits[line, token]
+        logits[torch.as_tensor(lines, device=logits.device)] = -torch.inf
+        logits[line, token] = kept
+
+
+class LogitBias:
+    """logit_bias: adds a value to some tokens' logits."""
+
+    def admit(self, sequence: AdmittedSequence) -> TokenValues | None:
+        bias = sequence.params.logit_bias
+        return TokenValues(bias) if bias else None
+
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenValues]
+    ) -> None:
+        line, token = _indices(lines, [state.ids for state in states], logits.device)
+        logits[line, token] += _upload(np.concatenate([state.values for state in states]), logits)
+
+
+class TokenValues:
+    """Token ids with a value each, the same for the whole life of a row."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.ids = np.fromiter(values, dtype=np.int64)
+        self.values = np.fromiter(values.values(), dtype=np.float64)
+
+    def accept(self, token_id: int) -> None:
+        """Nothing changes."""
+
+    def fork(self) -> TokenValues:
+        return self
+
+
+class BadWords:
+    """bad_words: -inf for the last token of a banned sequence whose other tokens were just seen."""
+
+    def admit(self, sequence: AdmittedSequence) -> BadWordsState | None:
+        if not sequence.bad_word_ids:
+            return None
+        return BadWordsState(sequence.bad_word_ids, sequence.token_ids)
+
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[BadWordsState]
+    ) -> None:
+        _ban(logits, lines, [state.banned() for state in states])
+
+
+class BadWordsState:
+    """The banned sequences and the last tokens of the row, as many as the longest of them needs."""
+
+    def __init__(self, words: tuple[tuple[int, ...], ...], token_ids: Iterable[int]) -> None:
+        self.words = words
+        self.num_kept = max(len(word) for word in words) - 1
+        tokens = tuple(token_ids)
+        self.tail = tokens[len(tokens) - min(self.num_kept, len(tokens)) :]
+
+    def accept(self, token_id: int) -> None:
+        if self.num_kept:
+            self.tail = (*self.tail, token_id)[-self.num_kept :]
+
+    def fork(self) -> BadWordsState:
+        return BadWordsState(self.words, self.tail)
+
+    def banned(self) -> np.ndarray:
+        """Tokens that would complete a banned sequence now."""
+        return np.array(
+            [w[-1] for w in self.words if len(w) == 1 or self.tail[1 - len(w) :] == w[:-1]],
+            dtype=np.int64,
+        )
+
+
+class MinTokens:
+    """min_tokens: EOS and stop ids become -inf until the output has that many tokens."""
+
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    def admit(self, sequence: AdmittedSequence) -> MinTokensState | None:
+        params = sequence.params
+        # Why: with ignore_eos an EOS id ends nothing, so it is a token like any other.
+        eos = () if params.ignore_eos else self.eos_token_ids
+        ids = sorted({*eos, *(params.stop_token_ids or ())})
+        if not params.min_tokens or not ids:
+            return None
+        num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+        return MinTokensState(np.array(ids), params.min_tokens - num_output_tokens)
+
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[MinTokensState]
+    ) -> None:
+        _ban(logits, lines, [state.ids if state.missing > 0 else state.ids[:0] for state in states])
+
+
+class MinTokensState:
+    """Ids that would end the row, and how many tokens are missing until they may."""
+
+    def __init__(self, ids: np.ndarray, missing: int) -> None:
+        self.ids = ids
+        self.missing = missing
+
+    def accept(self, token_id: int) -> None:
+        self.missing -= 1
+
+    def fork(self) -> MinTokensState:
+        return MinTokensState(self.ids, self.missing)
+
+
+class Penalties:
+    """repetition, frequency and presence penalties, on the tokens a row has seen.
+
+    Repetition divides positive logits and multiplies negative ones, for tokens of prompt and
+    output; frequency is subtracted per occurrence and presence once, for tokens of the output. The
+    tokens seen are few, so they are listed instead of counted over the whole vocabulary.
+
+    Source: Keskar et al., CTRL, section 4.1 (repetition); the OpenAI API (presence, frequency).
+    """
+
+    def admit(self, sequence: AdmittedSequence) -> PenaltyState | None:
+        params = sequence.params
+        repetition = params.repetition_penalty
+        if repetition == 1 and not params.presence_penalty and not params.frequency_penalty:
+            return None
+        state = PenaltyState(repetition, params.frequency_penalty, params.presence_penalty)
+        state.see(sequence.token_ids[: sequence.num_prompt_tokens])
+        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+            state.accept(token_id)
+        return state
+
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[PenaltyState]
+    ) -> None:
+        line, token = _indices(lines, [s.ids[: s.num_ids] for s in states], logits.device)
+        if not len(line):
+            return
+        factors = np.repeat([s.repetition for s in states], [s.num_ids for s in states])
+        subtracted = np.concatenate([s.subtracted() for s in states])
+        seen = logits[line, token]
+        repetition = _upload(factors, logits)
+        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+        logits[line, token] = seen - _upload(subtracted, logits)
+
+
+class PenaltyState:
+    """The distinct tokens that a row has seen, and how often each stands in its output."""
+
+    def __init__(self, repetition: float, frequency: float, presence: float) -> None:
+        self.repetition = repetition
+        self.frequency = frequency
+        self.presence = presence
+        self.index: dict[int, int] = {}  # token id -> its place in the arrays
+        self.ids = np.empty(64, dtype=np.int64)  # only the first num_ids entries count
+        self.counts = np.zeros(64, dtype=np.int64)
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.index)
+
+    def see(self, token_ids: Iterable[int]) -> None:
+        """Lists tokens of the prompt: they stand zero times in the output."""
+        for token_id in token_ids:
+            if token_id not in self.index:
+                if self.num_ids == len(self.ids):
+                    self.ids = np.concatenate((self.ids, np.empty_like(self.ids)))
+                    self.counts = np.concatenate((self.counts, np.zeros_like(self.counts)))
+                self.ids[self.num_ids] = token_id
+                self.index[token_id] = self.num_ids
+
+    def accept(self, token_id: int) -> None:
+        self.see((token_id,))
+        self.counts[self.index[token_id]] += 1
+
+    def fork(self) -> PenaltyState:
+        copy = PenaltyState(self.repetition, self.frequency, self.presence)
+        copy.index = self.index.copy()
+        copy.ids, copy.counts = self.ids.copy(), self.counts.copy()
+        return copy
+
+    def subtracted(self) -> np.ndarray:
+        """What presence and frequency take from each listed token's logit."""
+        counts = self.counts[: self.num_ids]
+        return self.frequency * counts + self.presence * (counts > 0)
+
+
+def _indices(
+    lines: Sequence[int], ids: Sequence[np.ndarray], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs (line, token id) as two index tensors, in one copy to the device."""
+    line = np.repeat(np.asarray(lines, dtype=np.int64), [len(of_line) for of_line in ids])
+    pairs = torch.from_numpy(np.stack((line, np.concatenate(ids)))).to(device)
+    return pairs[0], pairs[1]
+
+
+def _upload(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(logits)
+
+
+def _ban(logits: torch.Tensor, lines: Sequence[int], ids: Sequence[np.ndarray]) -> None:
+    line, token = _indices(lines, ids, logits.device)
+    logits[line, token] = -torch.inf

@@ -1,0 +1,362 @@
+"""Sampler: from logits to tokens, for all rows of a step at once. Called by the ModelRunner.
+
+    raw logits ─┬─ processors ─┬─ greedy rows: argmax
+                │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw (draw.py)
+                └─ log-probabilities, if asked for
+
+It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
+steps: `admit`, `fork` and `release` follow the plan, `accept` tells which sampled tokens became
+part of the sequence.
+
+Legend: L lines of logits, V vocabulary, N top log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
+from nanoengine.runner.draw import (
+    MAX_VOCAB_SIZE,
+    DrawParams,
+    argmax,
+    draw,
+    draw_top_k,
+    draw_top_p,
+    pad_to_blocks,
+    top_candidates,
+    uniforms,
+)
+from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
+
+CHUNK_ELEMENTS = 2**20
+"""Logits copied and worked on at a time: bounds memory, and keeps passes inside a CPU's cache."""
+
+NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedTokens:
+    """What a step sampled, as plain numbers. Indices count the lines of logits.
+
+    Attributes:
+        token_ids: one a line; 0 in lines named in `errors`.
+        logprobs: index -> the sampled token first, then the top ones (which may name it again).
+        errors: index -> why this line has no valid token.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, list[TokenLogprob]]
+    errors: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """What a step sampled, still on the device.
+
+    Attributes:
+        token_ids: [L] int64; 0 where there is no valid token.
+        valid: [L] bool.
+        logprob_lines: the lines that asked for log-probabilities, and how many top ones each.
+        logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if no line
+            asked.
+    """
+
+    token_ids: torch.Tensor
+    valid: torch.Tensor
+    logprob_lines: list[tuple[int, int]]
+    logprobs: torch.Tensor | None
+
+    def fetch(self) -> FetchedTokens:
+        """Waits for the device; one copy to the host for the tokens, one for log-probabilities."""
+        token_ids, valid = torch.stack((self.token_ids, self.valid.long())).tolist()
+        logprobs = {}
+        if self.logprobs is not None:
+            entries = self.logprobs.tolist()
+            for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
+                logprobs[line] = to_records(found, num_top)
+        errors = {line: NO_TOKEN for line, holds in enumerate(valid) if not holds}
+        return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
+
+
+class Sampler:
+    """Samples one token for each line of logits by its row's parameters.
+
+    Args:
+        vocab_size: V, at most 2**19.
+        max_num_seqs: rows are 0 ... max_num_seqs - 1.
+        eos_token_ids: the model's, masked until min_tokens.
+        processors: further stages, run after those of SamplingParams (structured output enters
+            here).
+
+    Raises:
+        ValueError: a size or an EOS id is out of range.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        eos_token_ids: Sequence[int] = (),
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
+        if bad := [i for i in eos_token_ids if not 0 <= i < vocab_size]:
+            raise ValueError(f"EOS ids must be in [0, {vocab_size}), got {bad}")
+        self.vocab_size = vocab_size
+        self.processors = (*standard_processors(eos_token_ids), *processors)
+        self.states: list[dict[int, RowState]] = [{} for _ in self.processors]
+        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.temperature = np.zeros(max_num_seqs)
+        self.top_k = np.full(max_num_seqs, float(vocab_size))
+        self.top_p = np.ones(max_num_seqs)
+        self.min_p = np.zeros(max_num_seqs)
+        self.greedy = np.ones(max_num_seqs, dtype=bool)
+        self.edited = np.zeros(max_num_seqs, dtype=bool)  # some processor has a state of this row
+        self.num_logprobs = np.full(max_num_seqs, -1)  # -1: none asked for
+
+    def admit(self, sequence: AdmittedSequence) -> None:
+        """Starts a row, for a new sequence or one that comes back with its output tokens.
+
+        Raises:
+            RequestError: the parameters name a token id outside the vocabulary.
+        """
+        params, row = sequence.params, sequence.row
+        params.check_token_ids(self.vocab_size)
+        self.seed[row] = sequence.seed
+        # Why the bound: above it float32 has only inf, and -inf / inf would be NaN.
+        self.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
+        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.greedy[row] = params.is_greedy
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.release(row)
+        for processor, states in zip(self.processors, self.states, strict=True):
+            if (state := processor.admit(sequence)) is not None:
+                states[row] = state
+                self.edited[row] = True
+
+    def fork(self, fork: Fork) -> None:
+        """Makes a row a copy of its parent, with its own seed."""
+        self.release(fork.row)
+        for column in (
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.greedy,
+            self.num_logprobs,
+            self.edited,
+        ):
+            column[fork.row] = column[fork.parent_row]
+        self.seed[fork.row] = fork.seed
+        for states in self.states:
+            if fork.parent_row in states:
+                states[fork.row] = states[fork.parent_row].fork()
+
+    def release(self, row: int) -> None:
+        """Forgets a row's tokens; its parameters are overwritten by the next `admit`."""
+        self.edited[row] = False
+        for states in self.states:
+            states.pop(row, None)
+
+    def accept(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Records the tokens that rows have gained: sampled ones, or those that verify kept."""
+        for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)]):
+            for states in self.states:
+                if (state := states.get(rows[i])) is not None:
+                    for token_id in token_ids[i]:
+                        state.accept(token_id)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> SampledTokens:
+        """Samples one token a line. Logits are not changed, and nothing is remembered: see
+        `accept`.
+
+        Args:
+            logits: [L, V], any float dtype, on any device.
+            rows: the row of each line. A row that verifies drafts has several lines, one after the
+                other; the line after k of its drafts is sampled as if these had been accepted.
+            positions: the position that the sampled token would take in its sequence.
+            drafts: row -> its draft tokens.
+        """
+        rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        device = logits.device
+        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        valid = torch.ones(len(rows), dtype=torch.bool, device=device)
+        for lines, pick in self._groups(rows, positions, device):
+            edits = self._edits(rows, lines, drafts or {})
+            if not edits and pick is _pick_greedy and len(lines) == len(rows):
+                token_ids, largest = argmax(logits)
+                valid = largest.isfinite()
+                break
+            for start, stop in _chunks(len(lines), self.vocab_size):
+                chunk = torch.from_numpy(lines[start:stop]).to(device)
+                work = pad_to_blocks(_widen(logits[chunk]))
+                for processor, of_line in edits:
+                    inside = [i for i in of_line if start <= i < stop]
+                    if inside:
+                        processor.apply(
+                            work[:, : self.vocab_size],
+                            [i - start for i in inside],
+                            [of_line[i] for i in inside],
+                        )
+                token_ids[chunk], largest = pick(work, slice(start, stop))
+                valid[chunk] = largest.isfinite()
+        token_ids = torch.where(valid, token_ids, 0)
+        asked = self.num_logprobs[rows]
+        lines = np.flatnonzero(asked >= 0)
+        logprobs = None
+        if len(lines):
+            index = torch.from_numpy(lines).to(device)
+            logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
+        return SampledTokens(
+            token_ids=token_ids,
+            valid=valid,
+            logprob_lines=[(int(line), int(asked[line])) for line in lines],
+            logprobs=logprobs,
+        )
+
+    def _groups(
+        self, rows: np.ndarray, positions: np.ndarray, device: torch.device
+    ) -> Iterator[tuple[np.ndarray, Pick]]:
+        """Splits the lines by how they are picked: greedy, or drawn from all, top k or top p."""
+        greedy = self.greedy[rows]
+        by_k = ~greedy & (self.top_k[rows] < self.vocab_size)
+        by_p = ~greedy & ~by_k & (self.top_p[rows] < 1)
+        for member, draw_lines in (
+            (greedy, None),
+            (~greedy & ~by_k & ~by_p, draw),
+            (by_k, draw_top_k),
+            (by_p, draw_top_p),
+        ):
+            lines = np.flatnonzero(member)
+            if not len(lines):
+                continue
+            if draw_lines is None:
+                yield lines, _pick_greedy
+                continue
+            of = rows[lines]
+            params = DrawParams.pack(
+                temperature=self.temperature[of],
+                top_k=self.top_k[of],
+                top_p=self.top_p[of],
+                min_p=self.min_p[of],
+                uniform=uniforms(self.seed[of], positions[lines]),
+                device=device,
+            )
+            yield lines, _drawer(draw_lines, params)
+
+    def _edits(
+        self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
+    ) -> list[tuple[LogitsProcessor, dict[int, RowState]]]:
+        """The processors that run on these lines: index in `lines` -> state, for each of them."""
+        touched = np.flatnonzero(self.edited[rows[lines]])
+        if not len(touched):
+            return []
+        edits = []
+        for processor, states in zip(self.processors, self.states, strict=True):
+            of_line = {}
+            for i in touched:
+                row = int(rows[lines[i]])
+                if (state := states.get(row)) is not None:
+                    num_before = int((rows[: lines[i]] == row).sum())
+                    draft = drafts.get(row, ())
+                    assert num_before <= len(draft), f"row {row} has more lines than drafts"
+                    of_line[int(i)] = _after(state, draft[:num_before])
+            if of_line:
+                edits.append((processor, of_line))
+        return edits
+
+
+Pick = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
+"""From the edited logits of some lines of a group to their tokens and their largest logits."""
+
+
+def _pick_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    return argmax(logits)
+
+
+def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> Pick:
+    def pick(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = logits.amax(-1, keepdim=True)
+        gaps = logits.sub_(largest).float()
+        return draw_lines(gaps, params[lines]), largest[:, 0]
+
+    return pick
+
+
+def _after(state: RowState, draft_token_ids: Sequence[int]) -> RowState:
+    """The state as it would be with these tokens accepted."""
+    if draft_token_ids:
+        state = state.fork()
+        for token_id in draft_token_ids:
+            state.accept(token_id)
+    return state
+
+
+def _widen(logits: torch.Tensor) -> torch.Tensor:
+    """16-bit logits as float32: differences and quotients of them need the precision."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _chunks(num_lines: int, vocab_size: int) -> Iterator[tuple[int, int]]:
+    size = max(1, CHUNK_ELEMENTS // vocab_size)
+    return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Log-probabilities of given tokens and of the most likely ones under raw logits.
+
+    Natural logarithms, of a softmax in float32 (float64 for float64 logits). A rank is 1 + the
+    number of tokens with a strictly greater log-probability, so equals share it; among equals the
+    lower id comes first.
+
+    Args:
+        logits: [L, V].
+        token_ids: [L] int64.
+        num_top: N; at most V are returned.
+
+    Returns:
+        [L, 1 + N, 3] float64: (token id, log-probability, rank) of the given token, then of the top
+        N. One tensor, so that it is one copy to the host; see `to_records`.
+    """
+    num_top = min(num_top, logits.shape[-1])
+    out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
+    for start, stop in _chunks(*logits.shape):
+        logprobs = _widen(logits[start:stop]).log_softmax(-1)
+        given = token_ids[start:stop, None]
+        values, ids = logprobs.gather(-1, given), given
+        ranks = 1 + (logprobs > values).sum(-1, keepdim=True)
+        if num_top:
+            top_values, top_ids = top_candidates(logprobs, num_top)
+            # Why: sorted downwards, so the first equal value tells how many are greater.
+            top_ranks = 1 + torch.searchsorted(-top_values, -top_values)
+            values = torch.cat((values, top_values), -1)
+            ids, ranks = torch.cat((ids, top_ids), -1), torch.cat((ranks, top_ranks), -1)
+        out[start:stop] = torch.stack((ids.double(), values.double(), ranks.double()), -1)
+    return out
+
+
+def to_records(entries: Sequence[Sequence[float]], num_top: int) -> list[TokenLogprob]:
+    """One line of `token_logprobs`, as a list, cut to the given token and `num_top` others."""
+    return [TokenLogprob(int(i), value, int(rank)) for i, value, rank in entries[: 1 + num_top]]
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int
+) -> list[list[TokenLogprob]]:
+    """Log-probabilities of prompt tokens: line i of `logits` predicts `next_token_ids[i]`."""
+    entries = token_logprobs(logits, next_token_ids, num_top).tolist()
+    return [to_records(line, num_top) for line in entries]
