@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import make_checkpoint
+from model_helpers import all_logits, build, make_context, prefill_batch, random_prompts
 from transformers import PreTrainedModel
 
-from nanoengine.attention.base import AttentionSpec
-from nanoengine.layers.context import ModelContext
+from nanoengine.errors import ConfigError
+from nanoengine.layers.linear import LinearMethod, QKVLinear
+from nanoengine.layers.norm import RMSNorm
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
-from nanoengine.models.loader import load_model
-from nanoengine.runner.batch import Batch
-from tests.checkpoints import make_checkpoint
+from nanoengine.parallel.shard import Shard
 
-CPU = torch.device("cpu")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -30,70 +30,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-
-
-class DenseAttention:
-    """Attention over whole prompts without a cache: each sequence's keys are all in its batch."""
-
-    name, kv_layout, default_block_size, graph_safe = "dense", "PKD", 16, False
-
-    def prepare(self, batch: Batch) -> None:
-        return None
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        assert k_cache.numel() == v_cache.numel() == 0
-        out = []
-        for start, end in itertools.pairwise(batch.query_start_loc.tolist()):
-            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
-            mask = (distance >= 0) & (distance < (spec.sliding_window or end))
-            heads = [x[start:end].transpose(0, 1) for x in (q, k, v)]
-            attended = F.scaled_dot_product_attention(
-                *heads, attn_mask=mask, scale=spec.scale, enable_gqa=True
-            )
-            out.append(attended.transpose(0, 1))
-        return torch.cat(out)
-
-
-def prefill_batch(prompts: Sequence[Sequence[int]]) -> Batch:
-    """All tokens of all prompts in one step."""
-    lengths = [len(prompt) for prompt in prompts]
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    return Batch(
-        token_ids=torch.tensor(list(itertools.chain(*prompts))),
-        positions=positions,
-        slot_mapping=torch.zeros(1, sum(lengths), dtype=torch.int64),
-        query_start_loc=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_tables=torch.zeros(1, len(lengths), 1, dtype=torch.int32),
-        logits_indices=torch.arange(sum(lengths)),
-        num_decodes=0,
-        max_query_len=max(lengths),
-        max_seq_len=max(lengths),
-    )
-
-
-def build(directory: Path, dtype: torch.dtype = torch.float32, **context: Any) -> CausalLM:
-    return load_model(
-        load_model_config(directory),
-        directory,
-        context=ModelContext(
-            dtype=dtype, device=CPU, attention_backend=DenseAttention(), **context
-        ),
-    )
-
-
-def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model.logits(model.forward(prefill_batch(prompts)))
 
 
 def oracle(
@@ -133,11 +69,6 @@ def _widen(model: torch.nn.Module) -> None:
             module.forward = norm(module)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = route(module)
-
-
-def random_prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -200,3 +131,190 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         assert (got - expected).abs().max() < tolerance
         assert torch.equal(got.argmax(-1), expected.argmax(-1))
         assert len(set(expected.argmax(-1).tolist())) > 10, "the oracle's tokens are degenerate"
+
+
+class Ranks:
+    """Collectives of threads that run one model: each rank waits for all others' tensors."""
+
+    def __init__(self, world_size: int) -> None:
+        self.parts: list[torch.Tensor | None] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=30)
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.parts[rank] = tensor
+        self.barrier.wait()
+        parts = list(self.parts)
+        self.barrier.wait()
+        return parts
+
+    def build(self, directory: Path, rank: int) -> CausalLM:
+        return build(
+            directory,
+            torch.float64,
+            shard=Shard(rank, len(self.parts)),
+            all_reduce=lambda x: sum(self.exchange(rank, x)),
+            all_gather=lambda x: torch.cat(self.exchange(rank, x), dim=-1),
+        )
+
+
+@pytest.mark.parametrize(
+    "case", ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral"]
+)
+def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    make_checkpoint(tmp_path, family, **overrides)
+    prompts = random_prompts(17, 5)
+    expected = all_logits(build(tmp_path, torch.float64), prompts)
+    ranks = Ranks(2)
+    models = [ranks.build(tmp_path, rank) for rank in range(2)]
+    results: list[torch.Tensor | None] = [None, None]
+
+    def run(rank: int) -> None:
+        results[rank] = all_logits(models[rank], prompts)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        assert result is not None
+        assert (result - expected).abs().max() < 1e-12
+    whole = sum(p.numel() for p in build(tmp_path).parameters())
+    halves = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert halves[0] == halves[1] < 0.6 * whole
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* num_key_value_heads=2"):
+        QKVLinear(
+            "qkv",
+            64,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            bias=False,
+            context=make_context(shard=Shard(0, 4)),
+        )
+
+
+def test_a_sequence_has_the_same_logits_alone_and_with_neighbours(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    model = build(tmp_path, torch.float64)
+    first, second, third = random_prompts(9, 21, 4)
+    together = all_logits(model, [first, second, third])
+    alone = all_logits(model, [second])
+    assert (together[9:30] - alone).abs().max() < 1e-12
+
+
+def test_sixteen_bit_models_stay_close_and_keep_their_dtype(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+    prompts = random_prompts(30)
+    expected = oracle(reference, prompts, torch.bfloat16)
+    got = all_logits(build(tmp_path, torch.bfloat16), prompts)
+    assert got.dtype == torch.bfloat16
+    exact = oracle(reference, prompts, torch.float32)
+    error = (got.float() - exact).abs().max()
+    assert error < 2 * (expected.float() - exact).abs().max()
+
+
+def test_positions_past_the_models_context_are_refused_at_start(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"max_model_len=513 must be in \[1, 512\]"):
+        build(tmp_path, max_positions=513)
+    short = build(tmp_path, max_positions=20)
+    assert short.model.rotary.table.shape == (20, 16)
+    prompts = random_prompts(20)
+    assert torch.equal(all_logits(short, prompts), all_logits(build(tmp_path), prompts))
+
+
+def test_attention_layers_are_in_order_and_bind_their_cache(tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path,
+        "qwen2",
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=2,
+    )
+    layers = build(tmp_path).attention_layers
+    assert [layer.spec.sliding_window for layer in layers] == [None, None, 8]
+    assert [layer.spec.group for layer in layers] == [0, 0, 0]
+    assert (layers[0].spec.num_heads, layers[0].spec.num_kv_heads) == (4, 2)
+    assert layers[0].spec.scale == 16**-0.5
+    k_cache, v_cache = torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)
+    layers[2].bind(k_cache, v_cache, 1)
+    assert layers[2].k_cache is k_cache
+    assert layers[2].v_cache is v_cache
+    assert [layer.spec.group for layer in layers] == [0, 0, 1]
+
+
+def test_hidden_states_have_the_models_width(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    model = build(tmp_path)
+    hidden = model.forward(prefill_batch(random_prompts(6, 3)))
+    assert hidden.shape == (9, 64)
+    assert model.logits(hidden[[5, 8]]).shape == (2, 256)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_norm_with_residual_returns_the_norm_of_the_sum_and_the_sum() -> None:
+    norm = RMSNorm(8, 1e-6, context=make_context(torch.float64))
+    norm.weight.copy_(torch.arange(1.0, 9.0))
+    x, residual = torch.randn(2, 3, 8, dtype=torch.float64)
+    normed, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(norm(total), expected)
+
+
+class TransposedLinear(LinearMethod):
+    """Keeps [in, out]; takes a tied weight over when it is loaded."""
+
+    made: list[str] = []  # noqa: RUF012
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.made.append(name)
+
+    def create(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: torch.Tensor | None = None,
+    ) -> None:
+        self.tied = weight
+        self.register_buffer("stored", torch.empty(in_features, out_features, dtype=dtype))
+
+    def load(self, weight: torch.Tensor, rows: slice) -> None:
+        self.stored[:, rows] = weight.T
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = x @ self.stored
+        return out if bias is None else out + bias
+
+    def finish(self) -> None:
+        if self.tied is not None:
+            self.stored.copy_(self.tied.T)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_another_linear_method_enters_by_the_door(tied: bool, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied, num_hidden_layers=1)
+    TransposedLinear.made.clear()
+    model = build(tmp_path, linear_method_factory=TransposedLinear)
+    assert TransposedLinear.made == [
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.mlp.down_proj",
+        "lm_head",
+    ]
+    prompts = random_prompts(12)
+    expected = oracle(reference, prompts, torch.float32)
+    assert (all_logits(model, prompts) - expected).abs().max() < 1e-4
+    assert load_model_config(tmp_path).tie_word_embeddings == tied

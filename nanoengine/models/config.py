@@ -273,15 +273,20 @@ def _sliding_windows(architecture: str, raw: Json) -> tuple[int | None, ...]:
         window = None
     if window is None:
         slides = [False] * num_layers
+    elif architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        slides = [True] * num_layers
     elif layer_types:
         slides = [kind == "sliding_attention" for kind in layer_types]
-    elif architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    else:
         first = _get(raw, "max_window_layers", 28)
         slides = [layer >= first for layer in range(num_layers)]
-    else:
-        slides = [True] * num_layers
     if any(slides):
         _require(raw, "sliding_window")
+    if layer_types and slides != [kind == "sliding_attention" for kind in layer_types]:
+        raise UnsupportedModelError(
+            f"layer_types={layer_types!r} contradicts sliding_window={raw.get('sliding_window')!r},"
+            f" use_sliding_window={raw.get('use_sliding_window')!r} of {architecture}"
+        )
     return tuple(window if slide else None for slide in slides)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def dummy_weights(model: CausalLM, seed: int) -> None:
         shape = torch.Size(slot.shape)
         start = zlib.crc32(name.encode()) % len(bank)
         copies = (start + shape.numel() - 1) // len(bank) + 1
-        tensor = bank.repeat(copies)[start : start + shape.numel()].view(shape)
+        numbers = bank.repeat(copies) if copies > 1 else bank
+        tensor = numbers[start : start + shape.numel()].view(shape)
         if name.endswith("norm.weight"):
             tensor = tensor + 1.0
         with torch.no_grad():
@@ -100,7 +102,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
             names = sorted(
                 set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             )
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightLoadError(f"{index} is no index of safetensors files: {error!r}") from error
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise WeightLoadError(f"{index} names files that are missing: {_listed(missing)}")
@@ -158,18 +160,16 @@ def _read(
     file: Path, names: Iterable[str], slots: Mapping[str, WeightSlot]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The wanted parts of the named tensors, one at a time."""
-    names = iter(names)
-    more = True
-    while more:
+    waiting = deque(names)
+    while waiting:
         read_bytes = 0
         with safe_open(file, framework="pt", device="cpu") as opened:
-            while more and read_bytes < MAPPED_BYTES:
-                more = (name := next(names, None)) is not None
-                if name is not None:
-                    part = slots[name].part
-                    tensor = opened.get_slice(name)[part] if part else opened.get_tensor(name)
-                    read_bytes += tensor.nbytes
-                    yield name, tensor
+            while waiting and read_bytes < MAPPED_BYTES:
+                name = waiting.popleft()
+                part = slots[name].part
+                tensor = opened.get_slice(name)[part] if part else opened.get_tensor(name)
+                read_bytes += tensor.nbytes
+                yield name, tensor
 
 
 def _finish(model: torch.nn.Module) -> None:

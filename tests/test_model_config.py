@@ -1,0 +1,296 @@
+"""ModelConfig: files of transformers 4 and 5 mean the same; other maths is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
+from nanoengine.models.config import (
+    ARCHITECTURES,
+    MoEConfig,
+    RopeConfig,
+    load_model_config,
+    parse_model_config,
+)
+from nanoengine.models.registry import model_class
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "attention_dropout": 0.0,
+    "transformers_version": "4.51.0",
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+VERSION_4: dict[str, dict[str, Any]] = {
+    "llama 2": {"rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False},
+    "llama 3": {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}},
+    "linear": {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "yarn": {
+        "rope_theta": 1e6,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 16,
+        },
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "rope_theta": 1000000.0,
+        "sliding_window": 16,
+        "head_dim": 32,
+    },
+    "mistral full": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_theta": 1000000.0,
+        "sliding_window": 32,
+        "use_sliding_window": False,
+        "max_window_layers": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2 windows": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_theta": 1000000.0,
+        "sliding_window": 32,
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_theta": 1000000,
+        "head_dim": 128,
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "eos_token_id": [7, 9],
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_theta": 1000000.0,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+}
+
+
+def write(directory: Path, name: str, content: Any) -> None:
+    (directory / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", VERSION_4)
+def test_configs_of_transformers_4_and_5_are_equal(case: str, tmp_path: Path) -> None:
+    old, new = tmp_path / "4", tmp_path / "5"
+    old.mkdir()
+    write(old, "config.json", {**BASE, **VERSION_4[case]})
+    AutoConfig.from_pretrained(old).save_pretrained(new)
+    written = json.loads((new / "config.json").read_text(encoding="utf-8"))
+    assert "rope_parameters" in written
+    assert "rope_scaling" not in written
+    assert "torch_dtype" not in written
+    assert load_model_config(old) == load_model_config(new)
+
+
+def test_values_of_a_llama_3_config() -> None:
+    config = parse_model_config({**BASE, **VERSION_4["llama 3"]})
+    assert config.rope == RopeConfig(theta=500000.0, type="llama3", **LLAMA3)
+    assert (config.architecture, config.head_dim, config.dtype) == (
+        "LlamaForCausalLM",
+        16,
+        "bfloat16",
+    )
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, 64, 96)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (512, 1e-5)
+    assert config.sliding_windows == (None,) * 4
+    assert not config.attention_bias
+    assert config.moe is None
+
+
+def test_which_layers_slide() -> None:
+    def windows(case: str, **overrides: Any) -> tuple[int | None, ...]:
+        return parse_model_config({**BASE, **VERSION_4[case], **overrides}).sliding_windows
+
+    assert windows("mistral") == (16,) * 4
+    assert windows("mistral full") == (None,) * 4
+    assert windows("qwen2") == (None,) * 4
+    assert windows("qwen2 windows") == (None, None, 32, 32)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows("qwen2 windows", layer_types=kinds) == (32, None, 32, None)
+    assert windows("qwen3_moe", use_sliding_window=True, sliding_window=5) == (5,) * 4
+
+
+def test_mixture_of_experts_layers() -> None:
+    def moe(**overrides: Any) -> MoEConfig | None:
+        return parse_model_config({**BASE, **VERSION_4["qwen3_moe"], **overrides}).moe
+
+    assert moe() == MoEConfig(
+        num_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        norm_topk_prob=True,
+        layers=(0, 1, 2, 3),
+    )
+    assert moe(mlp_only_layers=[0, 2]).layers == (1, 3)
+    assert moe(decoder_sparse_step=2, mlp_only_layers=[3]).layers == (1,)
+
+
+def test_yarn_extends_the_context_and_scales_attention() -> None:
+    config = parse_model_config({**BASE, **VERSION_4["yarn"]})
+    assert config.max_position_embeddings == 2048
+    assert config.rope.attention_factor == pytest.approx(1.13862943611)  # 0.1 ln(4) + 1
+    assert config.rope.original_max_position_embeddings == 512
+    scaling = {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 1.0}
+    config = parse_model_config({**BASE, "rope_scaling": scaling})
+    assert config.rope.attention_factor == pytest.approx(1.27725887222 / 1.13862943611)
+    assert config.rope.original_max_position_embeddings == 512
+    config = parse_model_config({**BASE, "rope_scaling": {**scaling, "attention_factor": 0.5}})
+    assert config.rope.attention_factor == 0.5
+
+
+def test_generation_config_adds_end_tokens_and_defaults(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", BASE)
+    assert load_model_config(tmp_path).eos_token_ids == (2,)
+    assert load_model_config(tmp_path).generation_defaults == {}
+    write(
+        tmp_path,
+        "generation_config.json",
+        {"eos_token_id": [5, 2], "temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True},
+    )
+    config = load_model_config(tmp_path)
+    assert config.eos_token_ids == (5, 2)
+    assert config.bos_token_id == 1
+    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_missing_keys_take_the_families_defaults() -> None:
+    optional = ("rms_norm_eps", "num_key_value_heads", "torch_dtype", "eos_token_id")
+    raw = {key: value for key, value in BASE.items() if key not in optional}
+    config = parse_model_config(raw)
+    assert (config.rms_norm_eps, config.num_key_value_heads) == (1e-6, 4)
+    assert (config.dtype, config.eos_token_ids) == ("float32", ())
+    assert config.rope == RopeConfig(theta=10000.0)
+    qwen3 = parse_model_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
+    assert qwen3.head_dim == 128
+    by_type = {**raw, "architectures": None, "model_type": "qwen2"}
+    assert parse_model_config(by_type).architecture == "Qwen2ForCausalLM"
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "hidden_act='gelu'": {"hidden_act": "gelu"},
+    "mlp_bias=True": {"mlp_bias": True},
+    "quantization_config={'quant_method': 'gptq'}": {
+        "quantization_config": {"quant_method": "gptq"}
+    },
+    "partial_rotary_factor=0.5": {"partial_rotary_factor": 0.5},
+    "attn_logit_softcapping=50.0": {"attn_logit_softcapping": 50.0},
+    "final_logit_softcapping=30.0": {"final_logit_softcapping": 30.0},
+    "logits_scaling=8.0": {"logits_scaling": 8.0},
+    "rope type 'longrope'": {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+    "rope type 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope type 'llama3' needs high_freq_factor, low_freq_factor": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0}
+    },
+    "unknown parameters {'slow': 2}": {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0, "slow": 2}
+    },
+    "each layer type": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    "sliding_window of a Llama model=4096": {"sliding_window": 4096},
+    "'chunked_attention'": {"layer_types": ["chunked_attention"] * 4},
+    "layer_types has 1 entries": {"layer_types": ["full_attention"]},
+    "contradicts sliding_window=None": {"layer_types": ["sliding_attention"] * 4},
+    "num_attention_heads=4 must be a multiple of num_key_value_heads=3": {"num_key_value_heads": 3},
+    "needs vocab_size, a positive integer, got None": {"vocab_size": None},
+    "needs num_hidden_layers, a positive integer, got 0": {"num_hidden_layers": 0},
+    "attention_bias=True": {"architectures": ["MistralForCausalLM"], "attention_bias": True},
+    "needs num_experts_per_tok": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_changes_the_maths_is_refused_by_name_and_value(message: str) -> None:
+    parse_model_config(BASE)
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config({**BASE, **REFUSED[message]})
+    assert message in str(error.value)
+
+
+def test_harmless_keys_are_accepted() -> None:
+    harmless = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False, "note": "x"}
+    neutral = {"quantization_config": None, "partial_rotary_factor": 1.0, "mlp_bias": False}
+    assert parse_model_config({**BASE, **harmless, **neutral}) == parse_model_config(BASE)
+
+
+def test_unknown_architecture_lists_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config({**BASE, "architectures": ["GPT2LMHeadModel"]})
+    assert "GPT2LMHeadModel" in str(error.value)
+    assert all(name in str(error.value) for name in ARCHITECTURES)
+    with pytest.raises(UnsupportedModelError, match="model_type='gpt2'"):
+        parse_model_config({**BASE, "architectures": None, "model_type": "gpt2"})
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        model_class("GPT2LMHeadModel")
+
+
+def test_every_architecture_has_its_class() -> None:
+    for architecture in ARCHITECTURES:
+        assert model_class(architecture).__name__ == architecture
+
+
+def test_a_directory_without_a_readable_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load_model_config(tmp_path)
+    write(tmp_path, "config.json", [1])
+    with pytest.raises(ModelError, match="JSON object, got list"):
+        load_model_config(tmp_path)

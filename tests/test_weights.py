@@ -1,0 +1,276 @@
+"""Weights: every way a checkpoint may be laid out, and every way it may be wrong, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from model_helpers import all_logits, build, make_context, random_prompts
+from safetensors.torch import load_file, save_file
+
+from nanoengine.errors import WeightLoadError
+from nanoengine.models.config import load_model_config
+from nanoengine.models.registry import model_class
+from nanoengine.models.weights import weight_slots
+from nanoengine.parallel.shard import Shard
+
+Tensors = dict[str, torch.Tensor]
+PROMPTS = random_prompts(11, 4)
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
+    """Rewrites the checkpoint's single file."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def fused_experts(tensors: Tensors) -> None:
+    """Stacks per-expert tensors into the fused form that transformers 5 keeps in memory."""
+    for layer in {name.split(".")[2] for name in tensors if ".experts." in name}:
+        path = f"model.layers.{layer}.mlp.experts"
+        count = len([n for n in tensors if n.startswith(f"{path}.") and "down_proj" in n])
+
+        def take(kind: str, path: str = path, count: int = count) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{path}.{e}.{kind}.weight") for e in range(count)])
+
+        tensors[f"{path}.gate_up_proj"] = torch.cat([take("gate_proj"), take("up_proj")], dim=1)
+        tensors[f"{path}.down_proj"] = take("down_proj")
+
+
+def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "one", "qwen3_moe")
+    make_checkpoint(tmp_path / "many", "qwen3_moe", max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert not (tmp_path / "many" / "model.safetensors").exists()
+    one, many = (all_logits(build(tmp_path / d), PROMPTS) for d in ("one", "many"))
+    assert torch.equal(one, many)
+
+
+def test_a_tied_checkpoint_may_hold_the_head_or_not(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    without = build(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert without.lm_head.method.weight is without.model.embed_tokens.weight
+
+    def add_head(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit(tmp_path, add_head)
+    assert torch.equal(all_logits(build(tmp_path), PROMPTS), all_logits(without, PROMPTS))
+
+
+def test_an_untied_checkpoint_needs_its_head(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(WeightLoadError, match=r"missing: lm_head\.weight$"):
+        build(tmp_path)
+
+
+def test_experts_may_be_stacked_or_one_by_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    expected = all_logits(build(tmp_path), PROMPTS)
+    half = weight_slots_filled(build(tmp_path, shard=Shard(1, 2)))
+    edit(tmp_path, fused_experts)
+    assert torch.equal(all_logits(build(tmp_path), PROMPTS), expected)
+    stacked_half = weight_slots_filled(build(tmp_path, shard=Shard(1, 2)))
+    assert half.keys() == stacked_half.keys()
+    assert all(torch.equal(half[name], stacked_half[name]) for name in half)
+
+
+def weight_slots_filled(model: torch.nn.Module) -> Tensors:
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_are_converted_to_the_models_dtype(stored: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", dtype=stored)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        model = build(tmp_path, dtype)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        loaded = model.model.layers[0].self_attn.qkv_proj.method.weight[:64]
+        assert torch.equal(loaded, tensors[Q_PROJ].to(dtype))
+
+
+def test_fused_matrices_hold_their_parts_in_order(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = build(tmp_path).model.layers[1]
+    for fused, parts in (
+        (layer.self_attn.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        (layer.mlp.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
+    ):
+        names = [f"model.layers.1.{part}" for part in parts]
+        weight = torch.cat([tensors[f"{name}.weight"] for name in names])
+        assert torch.equal(fused.method.weight, weight)
+        if fused.bias is not None:
+            assert torch.equal(fused.bias, torch.cat([tensors[f"{name}.bias"] for name in names]))
+
+
+BROKEN: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "missing": (lambda t: t.pop(Q_PROJ), rf"missing: {Q_PROJ}$"),
+    "unexpected": (
+        lambda t: t.update({"model.extra.weight": torch.zeros(1)}),
+        r"unexpected: model\.extra\.weight$",
+    ),
+    "mis-shaped": (
+        lambda t: t.update({Q_PROJ: torch.zeros(3, 5)}),
+        rf"mis-shaped: {Q_PROJ} \[3, 5\], expected \[64, 64\]$",
+    ),
+    "mis-typed": (
+        lambda t: t.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}),
+        rf"{Q_PROJ} in .* is torch\.int8, not floating point",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_tensor_that_does_not_match_is_named(case: str, tmp_path: Path) -> None:
+    change, message = BROKEN[case]
+    make_checkpoint(tmp_path, "llama")
+    edit(tmp_path, change)
+    with pytest.raises(WeightLoadError, match=message):
+        build(tmp_path)
+
+
+def test_many_wrong_names_are_listed_up_to_ten(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    edit(tmp_path, lambda t: [t.pop(name) for name in list(t) if ".layers." in name])
+    with pytest.raises(WeightLoadError, match=r"input_layernorm.* and 8 more") as error:
+        build(tmp_path)
+    assert str(error.value).count("model.layers.") == 10
+
+
+def test_harmless_leftovers_of_old_checkpoints_are_accepted(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    expected = all_logits(build(tmp_path), PROMPTS)
+    leftover = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    edit(tmp_path, lambda tensors: tensors.update(leftover))
+    assert torch.equal(all_logits(build(tmp_path), PROMPTS), expected)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", max_shard_size="100KB")
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(WeightLoadError, match=f"missing: {victim.name}"):
+        build(tmp_path)
+
+
+def test_a_directory_without_weights_fails(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(WeightLoadError, match=r"holds no weights: neither model\.safetensors"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(WeightLoadError, match="pickle runs code") as error:
+        build(tmp_path)
+    assert name in str(error.value)
+    assert "save_pretrained" in str(error.value)
+    assert "safe_serialization=True" in str(error.value)
+
+
+def test_damaged_files_fail_by_name(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(WeightLoadError, match=r"can't read .*model\.safetensors"):
+        build(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(WeightLoadError, match="no index of safetensors files"):
+        build(tmp_path)
+
+
+def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    (tmp_path / "model.safetensors").unlink()
+    model = build(tmp_path, load_format="dummy")
+    again = build(tmp_path, load_format="dummy")
+    other = build(tmp_path, load_format="dummy", seed=1)
+    logits = all_logits(model, PROMPTS)
+    assert torch.isfinite(logits).all()
+    assert torch.equal(logits, all_logits(again, PROMPTS))
+    assert not torch.equal(logits, all_logits(other, PROMPTS))
+    weight = model.model.embed_tokens.weight
+    assert 0.015 < weight.std() < 0.025
+    assert len(weight.unique(dim=0)) == 256
+    assert 0.9 < model.model.norm.weight.mean() < 1.1
+    half = build(tmp_path, load_format="dummy", shard=Shard(1, 2))
+    assert torch.equal(half.model.embed_tokens.weight, weight[128:])
+
+
+def test_every_parameter_is_filled(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", attention_bias=True)
+    model = build(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    slots = weight_slots(model)
+    fused = {name: slot for name, slot in slots.items() if slot.pieces}
+    assert len(fused) == 4  # two layers of experts
+    for name in fused:
+        slots |= slots.pop(name).pieces
+    assert slots.keys() == stored.keys()
+    for name, slot in slots.items():
+        slot.store(stored[name])
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+PEAK = """
+import resource, sys
+from model_helpers import build
+import torch
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+build(sys.argv[1])  # the small model: whatever loading imports is in memory now
+before = peak_bytes()
+model = build(sys.argv[2])
+weights = sum(p.nbytes for p in model.parameters())
+print(weights, peak_bytes() - before)
+"""
+
+
+def test_loading_peaks_far_below_two_copies(tmp_path: Path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    make_checkpoint(small, "llama")
+    raw = json.loads((small / "config.json").read_text(encoding="utf-8"))
+    raw |= {"hidden_size": 1024, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 16384}
+    raw |= {"num_hidden_layers": 3, "num_attention_heads": 16}
+    large.mkdir()
+    (large / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    empty = model_class("LlamaForCausalLM")(
+        load_model_config(large), make_context(device=torch.device("meta"))
+    )
+    tensors = {
+        name: torch.ones(slot.shape, dtype=torch.bfloat16)
+        for name, slot in weight_slots(empty).items()
+    }
+    save_file(tensors, large / "model.safetensors")
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(small), str(large)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
+    )
+    weights, peak = map(int, run.stdout.split())
+    assert weights > 400 << 20
+    assert peak < 1.2 * weights, f"{peak / weights:.2f} times the weights"
