@@ -22,7 +22,7 @@ from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
 from nanoengine.parallel.shard import Shard
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

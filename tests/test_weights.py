@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from checkpoints import make_checkpoint
@@ -16,6 +15,7 @@ from model_helpers import all_logits, build, make_context, random_prompts
 from safetensors.torch import load_file, save_file
 
 from nanoengine.errors import WeightLoadError
+from nanoengine.models import weights
 from nanoengine.models.config import load_model_config
 from nanoengine.models.registry import model_class
 from nanoengine.models.weights import weight_slots
@@ -232,45 +232,38 @@ def test_every_parameter_is_filled(tmp_path: Path) -> None:
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
-PEAK = """
-import resource, sys
-from model_helpers import build
-import torch
-
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-build(sys.argv[1])  # the small model: whatever loading imports is in memory now
-before = peak_bytes()
-model = build(sys.argv[2])
-weights = sum(p.nbytes for p in model.parameters())
-print(weights, peak_bytes() - before)
-"""
-
-
-def test_loading_peaks_far_below_two_copies(tmp_path: Path) -> None:
-    small, large = tmp_path / "small", tmp_path / "large"
-    make_checkpoint(small, "llama")
-    raw = json.loads((small / "config.json").read_text(encoding="utf-8"))
-    raw |= {"hidden_size": 1024, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 16384}
-    raw |= {"num_hidden_layers": 3, "num_attention_heads": 16}
-    large.mkdir()
-    (large / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+def test_loading_peaks_far_below_two_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    raw |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    raw |= {"vocab_size": 4096, "num_attention_heads": 8, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     empty = model_class("LlamaForCausalLM")(
-        load_model_config(large), make_context(device=torch.device("meta"))
+        load_model_config(tmp_path), make_context(device=torch.device("meta"))
     )
     tensors = {
         name: torch.ones(slot.shape, dtype=torch.bfloat16)
         for name, slot in weight_slots(empty).items()
     }
-    save_file(tensors, large / "model.safetensors")
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(small), str(large)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
-    )
-    weights, peak = map(int, run.stdout.split())
-    assert weights > 400 << 20
-    assert peak < 1.2 * weights, f"{peak / weights:.2f} times the weights"
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+
+    rss = psutil.Process().memory_info
+    seen = []
+    read = weights._read
+
+    def watched(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in read(*args):
+            yield item
+            seen.append(rss().rss)
+
+    monkeypatch.setattr(weights, "_read", watched)
+    monkeypatch.setattr(weights, "MAPPED_BYTES", 4 << 20)
+    before = rss().rss
+    model = build(tmp_path)
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    peak = max(seen) - before
+    assert weight_bytes > 120e6
+    assert peak < 1.2 * weight_bytes, f"{peak / weight_bytes:.2f} times the weights"
