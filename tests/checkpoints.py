@@ -86,12 +86,16 @@ def make_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     max_shard_size: str = "1GB",
+    fused_experts: bool = False,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Writes a random checkpoint to `path` and returns the model it was made from.
 
-    `max_shard_size` such as "100KB" splits it into several files with an index.
+    `max_shard_size` such as "100KB" splits it into several files with an index; `fused_experts`
+    stores all experts of a layer in one tensor, as transformers 5 keeps them in memory.
     """
     model = make_model(family, dtype=dtype, seed=seed, **overrides)
-    model.save_pretrained(path, max_shard_size=max_shard_size)
+    model.save_pretrained(
+        path, max_shard_size=max_shard_size, save_original_format=not fused_experts
+    )
     return model

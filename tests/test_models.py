@@ -16,7 +16,7 @@ from model_helpers import all_logits, build, make_context, prefill_batch, random
 from transformers import PreTrainedModel
 
 from nanoengine.errors import ConfigError
-from nanoengine.layers.linear import LinearMethod, QKVLinear
+from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
@@ -185,17 +185,23 @@ def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
     assert halves[0] == halves[1] < 0.6 * whole
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 .* num_key_value_heads=2"):
-        QKVLinear(
-            "qkv",
-            64,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            bias=False,
-            context=make_context(shard=Shard(0, 4)),
-        )
+@pytest.mark.parametrize(
+    ("field", "value", "ranks"),
+    [
+        ("num_attention_heads", 4, 3),
+        ("num_key_value_heads", 2, 4),
+        ("intermediate_size", 97, 2),
+        ("vocab_size", 255, 2),
+        ("moe_intermediate_size", 31, 2),
+    ],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(
+    field: str, value: int, ranks: int, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", **{field: value})
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path, shard=Shard(0, ranks))
+    assert f"tensor_parallel_size={ranks} must divide {field}={value}" in str(error.value)
 
 
 def test_a_sequence_has_the_same_logits_alone_and_with_neighbours(tmp_path: Path) -> None:

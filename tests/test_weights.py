@@ -34,19 +34,6 @@ def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
     save_file(tensors, file)
 
 
-def fused_experts(tensors: Tensors) -> None:
-    """Stacks per-expert tensors into the fused form that transformers 5 keeps in memory."""
-    for layer in {name.split(".")[2] for name in tensors if ".experts." in name}:
-        path = f"model.layers.{layer}.mlp.experts"
-        count = len([n for n in tensors if n.startswith(f"{path}.") and "down_proj" in n])
-
-        def take(kind: str, path: str = path, count: int = count) -> torch.Tensor:
-            return torch.stack([tensors.pop(f"{path}.{e}.{kind}.weight") for e in range(count)])
-
-        tensors[f"{path}.gate_up_proj"] = torch.cat([take("gate_proj"), take("up_proj")], dim=1)
-        tensors[f"{path}.down_proj"] = take("down_proj")
-
-
 def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one", "qwen3_moe")
     make_checkpoint(tmp_path / "many", "qwen3_moe", max_shard_size="100KB")
@@ -77,18 +64,18 @@ def test_an_untied_checkpoint_needs_its_head(tmp_path: Path) -> None:
 
 
 def test_experts_may_be_stacked_or_one_by_one(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
-    expected = all_logits(build(tmp_path), PROMPTS)
-    half = weight_slots_filled(build(tmp_path, shard=Shard(1, 2)))
-    edit(tmp_path, fused_experts)
-    assert torch.equal(all_logits(build(tmp_path), PROMPTS), expected)
-    stacked_half = weight_slots_filled(build(tmp_path, shard=Shard(1, 2)))
-    assert half.keys() == stacked_half.keys()
-    assert all(torch.equal(half[name], stacked_half[name]) for name in half)
-
-
-def weight_slots_filled(model: torch.nn.Module) -> Tensors:
-    return dict(model.named_parameters())
+    one_by_one, stacked = tmp_path / "one", tmp_path / "stacked"
+    make_checkpoint(one_by_one, "qwen3_moe")
+    make_checkpoint(stacked, "qwen3_moe", fused_experts=True)
+    names = [load_file(d / "model.safetensors").keys() for d in (one_by_one, stacked)]
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in names[0]
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names[1]
+    for shard in (Shard(0, 1), Shard(1, 2)):
+        first, second = (
+            dict(build(d, shard=shard).named_parameters()) for d in (one_by_one, stacked)
+        )
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoengine.errors import ConfigError
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
@@ -137,8 +136,7 @@ class MergedLinear(nn.Module):
 class QKVLinear(MergedLinear):
     """The query, key and value projections as one: [..., (H + 2 K) * D] of this rank's heads.
 
-    Raises:
-        ConfigError: the ranks don't divide the heads, or outnumber the KV heads.
+    A rank holds whole heads; `CausalLM` has refused rank counts that don't divide them.
     """
 
     def __init__(
@@ -152,12 +150,6 @@ class QKVLinear(MergedLinear):
         bias: bool,
         context: ModelContext,
     ) -> None:
-        ranks = context.shard.world_size
-        if num_heads % ranks or num_kv_heads % ranks:
-            raise ConfigError(
-                f"tensor_parallel_size={ranks} must divide num_attention_heads={num_heads} and"
-                f" num_key_value_heads={num_kv_heads}"
-            )
         parts = {
             "q_proj": num_heads * head_dim,
             "k_proj": num_kv_heads * head_dim,

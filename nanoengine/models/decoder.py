@@ -17,10 +17,13 @@ Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
 from nanoengine.attention.base import AttentionSpec
+from nanoengine.errors import ConfigError
 from nanoengine.layers.activation import silu_and_mul
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
@@ -165,11 +168,20 @@ class CausalLM(nn.Module):
     """A language model of one family, on one rank. Subclasses implement the two `make_` methods.
 
     Parameters are uninitialised until `load_weights` or `dummy_weights` fills them.
+
+    Attributes:
+        graph_safe: a forward decides nothing on the host, so it may be captured in a CUDA graph.
+
+    Raises:
+        ConfigError: the ranks don't divide the heads, the MLP or the vocabulary.
     """
+
+    graph_safe: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.config = config
+        self._check_ranks(config, context.shard.world_size)
         layers = [
             DecoderLayer(
                 self.make_attention(f"model.layers.{layer}.self_attn", layer, config, context),
@@ -183,6 +195,19 @@ class CausalLM(nn.Module):
         self.lm_head = OutputHead(
             "lm_head", self.model.embed_tokens, tied=config.tie_word_embeddings, context=context
         )
+
+    @staticmethod
+    def _check_ranks(config: ModelConfig, ranks: int) -> None:
+        sizes = {
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+            "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
+        }
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ConfigError(f"tensor_parallel_size={ranks} must divide {name}={size}")
 
     def make_attention(
         self, path: str, layer: int, config: ModelConfig, context: ModelContext

@@ -5,6 +5,8 @@ A window, if `use_sliding_window`, holds for all layers.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -38,6 +40,9 @@ class SparseMLP(nn.Module):
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Source: Yang et al., Qwen3 Technical Report (arXiv 2505.09388)."""
+
+    # Why: the loop over experts needs the group sizes on the host.
+    graph_safe: ClassVar[bool] = False
 
     def make_mlp(
         self, path: str, layer: int, config: ModelConfig, context: ModelContext
