@@ -66,6 +66,9 @@ class CPUBackend:
             raise ConfigError("x")
         self.block_size = block_size
         choose_threading_layer()
+        threads = torch.get_num_threads()
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        torch.set_num_threads(threads)
 
     def prepare(self, batch: Batch) -> _Step:
         workers = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
