@@ -198,15 +198,16 @@ def _exp_overload(x):
     c2, c3, c4 = np.float32(0.5), np.float32(1.6666665e-1), np.float32(4.1665796e-2)
     c5, c6, c7 = np.float32(8.3334519e-3), np.float32(1.3981999e-3), np.float32(1.9875691e-4)
     half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(-87), np.float32(0)
+    bias, shift = np.int32(127), np.int32(23)
 
     def polynomial(x):
-        # Why: libm's expf is a call per number; this vectorizes.
+        # Why: libm's expf is a call per number; this vectorizes. Comparisons let NaN through.
         # Source: range reduction and coefficients of Cephes' expf (Moshier).
-        clamped = max(x, lowest)
+        clamped = lowest if x < lowest else x
         n = np.floor(clamped * log2_e + half)
         r = clamped - n * ln2_high - n * ln2_low
         tail = ((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2
-        power = np.int32((np.int32(n) + 127) << 23).view(np.float32)
+        power = np.int32(np.int32(np.int32(n) + bias) << shift).view(np.float32)
         value = (tail * r * r + r + one) * power
         return zero if x < lowest else value
 
@@ -274,41 +275,48 @@ def _mask(scores, rows, group_size, tile_start, position, window):
     for r in range(rows):
         p = position + r // group_size
         first, stop = max(0, p - window + 1 - tile_start), max(0, p + 1 - tile_start)
-        for t in range(min(first, KV_TILE)):
-            scores[r * KV_TILE + t] = masked
-        for t in range(stop, KV_TILE):
-            scores[r * KV_TILE + t] = masked
+        scores[r, : min(first, KV_TILE)] = masked
+        scores[r, stop:] = masked
+
+
+@njit(**{**JIT, "fastmath": True})
+def _highest(row, start):
+    """max(start, *row); with a NaN in the row, any number."""
+    for t in range(KV_TILE):
+        start = max(start, row[t])
+    return start
 
 
 @njit(**JIT)
-def _softmax_step(scores, row, maximum, total, out, out_at, head_dim):
-    """Turns a row of scores into weights and rescales what the row has summed so far."""
-    at = row * KV_TILE
-    old = maximum[row]
-    new = old
+def _softmax_step(scores, maximum, total, out, r):
+    """Turns row r of the scores into weights and rescales what the row has summed so far."""
+    # Why: loops over a slice from 0 vectorize; with an offset numba guards against negative indices.
+    row, summed = scores[r], out[r]
+    old = maximum[r]
+    new = _highest(row, old)
     for t in range(KV_TILE):
-        new = max(new, scores[at + t])
-    added = scores.dtype.type(0)
+        row[t] = _exp(row[t] - new)
+    added = total.dtype.type(0)
     for t in range(KV_TILE):
-        weight = _exp(scores[at + t] - new)
-        scores[at + t] = weight
-        added += weight
+        added += row[t]
     factor = _exp(old - new)
-    total[row] = total[row] * factor + added
-    maximum[row] = new
+    total[r] = total[r] * factor + added
+    maximum[r] = new
     if factor != 1:
-        for d in range(head_dim):
-            out[out_at + d] *= factor
+        for d in range(len(summed)):
+            summed[d] *= factor
 
 
 @njit(**JIT)
 def _softcap(scores, rows, softcap):
     """scores = softcap * tanh(scores / softcap), by way of exp of what is not positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
-    for i in range(rows * KV_TILE):
-        x = scores[i] / softcap
-        e = _exp(-two * abs(x))
-        scores[i] = np.copysign(softcap * (one - e) / (one + e), x)
+    for r in range(rows):
+        row = scores[r]
+        for t in range(KV_TILE):
+            x = row[t] / softcap
+            e = _exp(-two * abs(x))
+            row[t] = np.copysign(softcap * (one - e) / (one + e), x)
 
 
 @njit(**JIT)
@@ -324,8 +332,8 @@ def _run_task(
         token = task[QUERY] + r // group_size
         at = token * q_stride + (head * group_size + r % group_size) * head_dim
         for d in range(head_dim):
-            tile[r * head_dim + d] = q[at + d] * scale
-            out[r * head_dim + d] = 0
+            tile[r, d] = q[at + d] * scale
+            out[r, d] = 0
         maximum[r] = MASKED
         total[r] = 0
 
@@ -344,11 +352,9 @@ def _run_task(
             _softcap(scores, rows, softcap)
         _mask(scores, rows, group_size, tile_start, task[POSITION], window)
         for r in range(rows):
-            for t in range(start - tile_start):
-                scores[r * KV_TILE + t] = MASKED
-            for t in range(end - tile_start, KV_TILE):
-                scores[r * KV_TILE + t] = MASKED
-            _softmax_step(scores, r, maximum, total, out, r * head_dim, head_dim)
+            scores[r, : start - tile_start] = MASKED
+            scores[r, end - tile_start :] = MASKED
+            _softmax_step(scores, maximum, total, out, r)
         for begin in range(first, end, step):
             lo, hi = max(begin, start), min(begin + step, end)
             offset = lo % block_size
@@ -370,9 +376,9 @@ def attend(
     group_size = num_heads // num_kv_heads
     for worker in prange(len(bounds) - 1):
         room = max(ROW_TILE, group_size)
-        tile = np.empty(room * head_dim, q.dtype)
-        out = np.empty(room * head_dim, q.dtype)
-        scores = np.empty(room * KV_TILE, q.dtype)
+        tile = np.empty((room, head_dim), q.dtype)
+        out = np.empty((room, head_dim), q.dtype)
+        scores = np.empty((room, KV_TILE), q.dtype)
         maximum = np.empty(room, q.dtype)
         total = np.empty(room, q.dtype)
         for i in range(bounds[worker], bounds[worker + 1]):
@@ -387,14 +393,14 @@ def attend(
                     head = task[HEAD] * group_size + r % group_size
                     at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
                     for d in range(head_dim):
-                        result[at + d] = out[r * head_dim + d] / total[r]
+                        result[at + d] = out[r, d] / total[r]
             else:
                 base = task[PARTIAL] * room
                 for r in range(rows):
                     partial_stats[base + r, 0] = maximum[r]
                     partial_stats[base + r, 1] = total[r]
                     for d in range(head_dim):
-                        partial_out[base + r, d] = out[r * head_dim + d]
+                        partial_out[base + r, d] = out[r, d]
 
 
 @njit(**JIT)
