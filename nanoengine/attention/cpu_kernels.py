@@ -18,7 +18,8 @@ Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 
 context of a decode from Flash-Decoding (Dao et al. 2023); block tables from PagedAttention (Kwon et
 al. 2023, section 4).
 
-Legend: T tokens, S sequences, H / K query / KV heads, R = H / K, D head dim, B blocks, P block size.
+Legend: T tokens, S sequences, H / K query / KV heads, R = H / K, D head dim, B blocks, P block
+size.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ class _Emit:
         z = self.fold(x, y, [s + i for s in starts for i in range(quarter)], quarter)
         while quarter > 1:
             quarter //= 2
-            z = self.fold(z, z, [2 * quarter * s + i for s in range(4) for i in range(quarter)], quarter)
+            z = self.fold(
+                z, z, [2 * quarter * s + i for s in range(4) for i in range(quarter)], quarter
+            )
         return self.shuffle(z, z, [0, 2, 1, 3])
 
 
@@ -168,7 +171,8 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
             targets.append(emit.at(targets[-1], dim))
         lanes = [word(i * emit.width) for i in range(num_vectors)]
         cells = [
-            [emit.variable(emit.load(emit.at(target, lane))) for lane in lanes] for target in targets
+            [emit.variable(emit.load(emit.at(target, lane))) for lane in lanes]
+            for target in targets
         ]
         with cgutils.for_range(builder, args[4]) as loop:
             row_of_v = emit.at(values, builder.mul(loop.index, dim))
@@ -194,7 +198,11 @@ def _exp(x):
 def _exp_overload(x):
     if x != types.float32:
         return lambda x: math.exp(x)
-    log2_e, ln2_high, ln2_low = np.float32(1.4426950), np.float32(0.693359375), np.float32(-2.1219444e-4)
+    log2_e, ln2_high, ln2_low = (
+        np.float32(1.4426950),
+        np.float32(0.693359375),
+        np.float32(-2.1219444e-4),
+    )
     c2, c3, c4 = np.float32(0.5), np.float32(1.6666665e-1), np.float32(4.1665796e-2)
     c5, c6, c7 = np.float32(8.3334519e-3), np.float32(1.3981999e-3), np.float32(1.9875691e-4)
     half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(-87), np.float32(0)
@@ -290,7 +298,7 @@ def _highest(row, start):
 @njit(**JIT)
 def _softmax_step(scores, maximum, total, out, r):
     """Turns row r of the scores into weights and rescales what the row has summed so far."""
-    # Why: loops over a slice from 0 vectorize; with an offset numba guards against negative indices.
+    # Why: loops over a slice vectorize; with an offset numba guards against negative indices.
     row, summed = scores[r], out[r]
     old = maximum[r]
     new = _highest(row, old)
@@ -343,7 +351,7 @@ def _run_task(
         start, end = max(tile_start, task[KV_START]), min(tile_start + KV_TILE, stop)
         first = start // step * step
         for begin in range(first, end, step):
-            # Why: whole fours of tokens; what lies beyond start and end is in the block, and masked.
+            # Why: whole fours of tokens; what is beyond start and end is in the block, and masked.
             lo, hi = max(begin, start // 4 * 4), min(begin + step, end)
             offset = lo % block_size
             at = ((table[lo // block_size] * num_kv_heads + head) * block_size + offset) * head_dim
@@ -352,8 +360,6 @@ def _run_task(
             _softcap(scores, rows, softcap)
         _mask(scores, rows, group_size, tile_start, task[POSITION], window)
         for r in range(rows):
-            scores[r, : start - tile_start] = MASKED
-            scores[r, end - tile_start :] = MASKED
             _softmax_step(scores, maximum, total, out, r)
         for begin in range(first, end, step):
             lo, hi = max(begin, start), min(begin + step, end)
@@ -372,7 +378,7 @@ def attend(
 
     Worker w takes tasks bounds[w] ... bounds[w + 1] - 1.
     """
-    num_heads, num_kv_heads, head_dim, block_size = sizes
+    num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     for worker in prange(len(bounds) - 1):
         room = max(ROW_TILE, group_size)
@@ -403,16 +409,16 @@ def attend(
                         partial_out[base + r, d] = out[r, d]
 
 
-@njit(**JIT)
+@njit(parallel=True, **JIT)
 def combine(tasks, merges, sizes, result, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
 
     merges: [N, 2] the first task of a tile and its number of splits.
     """
-    num_heads, num_kv_heads, head_dim, block_size = sizes
+    num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     room = max(ROW_TILE, group_size)
-    for i in range(len(merges)):
+    for i in prange(len(merges)):
         task = tasks[merges[i, 0]]
         for r in range(task[NUM_QUERIES] * group_size):
             base = task[PARTIAL] * room + r
@@ -436,7 +442,7 @@ def combine(tasks, merges, sizes, result, partial_out, partial_stats):
 @njit(parallel=True, **JIT)
 def store(k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes):
     """Copies the key and value of token t to k_cache and v_cache at slots[t]."""
-    num_heads, num_kv_heads, head_dim, block_size = sizes
+    _, num_kv_heads, head_dim, block_size = sizes
     for t in prange(len(slots)):
         block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(num_kv_heads):
