@@ -18,7 +18,8 @@ Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 
 context of a decode from Flash-Decoding (Dao et al. 2023); block tables from PagedAttention (Kwon et
 al. 2023, section 4).
 
-Legend: T tokens, S sequences, H / K query / KV heads, R = H / K, D head dim, B blocks, P block size.
+Legend: T tokens, S sequences, H / K query / KV heads, R = H / K, D head dim, B blocks, P block
+size.
 """
 
 from __future__ import annotations
@@ -74,15 +75,20 @@ class _Emit:
         return self.builder.load(pointer, align=self.align)
 
     def store(self, value, pointer):
-        pointer = self.builder.bitcast(pointer, self.vector.as_pointer())
+        pointer = self.builder.bitcast(pointer, value.type.as_pointer())
         self.builder.store(value, pointer, align=self.align)
+
+    def variable(self, value):
+        """A mutable vector; LLVM keeps it in a register."""
+        cell = cgutils.alloca_once(self.builder, self.vector)
+        self.builder.store(value, cell)
+        return cell
 
     def broadcast(self, pointer):
         first = self.builder.insert_element(
             ir.Constant(self.vector, ir.Undefined), self.builder.load(pointer), ir.IntType(32)(0)
         )
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
-        return self.builder.shuffle_vector(first, first, mask)
+        return self.shuffle(first, first, [0] * self.width)
 
     def fma(self, a, b, c):
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
@@ -90,19 +96,35 @@ class _Emit:
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, [a, b, c])
 
-    def sum(self, value):
-        kind = ir.FunctionType(self.scalar, [self.scalar, self.vector])
-        name = f"llvm.vector.reduce.fadd.{self.suffix}"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        # Why: "reassoc" makes it a tree; without it the sum would run lane after lane.
-        return self.builder.call(function, [self.scalar(0), value], fastmath=("reassoc",))
+    def shuffle(self, a, b, lanes):
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+        return self.builder.shuffle_vector(a, b, mask)
+
+    def fold(self, a, b, lanes, step):
+        """Adds the lanes `lanes` of (a, b) to those `step` further on."""
+        other = self.shuffle(a, b, [lane + step for lane in lanes])
+        return self.builder.fadd(self.shuffle(a, b, lanes), other)
+
+    def sums_of_four(self, a, b, c, d):
+        """[sum(a), sum(b), sum(c), sum(d)], as one tree for all: a third of the work of four."""
+        width, half, quarter = self.width, self.width // 2, self.width // 4
+        firsts = [*range(half), *range(width, width + half)]
+        x, y = self.fold(a, b, firsts, half), self.fold(c, d, firsts, half)
+        starts = (0, width, half, width + half)  # of the partial sums of a, c, b, d
+        z = self.fold(x, y, [s + i for s in starts for i in range(quarter)], quarter)
+        while quarter > 1:
+            quarter //= 2
+            z = self.fold(
+                z, z, [2 * quarter * s + i for s in range(4) for i in range(quarter)], quarter
+            )
+        return self.shuffle(z, z, [0, 2, 1, 3])
 
 
 @intrinsic(prefer_literal=True)
-def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows, tokens):
-    """scores[r, t] = q[r] . k[t] for `rows` x `tokens`, held in registers over the head dim."""
-    num_rows, num_tokens = rows.literal_value, tokens.literal_value
-    signature = types.void(q, q_at, k, k_at, scores, scores_at, head_dim, rows, tokens)
+def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows):
+    """scores[r, t] = q[r] . k[t] for `rows` x 4 tokens, held in registers over the head dim."""
+    num_rows, num_tokens = rows.literal_value, 4
+    signature = types.void(q, q_at, k, k_at, scores, scores_at, head_dim, rows)
 
     def codegen(context, builder, sig, args):
         emit = _Emit(context, builder, q)
@@ -115,26 +137,18 @@ def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows, tok
         for _ in range(num_tokens - 1):
             k_rows.append(emit.at(k_rows[-1], dim))
         zero = ir.Constant(emit.vector, [0.0] * emit.width)
-        sums = [
-            [cgutils.alloca_once_value(builder, zero) for _ in range(num_tokens)]
-            for _ in range(num_rows)
-        ]
-        for row in sums:
-            for cell in row:
-                builder.store(zero, cell)
+        sums = [[emit.variable(zero) for _ in k_rows] for _ in q_rows]
         with cgutils.for_range(builder, builder.udiv(dim, word(emit.width))) as loop:
             d = builder.mul(loop.index, word(emit.width))
             keys = [emit.load(emit.at(pointer, d)) for pointer in k_rows]
-            for r in range(num_rows):
-                query = emit.load(emit.at(q_rows[r], d))
-                for t in range(num_tokens):
-                    cell = sums[r][t]
-                    builder.store(emit.fma(query, keys[t], builder.load(cell)), cell)
+            for q_row, cells in zip(q_rows, sums, strict=True):
+                query = emit.load(emit.at(q_row, d))
+                for key, cell in zip(keys, cells, strict=True):
+                    builder.store(emit.fma(query, key, builder.load(cell)), cell)
         target = emit.pointer(scores, args[4], args[5])
-        for r in range(num_rows):
-            for t in range(num_tokens):
-                value = emit.sum(builder.load(sums[r][t]))
-                builder.store(value, emit.at(target, word(r * KV_TILE + t)))
+        for r, cells in enumerate(sums):
+            four = emit.sums_of_four(*[builder.load(cell) for cell in cells])
+            emit.store(four, emit.at(target, word(r * KV_TILE)))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -156,11 +170,10 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
         for _ in range(num_rows - 1):
             targets.append(emit.at(targets[-1], dim))
         lanes = [word(i * emit.width) for i in range(num_vectors)]
-        sums = [[emit.load(emit.at(target, lane)) for lane in lanes] for target in targets]
-        cells = [[cgutils.alloca_once_value(builder, value) for value in row] for row in sums]
-        for row, initial in zip(cells, sums, strict=True):
-            for cell, value in zip(row, initial, strict=True):
-                builder.store(value, cell)
+        cells = [
+            [emit.variable(emit.load(emit.at(target, lane))) for lane in lanes]
+            for target in targets
+        ]
         with cgutils.for_range(builder, args[4]) as loop:
             row_of_v = emit.at(values, builder.mul(loop.index, dim))
             loaded = [emit.load(emit.at(row_of_v, lane)) for lane in lanes]
@@ -176,22 +189,6 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
     return signature, codegen
 
 
-@intrinsic
-def _prefetch(typing, array, offset):
-    """Asks for the cache line of array[offset]; a wrong address does no harm."""
-
-    def codegen(context, builder, sig, args):
-        data = context.make_array(array)(context, builder, args[0]).data
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, word(0), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, offset), codegen
-
-
 def _exp(x):
     """e ** x for x <= 0, exactly 0 below the smallest normal number."""
     return math.exp(x)
@@ -201,19 +198,24 @@ def _exp(x):
 def _exp_overload(x):
     if x != types.float32:
         return lambda x: math.exp(x)
-    log2_e, ln2_high, ln2_low = np.float32(1.4426950), np.float32(0.693359375), np.float32(-2.1219444e-4)
+    log2_e, ln2_high, ln2_low = (
+        np.float32(1.4426950),
+        np.float32(0.693359375),
+        np.float32(-2.1219444e-4),
+    )
     c2, c3, c4 = np.float32(0.5), np.float32(1.6666665e-1), np.float32(4.1665796e-2)
     c5, c6, c7 = np.float32(8.3334519e-3), np.float32(1.3981999e-3), np.float32(1.9875691e-4)
     half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(-87), np.float32(0)
+    bias, shift = np.int32(127), np.int32(23)
 
     def polynomial(x):
-        # Why: libm's expf is a call per number; this vectorizes.
+        # Why: libm's expf is a call per number; this vectorizes. Comparisons let NaN through.
         # Source: range reduction and coefficients of Cephes' expf (Moshier).
-        clamped = max(x, lowest)
+        clamped = lowest if x < lowest else x
         n = np.floor(clamped * log2_e + half)
         r = clamped - n * ln2_high - n * ln2_low
         tail = ((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2
-        power = np.int32((np.int32(n) + 127) << 23).view(np.float32)
+        power = np.int32(np.int32(np.int32(n) + bias) << shift).view(np.float32)
         value = (tail * r * r + r + one) * power
         return zero if x < lowest else value
 
@@ -223,33 +225,15 @@ def _exp_overload(x):
 @njit(**JIT)
 def _scores_of_run(q_tile, rows, k, k_at, num_tokens, scores, column, head_dim):
     """Scores of all rows against the keys of one run, into columns from `column`."""
-    r = 0
-    while r < rows:
-        q_at, s_at = r * head_dim, r * KV_TILE + column
-        t = 0
-        if rows - r >= 4:
-            while num_tokens - t >= 2:
-                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 4, 2)
-                t += 2
-            if t < num_tokens:
-                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 4, 1)
-            r += 4
-        elif rows - r >= 2:
-            while num_tokens - t >= 4:
-                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 2, 4)
-                t += 4
-            while t < num_tokens:
-                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 2, 1)
-                t += 1
-            r += 2
-        else:
-            while num_tokens - t >= 4:
-                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 1, 4)
-                t += 4
-            while t < num_tokens:
-                _score_tile(q_tile, q_at, k, k_at + t * head_dim, scores, s_at + t, head_dim, 1, 1)
-                t += 1
-            r += 1
+    for r in range(0, rows - 1, 2):
+        at = r * KV_TILE + column
+        for t in range(0, num_tokens, 4):
+            _score_tile(q_tile, r * head_dim, k, k_at + t * head_dim, scores, at + t, head_dim, 2)
+    if rows % 2:
+        r = rows - 1
+        at = r * KV_TILE + column
+        for t in range(0, num_tokens, 4):
+            _score_tile(q_tile, r * head_dim, k, k_at + t * head_dim, scores, at + t, head_dim, 1)
 
 
 @njit(**JIT)
@@ -299,41 +283,48 @@ def _mask(scores, rows, group_size, tile_start, position, window):
     for r in range(rows):
         p = position + r // group_size
         first, stop = max(0, p - window + 1 - tile_start), max(0, p + 1 - tile_start)
-        for t in range(min(first, KV_TILE)):
-            scores[r * KV_TILE + t] = masked
-        for t in range(stop, KV_TILE):
-            scores[r * KV_TILE + t] = masked
+        scores[r, : min(first, KV_TILE)] = masked
+        scores[r, stop:] = masked
+
+
+@njit(**{**JIT, "fastmath": True})
+def _highest(row, start):
+    """max(start, *row); with a NaN in the row, any number."""
+    for t in range(KV_TILE):
+        start = max(start, row[t])
+    return start
 
 
 @njit(**JIT)
-def _softmax_step(scores, row, maximum, total, out, out_at, head_dim):
-    """Turns a row of scores into weights and rescales what the row has summed so far."""
-    at = row * KV_TILE
-    old = maximum[row]
-    new = old
+def _softmax_step(scores, maximum, total, out, r):
+    """Turns row r of the scores into weights and rescales what the row has summed so far."""
+    # Why: loops over a slice vectorize; with an offset numba guards against negative indices.
+    row, summed = scores[r], out[r]
+    old = maximum[r]
+    new = _highest(row, old)
     for t in range(KV_TILE):
-        new = max(new, scores[at + t])
-    added = scores.dtype.type(0)
+        row[t] = _exp(row[t] - new)
+    added = total.dtype.type(0)
     for t in range(KV_TILE):
-        weight = _exp(scores[at + t] - new)
-        scores[at + t] = weight
-        added += weight
+        added += row[t]
     factor = _exp(old - new)
-    total[row] = total[row] * factor + added
-    maximum[row] = new
+    total[r] = total[r] * factor + added
+    maximum[r] = new
     if factor != 1:
-        for d in range(head_dim):
-            out[out_at + d] *= factor
+        for d in range(len(summed)):
+            summed[d] *= factor
 
 
 @njit(**JIT)
 def _softcap(scores, rows, softcap):
     """scores = softcap * tanh(scores / softcap), by way of exp of what is not positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
-    for i in range(rows * KV_TILE):
-        x = scores[i] / softcap
-        e = _exp(-two * abs(x))
-        scores[i] = np.copysign(softcap * (one - e) / (one + e), x)
+    for r in range(rows):
+        row = scores[r]
+        for t in range(KV_TILE):
+            x = row[t] / softcap
+            e = _exp(-two * abs(x))
+            row[t] = np.copysign(softcap * (one - e) / (one + e), x)
 
 
 @njit(**JIT)
@@ -349,8 +340,8 @@ def _run_task(
         token = task[QUERY] + r // group_size
         at = token * q_stride + (head * group_size + r % group_size) * head_dim
         for d in range(head_dim):
-            tile[r * head_dim + d] = q[at + d] * scale
-            out[r * head_dim + d] = 0
+            tile[r, d] = q[at + d] * scale
+            out[r, d] = 0
         maximum[r] = MASKED
         total[r] = 0
 
@@ -360,7 +351,8 @@ def _run_task(
         start, end = max(tile_start, task[KV_START]), min(tile_start + KV_TILE, stop)
         first = start // step * step
         for begin in range(first, end, step):
-            lo, hi = max(begin, start), min(begin + step, end)
+            # Why: whole fours of tokens; what is beyond start and end is in the block, and masked.
+            lo, hi = max(begin, start // 4 * 4), min(begin + step, end)
             offset = lo % block_size
             at = ((table[lo // block_size] * num_kv_heads + head) * block_size + offset) * head_dim
             _scores_of_run(tile, rows, k, at, hi - lo, scores, lo - tile_start, head_dim)
@@ -368,11 +360,7 @@ def _run_task(
             _softcap(scores, rows, softcap)
         _mask(scores, rows, group_size, tile_start, task[POSITION], window)
         for r in range(rows):
-            for t in range(start - tile_start):
-                scores[r * KV_TILE + t] = MASKED
-            for t in range(end - tile_start, KV_TILE):
-                scores[r * KV_TILE + t] = MASKED
-            _softmax_step(scores, r, maximum, total, out, r * head_dim, head_dim)
+            _softmax_step(scores, maximum, total, out, r)
         for begin in range(first, end, step):
             lo, hi = max(begin, start), min(begin + step, end)
             offset = lo % block_size
@@ -390,13 +378,13 @@ def attend(
 
     Worker w takes tasks bounds[w] ... bounds[w + 1] - 1.
     """
-    num_heads, num_kv_heads, head_dim, block_size = sizes
+    num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     for worker in prange(len(bounds) - 1):
         room = max(ROW_TILE, group_size)
-        tile = np.empty(room * head_dim, q.dtype)
-        out = np.empty(room * head_dim, q.dtype)
-        scores = np.empty(room * KV_TILE, q.dtype)
+        tile = np.empty((room, head_dim), q.dtype)
+        out = np.empty((room, head_dim), q.dtype)
+        scores = np.empty((room, KV_TILE), q.dtype)
         maximum = np.empty(room, q.dtype)
         total = np.empty(room, q.dtype)
         for i in range(bounds[worker], bounds[worker + 1]):
@@ -411,26 +399,26 @@ def attend(
                     head = task[HEAD] * group_size + r % group_size
                     at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
                     for d in range(head_dim):
-                        result[at + d] = out[r * head_dim + d] / total[r]
+                        result[at + d] = out[r, d] / total[r]
             else:
                 base = task[PARTIAL] * room
                 for r in range(rows):
                     partial_stats[base + r, 0] = maximum[r]
                     partial_stats[base + r, 1] = total[r]
                     for d in range(head_dim):
-                        partial_out[base + r, d] = out[r * head_dim + d]
+                        partial_out[base + r, d] = out[r, d]
 
 
-@njit(**JIT)
+@njit(parallel=True, **JIT)
 def combine(tasks, merges, sizes, result, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
 
     merges: [N, 2] the first task of a tile and its number of splits.
     """
-    num_heads, num_kv_heads, head_dim, block_size = sizes
+    num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     room = max(ROW_TILE, group_size)
-    for i in range(len(merges)):
+    for i in prange(len(merges)):
         task = tasks[merges[i, 0]]
         for r in range(task[NUM_QUERIES] * group_size):
             base = task[PARTIAL] * room + r
@@ -454,7 +442,7 @@ def combine(tasks, merges, sizes, result, partial_out, partial_stats):
 @njit(parallel=True, **JIT)
 def store(k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes):
     """Copies the key and value of token t to k_cache and v_cache at slots[t]."""
-    num_heads, num_kv_heads, head_dim, block_size = sizes
+    _, num_kv_heads, head_dim, block_size = sizes
     for t in prange(len(slots)):
         block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(num_kv_heads):
