@@ -91,19 +91,6 @@ class SamplingParams:
         """True if the most likely token is taken without any randomness."""
         return self.temperature < GREEDY_BELOW
 
-    def check_token_ids(self, vocab_size: int) -> None:
-        """Checks every token id against the model's vocabulary, which is not known when the parameters are written.
-
-        Raises:
-            RequestError: an id is outside [0, vocab_size); the message names the field.
-        """
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
-                if token_id >= vocab_size:
-                    raise RequestError(
-                        f"{name} must hold ids below the vocabulary size {vocab_size}, got {token_id}"
-                    )
-
     def _freeze_lists(self) -> None:
         """Copies lists into tuples, so that no caller's later change can reach a queued request."""
         if isinstance(self.stop, str):

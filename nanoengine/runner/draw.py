@@ -121,9 +121,9 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` largest of each line, sorted; lower id first among equals.
 
-    Returns values and ids [L, width]. The same as a stable descending sort cut at `width`. Each of the `width` best tokens lies in one
-    of the `width` best blocks, so only those are searched; value and id are packed into one
-    integer, so equals can't be swapped.
+    Returns values and ids [L, width], the same as a stable descending sort cut there. Each of the
+    `width` best tokens lies in one of the `width` best blocks, so only those are searched; value
+    and id are packed into one integer, so equals can't be swapped.
 
     Perf: 0.11 ms a line for 50 of 151,936, against 0.24 for torch.topk and 16 for the sort (one Zen
     3 core).

@@ -123,11 +123,9 @@ class Sampler:
     def admit(self, sequence: AdmittedSequence) -> None:
         """Starts a row, for a new sequence or one that comes back with its output tokens.
 
-        Raises:
-            RequestError: the parameters name a token id outside the vocabulary.
+        The engine has checked every id that the parameters name against the vocabulary.
         """
         params, row = sequence.params, sequence.row
-        params.check_token_ids(self.vocab_size)
         self.seed[row] = sequence.seed
         # Why the bound: above it float32 has only inf, and -inf / inf would be NaN.
         self.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
