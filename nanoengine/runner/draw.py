@@ -154,17 +154,17 @@ def _largest(values: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tenso
     return (-keys.topk(width).values) & 0xFFFFFFFF
 
 
-def draw(gaps: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def draw(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Draws from all tokens that min_p leaves; ids [L].
 
     Inverse transform in id order: the token where the running sum of weights passes the target.
     Sums of blocks find the block, and the sum inside it finds the token.
 
     Args:
-        gaps: [L, V] float32, each logit minus the line's largest: at most 0, -inf for what can't be
-            drawn. Overwritten.
+        logits: [L, V] float32 or float64; -inf for what can't be drawn. Not changed.
+        largest: [L, 1], the largest logit of each line.
     """
-    weights = _weights(gaps, params, out=gaps).unflatten(-1, (-1, BLOCK))
+    weights = _weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
     sums = weights.double().sum(-1)  # [L, V / BLOCK]
     ends = sums.cumsum(-1)
     target = _target(ends[:, -1:], params)
@@ -175,46 +175,49 @@ def draw(gaps: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return (block * BLOCK + token)[:, 0]
 
 
-def draw_top_k(gaps: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Draws from the tokens that min_p, top_k and then top_p leave; ids [L].
 
-    top_p is a share of the probability that min_p and top_k have left. `gaps` as for `draw`, but
-    not changed.
+    top_p is a share of the probability that min_p and top_k have left. Arguments as for `draw`.
     """
-    return _draw_from_candidates(gaps, params, params.max_top_k, total=None)[0]
+    return _draw_candidates(logits, largest, params, params.max_top_k, total=None)[0]
 
 
-def draw_top_p(gaps: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Draws from the tokens that min_p and top_p leave, for lines without top_k; ids [L].
 
     How many tokens top_p keeps is not known beforehand: a few candidates are tried, and lines whose
-    probability they don't cover are tried again with eight times as many, at last with all. `gaps`
-    as for `draw`, but not changed.
+    probability they don't cover are tried again with eight times as many, at last with all.
+    Arguments as for `draw`.
     """
-    total = _weights(gaps, params).unflatten(-1, (-1, BLOCK)).double().sum((-1, -2))[:, None]
-    ids = torch.empty(len(gaps), dtype=torch.int64, device=gaps.device)
-    left = torch.arange(len(gaps), device=gaps.device)
-    width = FIRST_WIDTH
-    while len(left):
-        width = min(width, gaps.shape[-1])
-        ids[left], covered = _draw_from_candidates(gaps[left], params[left], width, total[left])
-        if width == gaps.shape[-1]:
-            break
-        left = left[~covered]
-        width *= 8
+    width, vocab_size = FIRST_WIDTH, logits.shape[-1]
+    total = _weights(logits, largest, params).unflatten(-1, (-1, BLOCK)).double().sum((-1, -2))
+    total = total[:, None]
+    ids, covered = _draw_candidates(logits, largest, params, min(width, vocab_size), total)
+    while width < vocab_size and not covered.all():
+        width = min(8 * width, vocab_size)
+        left = (~covered).nonzero()[:, 0]
+        ids[left], covered[left] = _draw_candidates(
+            logits[left], largest[left], params[left], width, total[left]
+        )
     return ids
 
 
-def _draw_from_candidates(
-    gaps: torch.Tensor, params: DrawParams, width: int, total: torch.Tensor | None
+def _draw_candidates(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    params: DrawParams,
+    width: int,
+    total: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws from the best `width` tokens; ids [L], and whether these covered the line's top_p.
 
     `total` is the weight of all tokens [L, 1]; None where the `width` best are all there is.
     """
-    values, ids = top_candidates(gaps, width)
-    weights = _weights(values, params).double()  # [L, K], falling: every filter keeps a prefix
-    weights *= torch.arange(weights.shape[-1], device=gaps.device) < params.column("top_k")
+    values, ids = top_candidates(logits, width)
+    # [L, K], falling along the line: every filter keeps a prefix.
+    weights = _weights(values, largest, params).double()
+    weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")
     ends = weights.cumsum(-1)
     needed = params.column("top_p") * (ends[:, -1:] if total is None else total)
     weights *= ends - weights < needed
@@ -224,19 +227,16 @@ def _draw_from_candidates(
     return ids.gather(-1, token)[:, 0], ~(ends[:, -1] < needed[:, 0])
 
 
-def _weights(
-    gaps: torch.Tensor, params: DrawParams, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Weights [L, V] float32: whole numbers, SCALE for the most likely token; 0 below min_p.
 
     Whole numbers below 2**53 add up exactly in float64, so their sums are the same in any order. A
-    token 2**35 times less likely than the best one rounds to zero and is never drawn.
+    token 2**34 times less likely than the best one gets no weight and is never drawn.
     """
-    temperature = params.column("temperature").float()
-    relative = torch.div(gaps, temperature, out=out).exp_()
+    relative = (logits - largest).float().div_(params.column("temperature").float()).exp_()
     if params.uses_min_p:
         relative.masked_fill_(relative < params.column("min_p").float(), 0.0)
-    return relative.mul_(SCALE).round_()
+    return torch.div(relative, 1 / SCALE, rounding_mode="trunc", out=relative)
 
 
 def _target(total: torch.Tensor, params: DrawParams) -> torch.Tensor:

@@ -33,8 +33,8 @@ from nanoengine.runner.draw import (
 )
 from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
 
-CHUNK_ELEMENTS = 2**20
-"""Logits copied and worked on at a time: bounds memory, and keeps passes inside a CPU's cache."""
+CHUNK_ELEMENTS = 2**19
+"""Logits worked on at a time: bounds memory, and keeps the passes inside a CPU's cache."""
 
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
@@ -201,7 +201,7 @@ class Sampler:
                 break
             for start, stop in _chunks(len(lines), self.vocab_size):
                 chunk = torch.from_numpy(lines[start:stop]).to(device)
-                work = pad_to_blocks(_widen(logits[chunk]))
+                work = _take(logits, lines[start:stop], copy=bool(edits))
                 for processor, of_line in edits:
                     inside = [i for i in of_line if start <= i < stop]
                     if inside:
@@ -289,8 +289,7 @@ def _pick_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torc
 def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> Pick:
     def pick(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
         largest = logits.amax(-1, keepdim=True)
-        gaps = logits.sub_(largest).float()
-        return draw_lines(gaps, params[lines]), largest[:, 0]
+        return draw_lines(logits, largest, params[lines]), largest[:, 0]
 
     return pick
 
@@ -302,6 +301,14 @@ def _after(state: RowState, draft_token_ids: Sequence[int]) -> RowState:
         for token_id in draft_token_ids:
             state.accept(token_id)
     return state
+
+
+def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:
+    """Some lines of the logits, widened and padded; unless `copy`, in place where that can be."""
+    first, last = int(lines[0]), int(lines[-1])
+    if not copy and last - first == len(lines) - 1:
+        return pad_to_blocks(_widen(logits[first : last + 1]))
+    return pad_to_blocks(_widen(logits[torch.from_numpy(lines).to(logits.device)]))
 
 
 def _widen(logits: torch.Tensor) -> torch.Tensor:
