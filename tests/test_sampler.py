@@ -18,6 +18,7 @@ from nanoengine.runner.draw import (
     _mix,
     argmax,
     draw,
+    draw_min_p,
     draw_top_p,
     top_candidates,
     uniforms,
@@ -99,7 +100,7 @@ def reference_token(logits, sequence, position, eos=EOS):
         int(value * 2**34) if value >= np.float32(params.min_p) else 0
         for value in relative.tolist()
     ]
-    filtered = 0 < params.top_k < len(x) or params.top_p < 1
+    filtered = 0 < params.top_k < len(x) or params.min_p > 0 or params.top_p < 1
     order = by_likelihood if filtered else by_id
     if 0 < params.top_k < len(x):
         order = order[: params.top_k]
@@ -193,14 +194,16 @@ def test_every_row_gets_the_token_of_the_plain_python_twin(vocab_size):
     assert len(fetched.errors) < num_rows / 10
 
 
-def test_flat_lines_widen_the_candidates_until_top_p_is_covered():
+def test_flat_lines_widen_the_candidates_until_the_filters_are_covered():
     vocab_size = 9000
-    flat = torch.rand(4, vocab_size, generator=torch.Generator().manual_seed(0)) / 10
+    flat = torch.rand(8, vocab_size, generator=torch.Generator().manual_seed(0)) / 10
     sequences = [
-        admitted(row, SamplingParams(top_p=p), seed=row)
-        for row, p in enumerate((0.01, 0.1, 0.5, 0.999))
+        admitted(row, SamplingParams(top_p=p, min_p=q), seed=row)
+        for row, (p, q) in enumerate(
+            ((0.01, 0), (0.1, 0), (0.5, 0), (0.999, 0), (1, 0.99), (1, 0.93), (1, 0.5), (0.4, 0.91))
+        )
     ]
-    fetched = sampler_of(vocab_size, *sequences).sample(flat, range(4), [3] * 4).fetch()
+    fetched = sampler_of(vocab_size, *sequences).sample(flat, range(8), [3] * 8).fetch()
     for row, sequence in enumerate(sequences):
         assert fetched.token_ids[row] == reference_token(flat[row].numpy(), sequence, 3)
 
@@ -257,7 +260,7 @@ def test_random_numbers_are_splitmix64_and_uniform():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("pick", [draw, draw_top_p])
+@pytest.mark.parametrize("pick", [draw, draw_top_p, draw_min_p])
 def test_tokens_without_probability_are_never_drawn(uniform, pick):
     x = torch.full((1, 640), -torch.inf)
     likely = [70, 71, 300, 513]

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 BLOCK = 64
 """Tokens reduced together before anything is searched: a search reads V / BLOCK numbers, not V."""
 
-FIRST_WIDTH = 128
-"""Candidates tried first for a line with top_p alone: enough where the model is fairly sure."""
+FIRST_WIDTH = 64
+"""Candidates tried first for top_p or min_p: enough where the model is fairly sure."""
 
 SCALE = 2.0**34
 """Weight of a line's most likely token, as a whole number."""
@@ -155,7 +155,7 @@ def _largest(values: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tenso
 
 
 def draw(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from all tokens that min_p leaves; ids [L].
+    """Draws from all tokens; ids [L].
 
     Inverse transform in id order: the token where the running sum of weights passes the target.
     Sums of blocks find the block, and the sum inside it finds the token.
@@ -183,22 +183,42 @@ def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
     return _draw_candidates(logits, largest, params, params.max_top_k, total=None)[0]
 
 
-def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that min_p and top_p leave, for lines without top_k; ids [L].
+def draw_min_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """Draws from the tokens that min_p and then top_p leave, for lines with min_p; ids [L].
 
-    How many tokens top_p keeps is not known beforehand: a few candidates are tried, and lines whose
-    probability they don't cover are tried again with eight times as many, at last with all.
     Arguments as for `draw`.
     """
-    width, vocab_size = FIRST_WIDTH, logits.shape[-1]
-    total = _weights(logits, largest, params).unflatten(-1, (-1, BLOCK)).double().sum((-1, -2))
-    total = total[:, None]
-    ids, covered = _draw_candidates(logits, largest, params, min(width, vocab_size), total)
+    return _draw_widening(logits, largest, params, total=None)
+
+
+def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """Draws from the tokens that top_p leaves, for lines with neither top_k nor min_p; ids [L].
+
+    Arguments as for `draw`.
+    """
+    blocks = _weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
+    return _draw_widening(logits, largest, params, blocks.double().sum((-1, -2))[:, None])
+
+
+def _draw_widening(
+    logits: torch.Tensor, largest: torch.Tensor, params: DrawParams, total: torch.Tensor | None
+) -> torch.Tensor:
+    """Draws where it is not known beforehand how many tokens the filters keep.
+
+    A few candidates are tried, and lines that these don't cover are tried again with eight times as
+    many, at last with all.
+    """
+    width, vocab_size = min(FIRST_WIDTH, logits.shape[-1]), logits.shape[-1]
+    ids, covered = _draw_candidates(logits, largest, params, width, total)
     while width < vocab_size and not covered.all():
         width = min(8 * width, vocab_size)
         left = (~covered).nonzero()[:, 0]
         ids[left], covered[left] = _draw_candidates(
-            logits[left], largest[left], params[left], width, total[left]
+            logits[left],
+            largest[left],
+            params[left],
+            width,
+            None if total is None else total[left],
         )
     return ids
 
@@ -210,9 +230,10 @@ def _draw_candidates(
     width: int,
     total: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the best `width` tokens; ids [L], and whether these covered the line's top_p.
+    """Draws from the best `width` tokens; ids [L], and whether all that the filters keep is there.
 
-    `total` is the weight of all tokens [L, 1]; None where the `width` best are all there is.
+    `total` [L, 1] is the weight of all tokens, which top_p is a share of; None takes that of the
+    candidates, which is the same if min_p or top_k has removed the last of them.
     """
     values, ids = top_candidates(logits, width)
     # [L, K], falling along the line: every filter keeps a prefix.
@@ -220,11 +241,12 @@ def _draw_candidates(
     weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")
     ends = weights.cumsum(-1)
     needed = params.column("top_p") * (ends[:, -1:] if total is None else total)
+    # Why the negations: a line of NaN shall count as covered, or it is sorted for nothing.
+    covered = ~(weights[:, -1] > 0) if total is None else ~(ends[:, -1] < needed[:, 0])
     weights *= ends - weights < needed
     kept = weights.cumsum(-1)
     token = _first_above(kept, _target(kept[:, -1:], params))
-    # Why not "at least": a line of NaN shall count as covered, or it is sorted for nothing.
-    return ids.gather(-1, token)[:, 0], ~(ends[:, -1] < needed[:, 0])
+    return ids.gather(-1, token)[:, 0], covered
 
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:

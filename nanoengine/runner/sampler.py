@@ -25,6 +25,7 @@ from nanoengine.runner.draw import (
     DrawParams,
     argmax,
     draw,
+    draw_min_p,
     draw_top_k,
     draw_top_p,
     pad_to_blocks,
@@ -229,21 +230,18 @@ class Sampler:
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
     ) -> Iterator[tuple[np.ndarray, Pick]]:
-        """Splits the lines by how they are picked: greedy, or drawn from all, top k or top p."""
+        """Splits the lines by how they are picked; each filter knows best where it ends."""
         greedy = self.greedy[rows]
-        by_k = ~greedy & (self.top_k[rows] < self.vocab_size)
-        by_p = ~greedy & ~by_k & (self.top_p[rows] < 1)
-        for member, draw_lines in (
-            (greedy, None),
-            (~greedy & ~by_k & ~by_p, draw),
-            (by_k, draw_top_k),
-            (by_p, draw_top_p),
-        ):
-            lines = np.flatnonzero(member)
+        kind = np.select(
+            [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
+            [0, 1, 2],
+            default=3,
+        )
+        if greedy.any():
+            yield np.flatnonzero(greedy), _pick_greedy
+        for k, draw_lines in enumerate((draw_top_k, draw_min_p, draw_top_p, draw)):
+            lines = np.flatnonzero(~greedy & (kind == k))
             if not len(lines):
-                continue
-            if draw_lines is None:
-                yield lines, _pick_greedy
                 continue
             of = rows[lines]
             params = DrawParams.pack(
