@@ -256,6 +256,10 @@ def test_random_numbers_are_splitmix64_and_uniform():
         counts = np.histogram(u, bins=64, range=(0, 1))[0]
         assert chi_square(counts, np.full(64, 1 / 64)) < limit(63)
         assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 0.015
+    seeds, positions = np.meshgrid(np.arange(300), np.arange(300))
+    assert len(np.unique(uniforms(seeds.ravel(), positions.ravel()))) == 90_000
+    far = np.array([7 + 0x9E3779B97F4A7C15], dtype=np.uint64)  # one step of the generator away
+    assert not np.isin(uniforms(far, np.array([5])), uniforms(np.full(99, 7), np.arange(99)))
     assert uniforms(np.array([2**63 - 1]), np.array([2**40])).shape == (1,)
 
 
@@ -334,7 +338,7 @@ def test_results_do_not_depend_on_batch_neighbours(monkeypatch):
     positions = [len(s.token_ids) for s in sequences]
     together = sampler_of(vocab_size, *sequences).sample(logits, range(num_rows), positions)
     shuffled = rng.sample(range(num_rows), num_rows)
-    monkeypatch.setattr(sampler_module, "CHUNK_ELEMENTS", 7 * vocab_size)
+    monkeypatch.setattr(sampler_module, "CPU_CHUNK", 7 * vocab_size)
     again = sampler_of(vocab_size, *sequences).sample(
         logits[shuffled], shuffled, [positions[row] for row in shuffled]
     )

@@ -34,8 +34,11 @@ from nanoengine.runner.draw import (
 )
 from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
 
-CHUNK_ELEMENTS = 2**19
-"""Logits worked on at a time: bounds memory, and keeps the passes inside a CPU's cache."""
+CPU_CHUNK = 2**19
+"""Logits worked on at a time: few enough that all passes over them stay inside the cache."""
+
+GPU_CHUNK = 2**25
+"""The same on a GPU: so many that launches don't count; a float64 copy of them takes 256 MiB."""
 
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
@@ -180,8 +183,7 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token a line. Logits are not changed, and nothing is remembered: see
-        `accept`.
+        """Samples one token a line; changes no logits and remembers nothing (`accept` does).
 
         Args:
             logits: [L, V], any float dtype, on any device.
@@ -200,7 +202,7 @@ class Sampler:
                 token_ids, largest = argmax(logits)
                 valid = largest.isfinite()
                 break
-            for start, stop in _chunks(len(lines), self.vocab_size):
+            for start, stop in _chunks(len(lines), logits):
                 chunk = torch.from_numpy(lines[start:stop]).to(device)
                 work = _take(logits, lines[start:stop], copy=bool(edits))
                 for processor, of_line in edits:
@@ -213,12 +215,17 @@ class Sampler:
                         )
                 token_ids[chunk], largest = pick(work, slice(start, stop))
                 valid[chunk] = largest.isfinite()
-        token_ids = torch.where(valid, token_ids, 0)
+        return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid)
+
+    def _with_logprobs(
+        self, logits: torch.Tensor, rows: np.ndarray, token_ids: torch.Tensor, valid: torch.Tensor
+    ) -> SampledTokens:
+        """Adds log-probabilities under the raw logits, for the lines that asked for them."""
         asked = self.num_logprobs[rows]
         lines = np.flatnonzero(asked >= 0)
         logprobs = None
         if len(lines):
-            index = torch.from_numpy(lines).to(device)
+            index = torch.from_numpy(lines).to(logits.device)
             logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
         return SampledTokens(
             token_ids=token_ids,
@@ -314,8 +321,10 @@ def _widen(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _chunks(num_lines: int, vocab_size: int) -> Iterator[tuple[int, int]]:
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
+def _chunks(num_lines: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Cuts `num_lines` lines like those of `logits` into ranges that are worked on at a time."""
+    elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    size = max(1, elements // logits.shape[-1])
     return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
 
 
@@ -337,7 +346,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     """
     num_top = min(num_top, logits.shape[-1])
     out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
-    for start, stop in _chunks(*logits.shape):
+    for start, stop in _chunks(len(logits), logits):
         logprobs = _widen(logits[start:stop]).log_softmax(-1)
         given = token_ids[start:stop, None]
         values, ids = logprobs.gather(-1, given), given
