@@ -6,6 +6,7 @@ pipeline documents; the fast path must give the same token every time.
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,6 +195,39 @@ def test_every_row_gets_the_token_of_the_plain_python_twin(vocab_size):
     assert len(fetched.errors) < num_rows / 10
 
 
+class Capture:
+    """A last processor that keeps what the others have made of each row's logits."""
+
+    class State:
+        def accept(self, token_id):
+            """Nothing changes."""
+
+        def fork(self):
+            return self
+
+    def __init__(self):
+        self.seen = []
+
+    def admit(self, sequence):
+        return self.State()
+
+    def apply(self, logits, lines, states):
+        self.seen += logits[torch.tensor(lines)].clone()
+
+
+@pytest.mark.parametrize("vocab_size", [5, 131])
+def test_edited_logits_are_those_of_the_plain_python_twin(vocab_size):
+    rng = random.Random(vocab_size)
+    sequences = [random_sequence(rng, row, vocab_size) for row in range(150)]
+    sequences = [s._replace(params=replace(s.params, temperature=0)) for s in sequences]
+    logits = torch.randn(150, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    capture = Capture()
+    sampler_of(vocab_size, *sequences, processors=(capture,)).sample(logits, range(150), [3] * 150)
+    for x, sequence, edited in zip(logits, sequences, capture.seen, strict=True):
+        expected = torch.from_numpy(reference_edit(x.numpy(), sequence))
+        torch.testing.assert_close(edited, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_flat_lines_widen_the_candidates_until_the_filters_are_covered():
     vocab_size = 9000
     flat = torch.rand(8, vocab_size, generator=torch.Generator().manual_seed(0)) / 10
@@ -368,7 +402,7 @@ def run(sampler, row, position, num_tokens, vocab_size):
     """Samples and accepts tokens one by one; the logits of a position are always the same."""
     tokens = []
     for place in range(position, position + num_tokens):
-        logits = random_logits(place, 2, vocab_size)[1:]
+        logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(place)) / 2
         tokens += sampler.sample(logits, [row], [place]).fetch().token_ids
         sampler.accept([row], [tokens[-1:]])
     return tokens
@@ -391,12 +425,12 @@ def test_a_readmitted_sequence_goes_on_as_if_it_had_never_left():
         "seed": 11,
         "bad_word_ids": ((6, 7), (8,), (9, 1, 2)),
     }
-    expected = run(sampler_of(80, admitted(1, **known)), 1, 3, 20, 80)
-    sampler = sampler_of(80, admitted(0, **known), admitted(3, SamplingParams()))
-    first = run(sampler, 0, 3, 9, 80)
+    expected = run(sampler_of(20, admitted(1, **known)), 1, 3, 20, 20)
+    sampler = sampler_of(20, admitted(0, **known), admitted(3, SamplingParams()))
+    first = run(sampler, 0, 3, 9, 20)
     sampler.release(0)
     sampler.admit(admitted(2, **known, output=first))
-    assert first + run(sampler, 2, 12, 11, 80) == expected
+    assert first + run(sampler, 2, 12, 11, 20) == expected
 
 
 def test_penalties_updated_step_by_step_equal_those_rebuilt():
@@ -423,7 +457,7 @@ def _fields(state):
 
 
 def test_a_fork_continues_its_parent_with_its_own_seed_and_history():
-    vocab_size = 80
+    vocab_size = 20
     known = {"params": STATEFUL, "prompt": (4, 5, 6), "bad_word_ids": ((6, 7), (8,))}
     sampler = sampler_of(vocab_size, admitted(0, **known, seed=1), admitted(4, SamplingParams()))
     shared = run(sampler, 0, 3, 5, vocab_size)
