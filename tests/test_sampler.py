@@ -487,12 +487,23 @@ def test_lines_after_drafts_are_sampled_as_if_the_drafts_were_accepted():
         "seed": 5,
         "bad_word_ids": ((9, 7, 1), (7, 7), (7, 9)),
     }
-    logits = random_logits(8, 5, vocab_size)
-    sampler = sampler_of(vocab_size, admitted(1, **known), admitted(0, SamplingParams(seed=3)))
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(8))
+    together = Capture()
+    sampler = sampler_of(
+        vocab_size,
+        admitted(1, **known),
+        admitted(0, SamplingParams(seed=3)),
+        processors=(together,),
+    )
     sampled = sampler.sample(logits, [1, 1, 1, 1, 0], [3, 4, 5, 6, 3], {1: drafts})
+    edited = [x for x in together.seen if x.isinf().any()]  # row 0 bans nothing
+    assert len(edited) == 4
     for line in range(4):
-        one = sampler_of(vocab_size, admitted(0, **known, output=drafts[:line]))
+        alone = Capture()
+        sequence = admitted(0, **known, output=drafts[:line])
+        one = sampler_of(vocab_size, sequence, processors=(alone,))
         token = one.sample(logits[line : line + 1], [0], [3 + line]).token_ids[0]
+        assert torch.equal(edited[line], alone.seen[0])
         assert sampled.token_ids[line] == token
     again = sampler.sample(logits[:1], [1], [3])
     assert again.token_ids[0] == sampled.token_ids[0], "sampling alone remembers nothing"
