@@ -1,19 +1,23 @@
-"""SamplingParams: how one request is sampled. Frozen and validated when built, so a bad value fails where it is written.
+"""SamplingParams: how one request is sampled.
 
-Everyone may import this file; it imports only the errors. Rules of validity and defaults follow
-vLLM's offline API,
-so that a script moves over unchanged.
+Frozen and validated when built, so a bad value fails where it is written. Everyone may import this
+file; it imports only the errors. Rules of validity and defaults follow vLLM's offline API, so that
+a script moves over unchanged.
 """
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanoengine.errors import RequestError
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them only overflows. Source: vLLM `_SAMPLING_EPS`."""
+"""Temperatures below this are greedy: dividing by them only overflows.
+
+Source: vLLM `_SAMPLING_EPS`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +33,8 @@ class SamplingParams:
         repetition_penalty: > 1 discourages tokens of prompt and output (divides positive logits).
         presence_penalty: subtracted once for each token of the output so far, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output so far, in [-2, 2].
-        seed: makes the result a function of (seed, position, logits) alone; None draws one from the
-            engine's seed.
+        seed: in [0, 2**63); makes the result a function of (seed, position, logits) alone. None
+            draws one from the engine's seed.
         max_tokens: most tokens to generate; None means up to `max_model_len`.
         min_tokens: EOS and stop ids can't be sampled before this many tokens.
         stop: strings that end the generation; the text is cut before the match.
@@ -83,26 +87,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._freeze_lists()
-        self._check_numbers()
+        self._check_types()
+        self._check_ranges()
         self._check_texts_and_ids()
 
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken without any randomness."""
         return self.temperature < GREEDY_BELOW
-
-    def check_token_ids(self, vocab_size: int) -> None:
-        """Checks every token id against the model's vocabulary, which is not known when the parameters are written.
-
-        Raises:
-            RequestError: an id is outside [0, vocab_size); the message names the field.
-        """
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
-                if token_id >= vocab_size:
-                    raise RequestError(
-                        f"{name} must hold ids below the vocabulary size {vocab_size}, got {token_id}"
-                    )
 
     def _freeze_lists(self) -> None:
         """Copies lists into tuples, so that no caller's later change can reach a queued request."""
@@ -115,9 +107,21 @@ class SamplingParams:
             elif value is not None and not isinstance(value, tuple):
                 raise RequestError(f"{name} must be a list, got {value!r}")
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(
+                    f"logit_bias must be a dict of token id to value, got {self.logit_bias!r}"
+                )
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
-    def _check_numbers(self) -> None:
+    def _check_types(self) -> None:
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "detokenize",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("n", "top_k", "min_tokens", "priority"):
             _integer(name, getattr(self, name))
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
@@ -131,13 +135,9 @@ class SamplingParams:
             "presence_penalty",
             "frequency_penalty",
         ):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not math.isfinite(value)
-            ):
-                raise RequestError(f"{name} must be a finite number, got {value!r}")
+            _finite(name, getattr(self, name))
+
+    def _check_ranges(self) -> None:
         rules = (
             ("n", self.n >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "at least 0"),
@@ -147,6 +147,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty > 0, "greater than 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
@@ -184,11 +185,10 @@ class SamplingParams:
             )
         for token_id, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token_id)
-            if (
-                isinstance(bias, bool)
-                or not isinstance(bias, (int, float))
-                or not -100 <= bias <= 100
-            ):
+            if token_id < 0:
+                raise RequestError(f"logit_bias must name ids of at least 0, got {token_id}")
+            _finite(f"logit_bias of token {token_id}", bias)
+            if not -100 <= bias <= 100:
                 raise RequestError(
                     f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}"
                 )
@@ -197,3 +197,12 @@ class SamplingParams:
 def _integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {value!r}")
+
+
+def _finite(name: str, value: object) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not abs(value) <= sys.float_info.max
+    ):
+        raise RequestError(f"{name} must be a finite number, got {value!r}")

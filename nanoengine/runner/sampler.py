@@ -25,6 +25,7 @@ from nanoengine.runner.draw import (
     DrawParams,
     argmax,
     draw,
+    draw_min_p,
     draw_top_k,
     draw_top_p,
     pad_to_blocks,
@@ -33,8 +34,11 @@ from nanoengine.runner.draw import (
 )
 from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
 
-CHUNK_ELEMENTS = 2**20
-"""Logits copied and worked on at a time: bounds memory, and keeps passes inside a CPU's cache."""
+CPU_CHUNK = 2**19
+"""Logits worked on at a time: few enough that all passes over them stay inside the cache."""
+
+GPU_CHUNK = 2**25
+"""The same on a GPU: so many that launches don't count; a float64 copy of them takes 256 MiB."""
 
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
@@ -123,11 +127,9 @@ class Sampler:
     def admit(self, sequence: AdmittedSequence) -> None:
         """Starts a row, for a new sequence or one that comes back with its output tokens.
 
-        Raises:
-            RequestError: the parameters name a token id outside the vocabulary.
+        The engine has checked every id that the parameters name against the vocabulary.
         """
         params, row = sequence.params, sequence.row
-        params.check_token_ids(self.vocab_size)
         self.seed[row] = sequence.seed
         # Why the bound: above it float32 has only inf, and -inf / inf would be NaN.
         self.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
@@ -181,8 +183,7 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token a line. Logits are not changed, and nothing is remembered: see
-        `accept`.
+        """Samples one token a line; changes no logits and remembers nothing (`accept` does).
 
         Args:
             logits: [L, V], any float dtype, on any device.
@@ -201,9 +202,9 @@ class Sampler:
                 token_ids, largest = argmax(logits)
                 valid = largest.isfinite()
                 break
-            for start, stop in _chunks(len(lines), self.vocab_size):
+            for start, stop in _chunks(len(lines), logits):
                 chunk = torch.from_numpy(lines[start:stop]).to(device)
-                work = pad_to_blocks(_widen(logits[chunk]))
+                work = _take(logits, lines[start:stop], copy=bool(edits))
                 for processor, of_line in edits:
                     inside = [i for i in of_line if start <= i < stop]
                     if inside:
@@ -214,12 +215,17 @@ class Sampler:
                         )
                 token_ids[chunk], largest = pick(work, slice(start, stop))
                 valid[chunk] = largest.isfinite()
-        token_ids = torch.where(valid, token_ids, 0)
+        return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid)
+
+    def _with_logprobs(
+        self, logits: torch.Tensor, rows: np.ndarray, token_ids: torch.Tensor, valid: torch.Tensor
+    ) -> SampledTokens:
+        """Adds log-probabilities under the raw logits, for the lines that asked for them."""
         asked = self.num_logprobs[rows]
         lines = np.flatnonzero(asked >= 0)
         logprobs = None
         if len(lines):
-            index = torch.from_numpy(lines).to(device)
+            index = torch.from_numpy(lines).to(logits.device)
             logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
         return SampledTokens(
             token_ids=token_ids,
@@ -231,21 +237,18 @@ class Sampler:
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
     ) -> Iterator[tuple[np.ndarray, Pick]]:
-        """Splits the lines by how they are picked: greedy, or drawn from all, top k or top p."""
+        """Splits the lines by how they are picked; each filter knows best where it ends."""
         greedy = self.greedy[rows]
-        by_k = ~greedy & (self.top_k[rows] < self.vocab_size)
-        by_p = ~greedy & ~by_k & (self.top_p[rows] < 1)
-        for member, draw_lines in (
-            (greedy, None),
-            (~greedy & ~by_k & ~by_p, draw),
-            (by_k, draw_top_k),
-            (by_p, draw_top_p),
-        ):
-            lines = np.flatnonzero(member)
+        kind = np.select(
+            [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
+            [0, 1, 2],
+            default=3,
+        )
+        if greedy.any():
+            yield np.flatnonzero(greedy), _pick_greedy
+        for k, draw_lines in enumerate((draw_top_k, draw_min_p, draw_top_p, draw)):
+            lines = np.flatnonzero(~greedy & (kind == k))
             if not len(lines):
-                continue
-            if draw_lines is None:
-                yield lines, _pick_greedy
                 continue
             of = rows[lines]
             params = DrawParams.pack(
@@ -291,8 +294,7 @@ def _pick_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torc
 def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> Pick:
     def pick(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
         largest = logits.amax(-1, keepdim=True)
-        gaps = logits.sub_(largest).float()
-        return draw_lines(gaps, params[lines]), largest[:, 0]
+        return draw_lines(logits, largest, params[lines]), largest[:, 0]
 
     return pick
 
@@ -306,13 +308,23 @@ def _after(state: RowState, draft_token_ids: Sequence[int]) -> RowState:
     return state
 
 
+def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:
+    """Some lines of the logits, widened and padded; unless `copy`, in place where that can be."""
+    first, last = int(lines[0]), int(lines[-1])
+    if not copy and last - first == len(lines) - 1:
+        return pad_to_blocks(_widen(logits[first : last + 1]))
+    return pad_to_blocks(_widen(logits[torch.from_numpy(lines).to(logits.device)]))
+
+
 def _widen(logits: torch.Tensor) -> torch.Tensor:
     """16-bit logits as float32: differences and quotients of them need the precision."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _chunks(num_lines: int, vocab_size: int) -> Iterator[tuple[int, int]]:
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
+def _chunks(num_lines: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Cuts `num_lines` lines like those of `logits` into ranges that are worked on at a time."""
+    elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    size = max(1, elements // logits.shape[-1])
     return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
 
 
@@ -334,7 +346,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     """
     num_top = min(num_top, logits.shape[-1])
     out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
-    for start, stop in _chunks(*logits.shape):
+    for start, stop in _chunks(len(logits), logits):
         logprobs = _widen(logits[start:stop]).log_softmax(-1)
         given = token_ids[start:stop, None]
         values, ids = logprobs.gather(-1, given), given
