@@ -1,7 +1,8 @@
 """What a call returns: RequestOutput, CompletionOutput, Logprob, RequestMetrics.
 
 Frozen values with the names and meanings of vLLM's offline API, so that a script moves over
-unchanged. Built by `llm.py` from the engine's requests; they hold no reference to the engine.
+unchanged. `OutputBuilder` makes them for `llm.py` from the engine's requests; the values hold no
+reference to the engine.
 
     RequestOutput  one prompt
     └─ outputs     CompletionOutput, n of them
@@ -12,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import TokenLogprob
-    from nanoengine.core.sequence import Request
+    from nanoengine.core.sequence import Request, Sequence
+    from nanoengine.tokenizer import TextStream, Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the caller's
 wish; error: see `CompletionOutput.error`."""
+
+OutputKind = Literal["final", "cumulative", "delta"]
+"""final: once, when finished; cumulative: whenever it grew, all so far; delta: only what is new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,3 +175,107 @@ def request_metrics(request: Request) -> RequestMetrics:
         itl_s=gaps / num_gaps if num_gaps > 0 else None,
         e2e_s=since_arrival((s.finish_time for s in sequences), max) if request.finished else None,
     )
+
+
+@dataclass(slots=True)
+class _Shown:
+    """How much of a completion earlier outputs have shown, and its logprobs converted so far."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+
+
+class OutputBuilder:
+    """Turns one request into RequestOutputs: once at its end, or each time it has grown.
+
+    Args:
+        index: place of the prompt in the call.
+        prompt: its text, if it had one.
+        tokenizer: None leaves all texts empty.
+        end_ids: EOS and stop ids of the request.
+        kind: "delta" shows every token, character and logprob once; else all so far.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        index: int,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        end_ids: frozenset[int],
+        kind: OutputKind,
+    ) -> None:
+        self.request = request
+        self._index = index
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._token_text = tokenizer.token_text if tokenizer else None
+        self._end_ids = end_ids
+        self._kind = kind
+        self._shown = [_Shown() for _ in range(request.params.n)]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def has_grown(self) -> bool:
+        """True if a sequence has tokens that no output has shown."""
+        return any(
+            seq.num_output_tokens > self._shown[seq.index].num_tokens
+            for seq in self.request.sequences
+        )
+
+    def build(self) -> RequestOutput:
+        """The output now."""
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            index=self._index,
+            prompt=self._prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=self._convert_prompt_logprobs(),
+            outputs=[self._completion(seq) for seq in request.sequences],
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=request_metrics(request),
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        shown = self._shown[seq.index]
+        tokens, text = seq.output_token_ids, self._text(seq)
+        if seq.logprobs is not None:
+            new = seq.logprobs[len(shown.logprobs) :]
+            shown.logprobs += logprob_dicts(new, self._token_text)
+        first, start = (shown.num_tokens, shown.num_chars) if self._kind == "delta" else (0, 0)
+        shown.num_tokens, shown.num_chars = len(tokens), len(text)
+        return CompletionOutput(
+            index=seq.index,
+            text=text[start:],
+            token_ids=tokens[first:],
+            cumulative_logprob=None if seq.logprobs is None else seq.cumulative_logprob,
+            logprobs=None if seq.logprobs is None else shown.logprobs[first:],
+            finish_reason=cast("FinishReason | None", seq.finish_reason),
+            stop_reason=seq.stop_reason,
+            error=self.request.error if seq.finish_reason == "error" else None,
+        )
+
+    def _text(self, seq: Sequence) -> str:
+        if self._tokenizer is None or not seq.params.detokenize:
+            return ""
+        if seq.sink is None:
+            return self._tokenizer.output_text(
+                seq.output_token_ids,
+                seq.params,
+                prompt_token_ids=self.request.prompt_token_ids,
+                end_ids=self._end_ids,
+            )
+        stream = cast("TextStream", seq.sink)
+        return stream.finish(seq.output_token_ids) if seq.is_finished else stream.text
+
+    def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None until all of them are known; converted once."""
+        known = self.request.prompt_logprobs
+        if known is None or len(known) < len(self.request.prompt_token_ids) - 1:
+            return None
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = [None, *logprob_dicts(known, self._token_text)]
+        return self._prompt_logprobs

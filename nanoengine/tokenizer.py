@@ -258,8 +258,14 @@ class TextStream:
             tail = self._settle_early(tail)
         return self._find_stop(tail.rstrip(REPLACEMENT)) if self._stops else None
 
-    def finish(self) -> str:
-        """The whole text, after the last token; a character left incomplete shows as U+FFFD."""
+    def finish(self, token_ids: Sequence[int] | None = None) -> str:
+        """The whole text, after the last token; a character left incomplete shows as U+FFFD.
+
+        `token_ids` are all tokens of the output: those not appended yet are taken first. The engine
+        does not append the id that ends an output.
+        """
+        for token_id in (token_ids or ())[self._num_tokens :]:
+            self.append(token_id)
         if self._final is None:
             self._final = self._settled + self._decode(self._window)
         return self._final
@@ -292,7 +298,7 @@ class TextStream:
     def _find_stop(self, tail: str) -> str | None:
         """Looks for stop strings in settled text + `tail`; a find makes the text final."""
         text = self._settled + tail
-        if self._num_tokens <= self._params.min_tokens:
+        if self._num_tokens < self._params.min_tokens:
             self._num_checked = len(text)
             return None
         found = []

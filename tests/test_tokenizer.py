@@ -209,7 +209,7 @@ def test_min_tokens_ignores_stop_strings_before_it() -> None:
     text = "dog dog dog dog"
     _, taken, _, _ = run_stops(tokenizer, text, stop=["dog"])
     assert taken == 1
-    final, taken, reason, _ = run_stops(tokenizer, text, stop=["dog"], min_tokens=2)
+    final, taken, reason, _ = run_stops(tokenizer, text, stop=["dog"], min_tokens=3)
     assert (final, taken, reason) == (" dog dog ", 3, "dog")
 
 
