@@ -161,10 +161,11 @@ def each_priority(
     """One priority for each prompt: the call's, or that of its SamplingParams."""
     if priority is None:
         return [one.priority for one in params]
-    each = [priority] * count if _is_int(priority) else None
-    if each is None and isinstance(priority, Sequence) and not isinstance(priority, str):
+    if isinstance(priority, Sequence) and not isinstance(priority, str):
         each = _one_each("priority", priority, count)
-    if each is None or not all(map(_is_int, each)):
+    else:
+        each = [priority] * count
+    if not all(map(_is_int, each)):
         raise RequestError(f"priority must be an integer or a list of them, got {priority!r}")
     return each
 

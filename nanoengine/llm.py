@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Literal, Self, get_args
-
-from tqdm import tqdm
 
 from nanoengine.build import build_engine, resolve_model
 from nanoengine.config import EngineConfig
@@ -40,7 +38,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.tokenizer import TextStream, Tokenizer
 
 LOOK_AHEAD = 8
-"""Prompts that a stream pulls beyond max_num_seqs, so that a row one step frees is filled in the next."""
+"""Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """One prompt; `inputs.py` lists the forms."""
@@ -132,17 +130,9 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """What a call without sampling_params uses: the values of the model's generation config.
 
-        As in vLLM, `do_sample` is heeded only where it says False, and max_tokens is 16 unless the
-        model says otherwise.
+        As in vLLM, max_tokens is 16 here too.
         """
-        values = dict(self.info.generation_defaults)
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        params = {name: values[name] for name in names if values.get(name) is not None}
-        if values.get("max_new_tokens") is not None:
-            params["max_tokens"] = values["max_new_tokens"]
-        if values.get("do_sample") is False:
-            params["temperature"] = 0.0
-        return SamplingParams(**params)
+        return SamplingParams(**self.info.generation_defaults)
 
     def stats(self) -> EngineStats:
         """Counters since the start: tokens, cache hits, preemptions, blocks."""
@@ -233,7 +223,7 @@ class LLM:
         kind: OutputKind = "final",
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yields outputs as they finish or grow; `output.index` says which prompt they belong to.
 
         A list of prompts is checked before anything runs, as in `generate`. Any other iterable is
@@ -315,7 +305,8 @@ class LLM:
         on_error: OnError,
     ) -> Job | RequestOutput:
         """Checks one prompt; a bad one raises with its index, or becomes its output."""
-        text, token_ids = None, []
+        text: str | None = None
+        token_ids: list[int] = []
         try:
             given = parse_prompt(prompt)
             text, token_ids = self._encode(given)
@@ -357,15 +348,18 @@ class LLM:
         *,
         kind: OutputKind,
         progress: bool | Callable[..., Any] = False,
-    ) -> Iterator[RequestOutput]:
-        """Queues jobs, steps the engine, yields outputs. A list is queued at once, for the
-        scheduler to see all of it; an iterator as room appears."""
+    ) -> Generator[RequestOutput, None, None]:
+        """Queues jobs, steps the engine, yields outputs.
+
+        A list is queued at once, for the scheduler to see all of it; an iterator as room appears.
+        """
         engine, call = self.engine, self._begin_call()
         limit = len(jobs) if isinstance(jobs, list) else self.config.max_num_seqs + LOOK_AHEAD
         bar = None
         if progress:
-            make_bar = tqdm if progress is True else progress
-            bar = ProgressBar(limit, engine.scheduler, bar=make_bar)
+            total = sum(isinstance(job, Job) for job in jobs)
+            make_bar = progress if callable(progress) else None
+            bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
             engine.observers.append(bar)
         waiting, running = iter(jobs), dict[str, OutputBuilder]()
         try:
@@ -389,8 +383,8 @@ class LLM:
                             self._require_current(call)
         finally:
             if bar is not None:
-                bar.close()
                 engine.observers.remove(bar)
+                bar.close()
             if call == self._call and self._engine is engine:
                 engine.abort_all()
 

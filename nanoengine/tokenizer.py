@@ -16,7 +16,7 @@ first "▁word", and prompt + text reads well.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError, RequestError
@@ -47,7 +47,8 @@ class Tokenizer:
         added = backend.added_tokens_decoder.items()
         special_ids = [token_id for token_id, token in added if token.special]
         self.special_ids = frozenset([*backend.all_special_ids, *special_ids])
-        found = zip(backend.convert_tokens_to_ids(BYTE_TOKENS), BYTE_TOKENS, strict=True)
+        ids = [backend.convert_tokens_to_ids(name) for name in BYTE_TOKENS]
+        found = zip(ids, BYTE_TOKENS, strict=True)
         self.byte_ids = (
             frozenset(  # Why the second look: a missing name gives None or the id of <unk>.
                 i for i, name in found if i is not None and backend.convert_ids_to_tokens(i) == name
@@ -98,7 +99,7 @@ class Tokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
         **template_args: Any,
     ) -> str:
         """The prompt that the model's chat template makes of a conversation.
@@ -182,7 +183,7 @@ class Tokenizer:
     def _raw(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Why: clean-up rewrites " ." to "." across token borders; we show what the model wrote.
         text = self.backend.decode(
-            token_ids,
+            list(token_ids),
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
             spaces_between_special_tokens=False,

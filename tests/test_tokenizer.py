@@ -7,11 +7,11 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.tokenizer import MAX_OPEN_TOKENS, REPLACEMENT, TextStream, Tokenizer
+from tests.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 texts = st.text(max_size=40)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import StepPlan, StepResult
@@ -26,30 +26,30 @@ class ProgressBar:
     Args:
         total: requests of the call.
         scheduler: its counters when the bar is made are the zero of this bar.
-        bar: makes the bar, with tqdm's keywords.
+        make_bar: makes the bar, with tqdm's keywords; None: tqdm.
     """
 
     def __init__(self, total: int, scheduler: Scheduler, *, bar: Callable[..., Any] = tqdm) -> None:
-        stats, self._scheduler = scheduler.stats, scheduler
+        self._stats = stats = scheduler.stats
         self._finished = stats.finished_requests
         self._zero = (stats.prefill_tokens, stats.output_tokens)
         self._started = self._shown = time.perf_counter()
-        self._bar = bar(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+        self._bar = (make_bar or tqdm)(total=total, desc="Requests", unit="req", dynamic_ncols=True)
 
-    def on_step(self, plan: StepPlan, result: StepResult, scheduler: Scheduler) -> None:
+    def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Shows the new numbers, now and then."""
         now = time.perf_counter()
         if now - self._shown >= REFRESH_S:
             self._shown = now
-            self._show(scheduler)
+            self._show()
 
     def close(self) -> None:
         """Shows the last numbers and leaves the bar on the screen."""
-        self._show(self._scheduler)
+        self._show()
         self._bar.close()
 
-    def _show(self, scheduler: Scheduler) -> None:
-        stats = scheduler.stats
+    def _show(self) -> None:
+        stats = self._stats
         elapsed = max(time.perf_counter() - self._started, 1e-9)
         prefill = (stats.prefill_tokens - self._zero[0]) / elapsed
         output = (stats.output_tokens - self._zero[1]) / elapsed
