@@ -29,7 +29,9 @@ class ProgressBar:
         make_bar: makes the bar, with tqdm's keywords; None: tqdm.
     """
 
-    def __init__(self, total: int, scheduler: Scheduler, *, bar: Callable[..., Any] = tqdm) -> None:
+    def __init__(
+        self, total: int, scheduler: Scheduler, *, make_bar: Callable[..., Any] | None = None
+    ) -> None:
         self._stats = stats = scheduler.stats
         self._finished = stats.finished_requests
         self._zero = (stats.prefill_tokens, stats.output_tokens)
