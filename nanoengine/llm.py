@@ -326,7 +326,7 @@ class LLM:
             )
         except (RequestError, CapacityError) as error:
             if on_error == "raise":
-                raise type(error)(f"prompt {index}: {error}") from error
+                raise type(error)(f"prompt {index}: {error}") from error.__cause__
             return error_output(self._next_id(), index, text, token_ids, str(error))
 
     def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
