@@ -1,0 +1,65 @@
+"""nanoengine: an LLM inference engine small enough to read in an afternoon.
+
+Public names are loaded when first used (PEP 562), so `import nanoengine` costs no torch and no
+transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanoengine.config import EngineConfig as EngineConfig
+    from nanoengine.errors import CapacityError as CapacityError
+    from nanoengine.errors import ConfigError as ConfigError
+    from nanoengine.errors import EngineDeadError as EngineDeadError
+    from nanoengine.errors import MissingDependencyError as MissingDependencyError
+    from nanoengine.errors import ModelError as ModelError
+    from nanoengine.errors import NanoEngineError as NanoEngineError
+    from nanoengine.errors import PromptTooLongError as PromptTooLongError
+    from nanoengine.errors import RequestError as RequestError
+    from nanoengine.errors import UnsupportedModelError as UnsupportedModelError
+    from nanoengine.errors import WeightLoadError as WeightLoadError
+    from nanoengine.llm import LLM as LLM
+    from nanoengine.outputs import CompletionOutput as CompletionOutput
+    from nanoengine.outputs import Logprob as Logprob
+    from nanoengine.outputs import RequestMetrics as RequestMetrics
+    from nanoengine.outputs import RequestOutput as RequestOutput
+    from nanoengine.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "llm",
+    "EngineConfig": "config",
+    "SamplingParams": "sampling_params",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "CapacityError": "errors",
+    "ConfigError": "errors",
+    "EngineDeadError": "errors",
+    "MissingDependencyError": "errors",
+    "ModelError": "errors",
+    "NanoEngineError": "errors",
+    "PromptTooLongError": "errors",
+    "RequestError": "errors",
+    "UnsupportedModelError": "errors",
+    "WeightLoadError": "errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"nanoengine.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

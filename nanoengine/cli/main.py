@@ -1,0 +1,93 @@
+"""`nanoengine COMMAND ...`: finds the command, parses its options, turns errors into one line.
+
+Each command is a dataclass of options (tyro derives its command line and help) and a `main` that
+takes it. Only the module of the chosen command is imported, so help comes up without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Annotated, TypeVar, cast
+
+import tyro
+
+from nanoengine import __version__
+from nanoengine.errors import NanoEngineError
+
+T = TypeVar("T")
+
+COMMANDS = {
+    "generate": ("GenerateArgs", "complete prompts, answer chats, or run a file of either"),
+    "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
+    "info": ("InfoArgs", "show versions, device, attention backends and a model"),
+}
+"""Command -> its options class in `nanoengine.cli.COMMAND`, and what it does."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def usage() -> str:
+    """The help of `nanoengine` itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"nanoengine {__version__}: LLM inference, offline",
+            "",
+            "usage: nanoengine COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "nanoengine COMMAND --help shows the options of a command.",
+        ]
+    )
+
+
+def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
+    """The options on a command line.
+
+    Why the wrapper: at the root of a command line tyro prints a ValueError, so also a ConfigError,
+    in its own way; in a nameless field it lets it through, and all our errors look alike.
+    """
+    nameless = Annotated[options_class, tyro.conf.arg(name="")]  # type: ignore[valid-type]
+    parsed = tyro.cli(
+        dataclasses.make_dataclass("Options", [("options", nameless)]),
+        prog=prog,
+        description=inspect.getdoc(options_class),
+        args=args,
+    )
+    return cast("T", parsed.options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 2 for an error that has an explanation."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] in ("-V", "--version", "version"):
+        print(f"nanoengine {__version__}")
+        return 0
+    name = args[0]
+    if name not in COMMANDS:
+        print(f"error: unknown command {name!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(f"nanoengine.cli.{name}")
+        options = parse(getattr(module, COMMANDS[name][0]), f"nanoengine {name}", args[1:])
+        return int(module.main(options) or 0)
+    except NanoEngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

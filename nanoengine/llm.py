@@ -1,0 +1,439 @@
+"""LLM: prompts in, RequestOutputs out. The offline API, one class.
+
+    with LLM("Qwen/Qwen3-0.6B") as llm:
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
+            print(output.outputs[0].text)
+
+It turns prompts into token ids, drives `LLMEngine.step()` until its requests are done, and turns
+tokens back into text. It decides nothing about what runs when: that is the engine's. One call runs
+at a time, and leaves nothing behind however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any, Literal, Self, get_args
+
+from nanoengine.build import build_engine, resolve_model
+from nanoengine.config import EngineConfig
+from nanoengine.core.protocols import TokenSink
+from nanoengine.engine import EngineInfo, EngineStats, LLMEngine
+from nanoengine.errors import CapacityError, NanoEngineError, RequestError
+from nanoengine.inputs import (
+    PromptInput,
+    conversation_list,
+    each_params,
+    each_priority,
+    is_single_prompt,
+    parse_prompt,
+    prompt_list,
+)
+from nanoengine.observe.progress import ProgressBar
+from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput, error_output
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.tokenizer import TextStream, Tokenizer
+
+LOOK_AHEAD = 8
+"""Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""One prompt; `inputs.py` lists the forms."""
+
+OnError = Literal["raise", "record"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked prompt, ready to be queued."""
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    bad_word_ids: tuple[tuple[int, ...], ...]
+
+
+class LLM:
+    """A model loaded for offline inference.
+
+    Args:
+        model: directory of a Hugging Face checkpoint, or a hub id.
+        options: the fields of `EngineConfig`; an unknown name raises ConfigError.
+
+    Use it as a context manager, or call `close()`: both give all memory back.
+    """
+
+    def __init__(self, model: str | PathLike[str], **options: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model=fspath(model), **options)
+        self._engine: LLMEngine | None = None
+        self._tokenizer = self._load_tokenizer()
+        self._engine = build_engine(self.config)
+        self._request_ids = itertools.count()
+        self._call = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._engine is None else f"{self.info.dtype} on {self.info.device}"
+        return f"LLM({self.config.model!r}, {state})"
+
+    def close(self) -> None:
+        """Ends what runs and gives all memory back; closing twice is harmless."""
+        engine, self._engine, self._tokenizer = self._engine, None, None
+        if engine is not None:
+            engine.close()
+
+    # --- what was loaded ----------------------------------------------------------------------
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine underneath.
+
+        Raises:
+            NanoEngineError: this LLM is closed.
+        """
+        if self._engine is None:
+            raise NanoEngineError("this LLM is closed: its memory is given back; make a new one")
+        return self._engine
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was discovered at start: dtype, device, lengths, KV blocks, memory plan."""
+        return self.engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; its `backend` is the one of transformers.
+
+        Raises:
+            RequestError: this LLM was made with skip_tokenizer_init.
+        """
+        if self._tokenizer is None:
+            _ = self.engine  # A closed LLM says so.
+            raise RequestError(
+                "text needs a tokenizer, and this LLM was made with skip_tokenizer_init=True:"
+                " pass prompts as token ids, without stop strings or bad_words"
+            )
+        return self._tokenizer
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a call without sampling_params uses: the values of the model's generation config.
+
+        As in vLLM, max_tokens is 16 here too.
+        """
+        return SamplingParams(**self.info.generation_defaults)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start: tokens, cache hits, preemptions, blocks."""
+        return self.engine.stats()
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Completes prompts; one output a prompt, in their order.
+
+        Args:
+            prompts: one or many; a string, a list of token ids, or a dict (see `inputs.py`).
+            sampling_params: one for all or one each; None: `default_sampling_params`.
+            use_tqdm: show a progress bar; or what makes one, with tqdm's keywords.
+            priority: one for all or one each, lower runs first; None: that of sampling_params.
+            on_error: "raise" checks all prompts before any runs and names the bad one; "record"
+                gives a bad prompt an output with finish_reason "error" and runs the others. A
+                request that fails while it runs is recorded in both, so that no neighbour's work is
+                lost.
+
+        Raises:
+            RequestError, PromptTooLongError, CapacityError: a prompt can't run (on_error="raise").
+            NanoEngineError: this LLM is closed.
+        """
+        jobs = self._prepare_all(prompt_list(prompts), sampling_params, priority, on_error)
+        outputs: list[RequestOutput | None] = [None] * len(jobs)
+        with contextlib.closing(self._run(jobs, kind="final", progress=use_tqdm)) as running:
+            for output in running:
+                outputs[output.index] = output
+        return [output for output in outputs if output is not None]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Answers conversations: renders each by the chat template, then as `generate`.
+
+        Args:
+            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
+            chat_template: Jinja source to use in place of the model's own.
+            add_generation_prompt: end the prompt with what begins an answer.
+            continue_final_message: leave the last message open and continue it; needs
+                add_generation_prompt=False.
+            tools: descriptions of functions, as the template expects them.
+            chat_template_kwargs: variables of the template's own, such as enable_thinking.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or it refuses the messages.
+        """
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self.generate(
+            [{"messages": one, **options} for one in conversation_list(messages)],
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            on_error=on_error,
+        )
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        kind: OutputKind = "final",
+        priority: int | Sequence[int] | None = None,
+        on_error: OnError = "raise",
+    ) -> Generator[RequestOutput, None, None]:
+        """Yields outputs as they finish or grow; `output.index` says which prompt they belong to.
+
+        A list of prompts is checked before anything runs, as in `generate`. Any other iterable is
+        pulled lazily, at most max_num_seqs + LOOK_AHEAD prompts ahead of the last finished one: a
+        job of any length runs in bounded memory. Its prompts are checked as they are pulled, and
+        share one SamplingParams.
+
+        Closing the iterator aborts what is left. So does any other call on this LLM; the iterator
+        then raises instead of ending early.
+
+        Args:
+            kind: "final" yields each request once, when it has finished; "cumulative" whenever it
+                has new tokens, with all text so far; "delta" the same, with only what is new: the
+                concatenated texts of a completion are its final text.
+        """
+        if kind not in get_args(OutputKind):
+            allowed = ", ".join(map(repr, get_args(OutputKind)))
+            raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
+        if is_single_prompt(prompts) or isinstance(prompts, Sequence):
+            jobs: Iterable[Job | RequestOutput] = self._prepare_all(
+                prompt_list(prompts), sampling_params, priority, on_error
+            )
+        else:
+            jobs = self._prepare_lazily(prompts, sampling_params, priority, on_error)
+        return self._run(jobs, kind=kind)
+
+    # --- prompts to jobs ----------------------------------------------------------------------
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        config = self.config
+        if config.skip_tokenizer_init:
+            return None
+        if config.tokenizer is not None:
+            return Tokenizer.load(config.tokenizer, trust_remote_code=config.trust_remote_code)
+        directory = resolve_model(config)
+        return Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
+
+    def _prepare_all(
+        self,
+        prompts: Sequence[object],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        on_error: OnError,
+    ) -> list[Job | RequestOutput]:
+        _check_on_error(on_error)
+        count = len(prompts)
+        params = each_params(sampling_params, count, lambda: self.default_sampling_params)
+        priorities = each_priority(priority, params, count)
+        return [
+            self._prepare(i, *one, on_error)
+            for i, one in enumerate(zip(prompts, params, priorities, strict=True))
+        ]
+
+    def _prepare_lazily(
+        self,
+        prompts: object,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        on_error: OnError,
+    ) -> Iterator[Job | RequestOutput]:
+        _check_on_error(on_error)
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
+        if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
+            raise RequestError(
+                "prompts that are pulled lazily have no known number, so they share one"
+                " SamplingParams and one priority; pass a list of prompts to give one each"
+            )
+        (params,) = each_params(sampling_params, 1, lambda: self.default_sampling_params)
+        (rank,) = each_priority(priority, [params], 1)
+        return (self._prepare(i, one, params, rank, on_error) for i, one in enumerate(prompts))
+
+    def _prepare(
+        self,
+        index: int,
+        prompt: object,
+        params: SamplingParams,
+        priority: int,
+        on_error: OnError,
+    ) -> Job | RequestOutput:
+        """Checks one prompt; a bad one raises with its index, or becomes its output."""
+        text: str | None = None
+        token_ids: list[int] = []
+        try:
+            given = parse_prompt(prompt)
+            text, token_ids = self._encode(given)
+            if params.stop or params.bad_words:
+                _ = self.tokenizer
+            self.engine.check_request(token_ids, params)
+            return Job(
+                index=index,
+                text=text,
+                token_ids=token_ids,
+                params=params,
+                priority=priority,
+                cache_salt=given.cache_salt,
+                bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words)
+                if params.bad_words
+                else (),
+            )
+        except (RequestError, CapacityError) as error:
+            if on_error == "raise":
+                raise type(error)(f"prompt {index}: {error}") from error.__cause__
+            return error_output(self._next_id(), index, text, token_ids, str(error))
+
+    def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt; the text is None if only ids were given."""
+        if given.token_ids is not None:
+            return given.text, given.token_ids
+        if given.messages is None:
+            return given.text, self.tokenizer.encode(given.text or "")
+        options = dict(given.template_args)
+        variables = options.pop("chat_template_kwargs", None) or {}
+        text = self.tokenizer.render_chat(given.messages, **options, **variables)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def _run(
+        self,
+        jobs: Iterable[Job | RequestOutput],
+        *,
+        kind: OutputKind,
+        progress: bool | Callable[..., Any] = False,
+    ) -> Generator[RequestOutput, None, None]:
+        """Queues jobs, steps the engine, yields outputs.
+
+        A list is queued at once, for the scheduler to see all of it; an iterator as room appears.
+        """
+        engine, call = self.engine, self._begin_call()
+        limit = len(jobs) if isinstance(jobs, list) else self.config.max_num_seqs + LOOK_AHEAD
+        bar = None
+        if progress:
+            total = sum(isinstance(job, Job) for job in jobs)
+            make_bar = progress if callable(progress) else None
+            bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
+            engine.observers.append(bar)
+        waiting, running = iter(jobs), dict[str, OutputBuilder]()
+        try:
+            while True:
+                while len(running) < limit and (job := next(waiting, None)) is not None:
+                    if isinstance(job, RequestOutput):
+                        yield job
+                        self._require_current(call)
+                    else:
+                        builder = self._queue(job, kind)
+                        running[builder.request.request_id] = builder
+                if not running:
+                    return
+                for request in engine.step():
+                    yield running.pop(request.request_id).build()
+                    self._require_current(call)
+                if kind != "final":
+                    for builder in list(running.values()):
+                        if builder.has_grown():
+                            yield builder.build()
+                            self._require_current(call)
+        finally:
+            if bar is not None:
+                engine.observers.remove(bar)
+                bar.close()
+            if call == self._call and self._engine is engine:
+                engine.abort_all()
+
+    def _begin_call(self) -> int:
+        """Ends what an abandoned stream left running; its iterator may live on in a traceback."""
+        self._call += 1
+        self.engine.abort_all()
+        return self._call
+
+    def _require_current(self, call: int) -> None:
+        _ = self.engine  # A closed LLM says so.
+        if call != self._call:
+            raise NanoEngineError(
+                "this stream was cut off: another call ran on the same LLM; finish or close a"
+                " stream before the next call"
+            )
+
+    def _queue(self, job: Job, kind: OutputKind) -> OutputBuilder:
+        params, tokenizer = job.params, self._tokenizer
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        end_ids = frozenset(eos) | frozenset(params.stop_token_ids or ())
+
+        def make_sink(index: int) -> TokenSink | None:
+            if tokenizer is None or not params.detokenize:
+                return None
+            return TextStream(tokenizer, params, prompt_token_ids=job.token_ids, end_ids=end_ids)
+
+        request = self.engine.add_request(
+            self._next_id(),
+            job.token_ids,
+            params,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            bad_word_ids=job.bad_word_ids,
+            make_sink=make_sink if params.stop or kind != "final" else None,
+        )
+        return OutputBuilder(
+            request,
+            index=job.index,
+            prompt=job.text,
+            tokenizer=tokenizer,
+            end_ids=end_ids,
+            kind=kind,
+        )
+
+    def _next_id(self) -> str:
+        return str(next(self._request_ids))
+
+
+def _check_on_error(on_error: object) -> None:
+    if on_error not in get_args(OnError):
+        raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")

@@ -1,0 +1,60 @@
+"""ProgressBar: finished requests and tokens per second of one call, as a tqdm bar on stderr.
+
+An `Observer`: `llm.py` adds it to the engine for the length of a call. It reads the scheduler's
+counters and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from nanoengine.core.plan import StepPlan, StepResult
+    from nanoengine.core.scheduler import Scheduler
+
+REFRESH_S = 0.2
+"""Seconds between two updates of the speeds; steps are far shorter."""
+
+
+class ProgressBar:
+    """One bar; speeds are means since it was made.
+
+    Args:
+        total: requests of the call.
+        scheduler: its counters when the bar is made are the zero of this bar.
+        make_bar: makes the bar, with tqdm's keywords; None: tqdm.
+    """
+
+    def __init__(
+        self, total: int, scheduler: Scheduler, *, make_bar: Callable[..., Any] | None = None
+    ) -> None:
+        self._stats = stats = scheduler.stats
+        self._finished = stats.finished_requests
+        self._zero = (stats.prefill_tokens, stats.output_tokens)
+        self._started = self._shown = time.perf_counter()
+        self._bar = (make_bar or tqdm)(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+
+    def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
+        """Shows the new numbers, now and then."""
+        now = time.perf_counter()
+        if now - self._shown >= REFRESH_S:
+            self._shown = now
+            self._show()
+
+    def close(self) -> None:
+        """Shows the last numbers and leaves the bar on the screen."""
+        self._show()
+        self._bar.close()
+
+    def _show(self) -> None:
+        stats = self._stats
+        elapsed = max(time.perf_counter() - self._started, 1e-9)
+        prefill = (stats.prefill_tokens - self._zero[0]) / elapsed
+        output = (stats.output_tokens - self._zero[1]) / elapsed
+        self._bar.update(stats.finished_requests - self._finished)
+        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, output {output:,.0f} tok/s")
+        self._finished = stats.finished_requests

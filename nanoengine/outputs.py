@@ -1,0 +1,281 @@
+"""What a call returns: RequestOutput, CompletionOutput, Logprob, RequestMetrics.
+
+Frozen values with the names and meanings of vLLM's offline API, so that a script moves over
+unchanged. `OutputBuilder` makes them for `llm.py` from the engine's requests; the values hold no
+reference to the engine.
+
+    RequestOutput  one prompt
+    └─ outputs     CompletionOutput, n of them
+       └─ logprobs one dict a token: token id -> Logprob
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast
+
+if TYPE_CHECKING:
+    from nanoengine.core.plan import TokenLogprob
+    from nanoengine.core.sequence import Request, Sequence
+    from nanoengine.tokenizer import TextStream, Tokenizer
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the caller's
+wish; error: see `CompletionOutput.error`."""
+
+OutputKind = Literal["final", "cumulative", "delta"]
+"""final: once, when finished; cumulative: whenever it grew, all so far; delta: only what is new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """One candidate of one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability, before temperature and filters.
+        rank: 1 is the most likely token.
+        decoded_token: its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Attributes:
+        index: 0 <= index < n.
+        text: without EOS and stop string, unless asked for; "" without a tokenizer.
+        token_ids: all that were generated, with the one that ended it.
+        cumulative_logprob: sum over the generated tokens; None if logprobs were not asked for.
+        logprobs: one dict a token: the sampled token first, then the most likely ones.
+        finish_reason: None while it grows.
+        stop_reason: the stop string or stop id that ended it; None for EOS and length.
+        error: why there is no answer, if `finish_reason` is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True if it grows no more."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Wall times of one request in seconds; None for what did not happen.
+
+    Attributes:
+        queued_s: from arrival to the first step that computed a token of it.
+        prefill_s: from there to the first generated token.
+        ttft_s: time to first token, the sum of both.
+        itl_s: inter-token latency, the mean over all its completions.
+        e2e_s: from arrival to the end.
+    """
+
+    queued_s: float | None = None
+    prefill_s: float | None = None
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    e2e_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One prompt with its completions.
+
+    Attributes:
+        request_id: unique within its LLM.
+        index: place of the prompt in the call's list, for streams, which yield as things finish.
+        prompt: as text, if it was given as text or chat; else None.
+        prompt_logprobs: one entry a prompt token, the first None: nothing predicts it.
+        outputs: the completions, by index.
+        num_cached_tokens: prompt tokens that the prefix cache spared.
+    """
+
+    request_id: str
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def error(self) -> str | None:
+        """The message of the first completion that failed; None if all is well."""
+        return next((output.error for output in self.outputs if output.error), None)
+
+
+def error_output(
+    request_id: str, index: int, prompt: str | None, prompt_token_ids: list[int], message: str
+) -> RequestOutput:
+    """The output of a prompt that could not run: order and count of a batch are kept."""
+    failed = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", error=message)
+    return RequestOutput(
+        request_id=request_id,
+        index=index,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[failed],
+        finished=True,
+    )
+
+
+def logprob_dicts(
+    positions: Iterable[list[TokenLogprob]], token_text: Callable[[int], str] | None
+) -> list[dict[int, Logprob]]:
+    """One dict a position, in the order of the candidates (the sampled token first)."""
+    return [
+        {
+            token_id: Logprob(
+                logprob=logprob,
+                rank=rank,
+                decoded_token=token_text(token_id) if token_text else None,
+            )
+            for token_id, logprob, rank in candidates
+        }
+        for candidates in positions
+    ]
+
+
+def request_metrics(request: Request) -> RequestMetrics:
+    """Times of a request from the marks that its sequences carry."""
+    sequences = request.sequences
+
+    def since_arrival(marks: Iterable[float | None], pick: Callable[..., float]) -> float | None:
+        known = [mark for mark in marks if mark is not None]
+        return pick(known) - request.arrival_time if known else None
+
+    queued_s = since_arrival((s.first_scheduled_time for s in sequences), min)
+    ttft_s = since_arrival((s.first_token_time for s in sequences), min)
+    gaps, num_gaps = 0.0, 0
+    for s in sequences:
+        if s.first_token_time is not None and s.last_token_time is not None:
+            gaps += s.last_token_time - s.first_token_time
+            num_gaps += len(s.output_token_ids) - 1
+    return RequestMetrics(
+        queued_s=queued_s,
+        prefill_s=ttft_s - queued_s if ttft_s is not None and queued_s is not None else None,
+        ttft_s=ttft_s,
+        itl_s=gaps / num_gaps if num_gaps > 0 else None,
+        e2e_s=since_arrival((s.finish_time for s in sequences), max) if request.finished else None,
+    )
+
+
+@dataclass(slots=True)
+class _Shown:
+    """How much of a completion earlier outputs have shown, and its logprobs converted so far."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+
+
+class OutputBuilder:
+    """Turns one request into RequestOutputs: once at its end, or each time it has grown.
+
+    Args:
+        index: place of the prompt in the call.
+        prompt: its text, if it had one.
+        tokenizer: None leaves all texts empty.
+        end_ids: EOS and stop ids of the request.
+        kind: "delta" shows every token, character and logprob once; else all so far.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        index: int,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        end_ids: frozenset[int],
+        kind: OutputKind,
+    ) -> None:
+        self.request = request
+        self._index = index
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._token_text = tokenizer.token_text if tokenizer else None
+        self._end_ids = end_ids
+        self._kind = kind
+        self._shown = [_Shown() for _ in range(request.params.n)]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def has_grown(self) -> bool:
+        """True if a sequence has tokens that no output has shown."""
+        return any(
+            seq.num_output_tokens > self._shown[seq.index].num_tokens
+            for seq in self.request.sequences
+        )
+
+    def build(self) -> RequestOutput:
+        """The output now."""
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            index=self._index,
+            prompt=self._prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=self._convert_prompt_logprobs(),
+            outputs=[self._completion(seq) for seq in request.sequences],
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=request_metrics(request),
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        shown = self._shown[seq.index]
+        tokens, text = seq.output_token_ids, self._text(seq)
+        if seq.logprobs is not None:
+            new = seq.logprobs[len(shown.logprobs) :]
+            shown.logprobs += logprob_dicts(new, self._token_text)
+        first, start = (shown.num_tokens, shown.num_chars) if self._kind == "delta" else (0, 0)
+        shown.num_tokens, shown.num_chars = len(tokens), len(text)
+        return CompletionOutput(
+            index=seq.index,
+            text=text[start:],
+            token_ids=tokens[first:],
+            cumulative_logprob=None if seq.logprobs is None else seq.cumulative_logprob,
+            logprobs=None if seq.logprobs is None else shown.logprobs[first:],
+            finish_reason=cast("FinishReason | None", seq.finish_reason),
+            stop_reason=seq.stop_reason,
+            error=self.request.error if seq.finish_reason == "error" else None,
+        )
+
+    def _text(self, seq: Sequence) -> str:
+        if self._tokenizer is None or not seq.params.detokenize:
+            return ""
+        if seq.sink is None:
+            return self._tokenizer.output_text(
+                seq.output_token_ids,
+                seq.params,
+                prompt_token_ids=self.request.prompt_token_ids,
+                end_ids=self._end_ids,
+            )
+        stream = cast("TextStream", seq.sink)
+        return stream.finish(seq.output_token_ids) if seq.is_finished else stream.text
+
+    def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """None until all of them are known; converted once."""
+        known = self.request.prompt_logprobs
+        if known is None or len(known) < len(self.request.prompt_token_ids) - 1:
+            return None
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = [None, *logprob_dicts(known, self._token_text)]
+        return self._prompt_logprobs

@@ -1,0 +1,193 @@
+"""The command line: help without torch, one-line errors, and each command on a tiny real model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanoengine import LLM, SamplingParams, __version__
+from nanoengine.cli import main as cli
+from nanoengine.cli.generate import GenerateArgs
+from nanoengine.cli.info import InfoArgs
+from nanoengine.cli.options import engine_options
+from nanoengine.config import EngineConfig
+from tests.checkpoints import make_checkpoint
+from tests.text_fixtures import CHAT_TEMPLATE, byte_level
+
+SMALL = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "64"]
+GREEDY = [*SMALL, "--max-tokens", "6", "--temperature", "0"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers with the byte-level tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "llama", vocab_size=len(byte_level().backend))
+    byte_level().backend.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return directory
+
+
+def expected(model: Path, *prompts: object) -> list[str]:
+    """What the library gives for greedy prompts of the tests."""
+    with LLM(model, device="cpu", attention_backend="naive", num_kv_blocks=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        outputs = llm.generate(list(prompts), params, use_tqdm=False)  # type: ignore[arg-type]
+        assert llm.info.num_kv_blocks == 64
+        return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(args) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+def test_help_and_options_need_no_torch() -> None:
+    code = (
+        "import sys; from nanoengine.cli.main import main, parse; main(['--help']);"
+        "from nanoengine.cli.generate import GenerateArgs;"
+        "parse(GenerateArgs, 'x', ['m', '--top-k', '5']);"
+        "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_module_is_an_entry_point() -> None:
+    command = [sys.executable, "-m", "nanoengine.cli.main", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"nanoengine {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generte"], "error: unknown command 'generte'; known: generate, bench, info"),
+        (["generate", "m"], "error: no prompts: give --prompt TEXT or --file PATH"),
+        (["generate", "m", "--prompt", "a", "--system", "b"], "error: --system needs --chat"),
+        (["generate", "m", "--file", "x.csv"], "error: file must end in .txt or .jsonl"),
+        (["generate", "m", "--file", "none.txt"], "error: file 'none.txt' does not exist"),
+        (["info", "/no/such/dir"], "error: model directory '/no/such/dir' does not exist"),
+        (["info", "m", "--max-num-seqs", "0"], "error: max_num_seqs must be at least 1, got 0"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["info", "m", "--max-num-seq", "3"])
+    assert exit_info.value.code == 2
+    assert "max-num-seq" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options_class", [GenerateArgs, InfoArgs])
+def test_options_are_those_of_the_engine(options_class: type[EngineConfig]) -> None:
+    args = cli.parse(options_class, "x", ["m", "--max-num-seqs", "3", "--dtype", "float32"])
+    options = engine_options(args)
+    assert EngineConfig(**options) == EngineConfig(model="m", max_num_seqs=3, dtype="float32")
+
+
+def test_ctrl_c_ends_with_its_own_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanoengine.cli.generate.main", interrupt)
+    assert cli.main(["generate", "m"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_generate_streams_one_prompt(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", str(model), "--prompt", "the dog", *GREEDY]) == 0
+    assert capsys.readouterr().out == expected(model, "the dog")[0] + "\n"
+
+
+def test_generate_shows_several_prompts_in_order(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--prompt", "the dog", "--prompt", "User:"]
+    assert cli.main(["generate", str(model), *prompts, *GREEDY]) == 0
+    texts = expected(model, "the dog", "User:")
+    lines = [f"[0] 'the dog'\n    {texts[0]!r}", f"[1] 'User:'\n    {texts[1]!r}"]
+    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+
+
+def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = {"messages": [{"role": "user", "content": "go home"}]}
+    rows = ["the dog", {"prompt": ""}, talk, {"prompt_token_ids": [5, 6]}]
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = ["generate", str(model), "--file", str(source), "--output", str(sink), *GREEDY]
+    assert cli.main(command) == 1
+    assert "1 prompts failed" in capsys.readouterr().err
+    records = [json.loads(line) for line in sink.read_text(encoding="utf-8").splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2, 3]
+    assert records[1]["outputs"][0]["finish_reason"] == "error"
+    assert "empty" in records[1]["outputs"][0]["error"]
+    good = [records[i]["outputs"][0]["text"] for i in (0, 2, 3)]
+    assert good == expected(model, "the dog", talk, [5, 6])
+    assert records[2]["prompt"] == "<|user|>go home</s><|assistant|>"
+
+
+def test_a_line_that_is_no_json_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('"a"\n{"prompt"\n', encoding="utf-8")
+    assert cli.main(["generate", str(model), "--file", str(source), *GREEDY]) == 2
+    assert "in.jsonl, line 2 is not JSON" in capsys.readouterr().err
+
+
+def test_generate_chats_with_a_system_message(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("go home\n\nthe dog\n", encoding="utf-8")
+    args = ["--file", str(source), "--chat", "--system", "be kind", *GREEDY]
+    assert cli.main(["generate", str(model), *args]) == 0
+    shown = capsys.readouterr().out
+    assert "<|system|>be kind</s><|user|>go home</s><|assistant|>" in shown
+    assert "<|system|>be kind</s><|user|>the dog</s><|assistant|>" in shown
+
+
+def test_info_shows_backends_model_and_plan(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["info", str(model), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert f"nanoengine {__version__}" in shown
+    assert "naive: available" in shown
+    assert "LlamaForCausalLM: 2 layers" in shown
+    assert "KV cache: 512 bytes a token" in shown
+    assert "parameters" not in shown
+    assert cli.main(["info", str(model), "--load", *SMALL]) == 0
+    assert "64 blocks" in capsys.readouterr().out
+
+
+def test_two_real_llms_live_side_by_side_and_close(model: Path) -> None:
+    options: dict[str, object] = {"device": "cpu", "attention_backend": "naive"}
+    make: Callable[[], LLM] = lambda: LLM(model, num_kv_blocks=32, **options)  # noqa: E731
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with make() as a, make() as b:
+        first = a.generate("the dog", params, use_tqdm=False)
+        a.close()
+        second = b.generate("the dog", params, use_tqdm=False)
+    assert first[0].outputs == second[0].outputs

@@ -1,0 +1,76 @@
+"""Outputs: values with vLLM's meanings, and times computed from a request's marks."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from nanoengine.core.plan import TokenLogprob
+from nanoengine.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    error_output,
+    logprob_dicts,
+    request_metrics,
+)
+
+
+def fake_request(*marks: tuple[float | None, float | None, float | None, float | None, int]):
+    sequences = [
+        SimpleNamespace(
+            first_scheduled_time=scheduled,
+            first_token_time=first,
+            last_token_time=last,
+            finish_time=end,
+            output_token_ids=[0] * count,
+        )
+        for scheduled, first, last, end, count in marks
+    ]
+    return SimpleNamespace(arrival_time=10.0, sequences=sequences, finished=True)
+
+
+def test_metrics_of_one_sequence() -> None:
+    metrics = request_metrics(fake_request((11.0, 13.0, 17.0, 18.0, 5)))
+    assert metrics == RequestMetrics(queued_s=1.0, prefill_s=2.0, ttft_s=3.0, itl_s=1.0, e2e_s=8.0)
+
+
+def test_metrics_of_several_sequences_take_the_first_start_and_the_last_end() -> None:
+    metrics = request_metrics(
+        fake_request((11.0, 13.0, 15.0, 15.0, 3), (12.0, 14.0, 20.0, 20.0, 4))
+    )
+    assert (metrics.ttft_s, metrics.e2e_s) == (3.0, 10.0)
+    assert metrics.itl_s == pytest.approx((2.0 + 6.0) / 5)
+
+
+def test_metrics_of_a_request_that_never_ran_are_none() -> None:
+    metrics = request_metrics(fake_request((None, None, None, 12.0, 0)))
+    assert metrics == RequestMetrics(e2e_s=2.0)
+
+
+def test_one_token_has_no_inter_token_latency() -> None:
+    assert request_metrics(fake_request((11.0, 12.0, 12.0, 12.0, 1))).itl_s is None
+
+
+def test_logprobs_keep_the_sampled_token_first_and_once() -> None:
+    position = [TokenLogprob(7, -2.0, 3), TokenLogprob(1, -0.5, 1), TokenLogprob(7, -2.0, 3)]
+    (candidates,) = logprob_dicts([position], {1: " the", 7: " dog"}.__getitem__)
+    assert list(candidates) == [7, 1]
+    assert candidates[7] == Logprob(logprob=-2.0, rank=3, decoded_token=" dog")
+    (bare,) = logprob_dicts([position], None)
+    assert bare[1].decoded_token is None
+
+
+def test_an_error_output_keeps_its_place_and_says_why() -> None:
+    output = error_output("3", 2, "text", [1], "too long")
+    assert (output.index, output.finished, output.error) == (2, True, "too long")
+    assert [o.finish_reason for o in output.outputs] == ["error"]
+
+
+def test_outputs_are_frozen_and_know_if_they_grow() -> None:
+    growing = CompletionOutput(index=0, text="a", token_ids=[1])
+    assert not growing.finished
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        growing.text = "b"  # type: ignore[misc]
