@@ -8,6 +8,13 @@ from nanoengine.attention import triton as module
 from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
 from nanoengine.errors import ConfigError
 
+pytestmark = [
+    # The interpreter's numpy says what a GPU does silently: softcap wants exp2(large) = inf, and
+    # padding rows of a windowed tile see no key and are never stored.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
+]
+
 SMALL = KernelConfig(
     prefill_rows=16, prefill_keys=16, prefill_warps=4, prefill_stages=2,
     decode_rows=16, decode_keys=16, decode_warps=4, decode_stages=2, split_tokens=32,
@@ -38,42 +45,43 @@ def run(*lengths, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims_and_dtypes(head_dim, dtype):
-    run((1, 21), (9, 25), head_dim=head_dim, dtype=dtype, group_size=2, block_size=64)
+    run((1, 21), (3, 25), head_dim=head_dim, dtype=dtype, group_size=2, block_size=64)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 4, 7, 8])
 def test_group_sizes(small, group_size):
-    run((1, 19), (5, 21), num_kv_heads=2, group_size=group_size)
+    run((1, 19), (3, 21), num_kv_heads=2, group_size=group_size)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-def test_ragged_lengths_and_one_token_beside_thirty(small, block_size):
-    run((1, 1), (1, 40), (1, 17), (30, 30), (2, 65), (7, 20), block_size=block_size)
+def test_ragged_lengths_and_block_sizes(small, block_size):
+    run((1, 1), (1, 40), (1, 17), (3, 20), block_size=block_size)
 
 
-def test_default_tiles_over_several_blocks():
+def test_one_token_beside_thirty_with_default_tiles():
     run((1, 50), (30, 70), group_size=2, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("seq_len", [15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("seq_len", [15, 16, 17, 32, 33])
 def test_lengths_at_block_boundaries(small, seq_len):
-    run((1, seq_len), (3, seq_len), (seq_len, seq_len))
+    run((1, seq_len), (3, seq_len))
 
 
-@pytest.mark.parametrize("query_len", [15, 16, 17, 33])
+@pytest.mark.parametrize("query_len", [7, 8, 9, 17])
 def test_query_tile_boundaries_in_many_sequences(small, query_len):
-    run((2, 2), (query_len, query_len + 5), (16, 16), (3, 20))
+    # Two heads in a tile of 16 rows: 8 tokens.
+    run((2, 2), (query_len, query_len + 5), (8, 8), (3, 20), group_size=2)
 
 
-@pytest.mark.parametrize("seq_len", [31, 32, 33, 64, 65, 100])
+@pytest.mark.parametrize("seq_len", [31, 32, 33, 65])
 def test_split_boundaries(small, seq_len):
     run((1, seq_len), (1, 3))
 
 
 def test_long_sequences_get_longer_splits(small, monkeypatch):
     monkeypatch.setattr(module.kernels, "MAX_SPLITS", type(module.kernels.MAX_SPLITS)(2))
-    run((1, 64), (1, 65), (1, 130), (1, 5))
-    run((1, 64), (1, 65), (1, 140), (1, 5), sliding_window=90)
+    run((1, 64), (1, 65), (1, 130))
+    run((1, 140), (1, 5), sliding_window=90)
 
 
 def test_more_splits_than_one_step_of_the_combine(small, monkeypatch):
@@ -84,12 +92,12 @@ def test_more_splits_than_one_step_of_the_combine(small, monkeypatch):
 
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 1000])
 def test_sliding_windows(small, window):
-    run((1, 1), (1, 33), (1, 75), (20, 60), (18, 18), sliding_window=window)
+    run((1, 1), (1, 33), (1, 75), (18, 50), sliding_window=window)
 
 
 @pytest.mark.parametrize("window", [5, 33])
 def test_blocks_before_the_window_may_be_gone(small, window):
-    case = make_case((1, 75), (20, 70), sliding_window=window, block_size=16)
+    case = make_case((1, 75), (10, 60), sliding_window=window, block_size=16)
     for row, first_needed in ((0, 75 - window), (1, 50 - window + 1)):
         case.batch.block_tables[1, row, : max(first_needed, 0) // 16] = 0
     check(backend_for(case), case)
@@ -118,7 +126,7 @@ def test_scale_is_the_spec_s(small):
 
 def test_all_options_at_once(small):
     run(
-        (1, 90), (1, 12), (25, 70), (4, 4),
+        (1, 90), (1, 12), (7, 70), (4, 4),
         num_kv_heads=2, group_size=4, head_dim=80, block_size=32, scale=0.2,
         sliding_window=37, softcap=4.0, dtype=torch.float16,
     )  # fmt: skip
@@ -130,7 +138,7 @@ def test_shared_blocks(small):
 
 def test_reads_blocks_written_in_the_same_step(small):
     # The third sequence owns none of its first two blocks; the second writes them in this step.
-    run((1, 20), (40, 40), (5, 37), shared={2: (1, 2)})
+    run((1, 20), (34, 34), (5, 37), shared={2: (1, 2)})
 
 
 def test_only_decodes_and_only_prefills(small):
@@ -140,12 +148,12 @@ def test_only_decodes_and_only_prefills(small):
 
 def test_a_row_does_not_depend_on_its_neighbours(small):
     case, alone = run((1, 70))
-    for others in (((1, 3),), ((1, 200), (1, 30)), ((40, 90),)):
+    for others in (((1, 3), (1, 130)), ((3, 20),)):
         _, together = run((1, 70), *others)
         assert torch.equal(together[0], alone[0])
-    case, alone = run((20, 70))
-    _, together = run((20, 70), (33, 90), (2, 2))
-    assert torch.equal(together[:20], alone)
+    case, alone = run((9, 40))
+    _, together = run((9, 40), (5, 50), (2, 2))
+    assert torch.equal(together[:9], alone)
 
 
 def test_a_graph_captured_for_longer_sequences_gives_the_same(small):

@@ -79,24 +79,30 @@ def kernel_config(
     memory: 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on their smaller sisters.
     """
     dim = triton.next_power_of_2(head_dim)
-    roomy = arch in (80, 90, 100, 103)
     packed = max(16, triton.next_power_of_2(group_size))  # Why 16: the least rows of tl.dot.
+    roomy = arch in (80, 90, 100, 103)
+    warpgroups = arch in (90, 100, 103)  # These multiply from shared memory and save registers.
     if dtype == torch.float32:
         # Why small: exact float32 products run on plain cores, from registers.
-        return KernelConfig(
-            prefill_rows=max(16, packed), prefill_keys=16, prefill_warps=4, prefill_stages=2,
-            decode_rows=packed, decode_keys=16, decode_warps=4, decode_stages=2, split_tokens=256,
-        )  # fmt: skip
-    wide = dim > 128
+        prefill = (32, 16, 8 if dim > 128 else 4, 2)
+        decode = (16, 4, 2)
+    else:
+        if warpgroups:
+            prefill = (128, 64 if dim <= 128 else 32, 8, 3)
+        elif dim <= 128:
+            prefill = (128, 64 if dim <= 64 else 32, 8, 3)
+        else:
+            prefill = (64, 32, 8, 2)
+        decode = (32, 4, 4 if roomy else 3) if dim <= 128 else (32, 8, 3)
     return KernelConfig(
-        prefill_rows=max(64 if wide and not roomy else 128, packed),
-        prefill_keys=32 if wide and not roomy else 64,
-        prefill_warps=8,
-        prefill_stages=3 if arch >= 90 and roomy and not wide else 2,
+        prefill_rows=max(prefill[0], packed),
+        prefill_keys=prefill[1],
+        prefill_warps=prefill[2],
+        prefill_stages=prefill[3],
         decode_rows=packed,
-        decode_keys=32,
-        decode_warps=4,
-        decode_stages=4 if roomy and not wide else 3,
+        decode_keys=decode[0],
+        decode_warps=decode[1],
+        decode_stages=decode[2],
         split_tokens=256,
     )
 

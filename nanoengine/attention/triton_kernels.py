@@ -69,8 +69,17 @@ def store_kernel(
 
 
 @triton.jit
+def tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    """Block ids of positions start ... start + N - 1: one for all, or N where blocks are smaller."""
+    positions = start
+    if N > BLOCK_SIZE:
+        positions = start + tl.arange(0, N)
+    return tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
 def load_keys(
-    cache, table, start, low, end,
+    cache, blocks, start, low, end,
     C_BLOCK: tl.constexpr, C_TOKEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
@@ -83,12 +92,11 @@ def load_keys(
     tokens = tl.arange(0, N)
     dims = tl.arange(0, DIM)[None, :]
     if N <= BLOCK_SIZE:
-        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-        rows = cache + block * C_BLOCK + ((start % BLOCK_SIZE + tokens) * C_TOKEN)[:, None]
+        offsets = (start % BLOCK_SIZE + tokens) * C_TOKEN
+        rows = cache + blocks.to(tl.int64) * C_BLOCK + offsets[:, None]
     else:
-        positions = start + tokens
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
-        rows = cache + (blocks.to(tl.int64) * C_BLOCK + positions % BLOCK_SIZE * C_TOKEN)[:, None]
+        offsets = (start + tokens) % BLOCK_SIZE * C_TOKEN
+        rows = cache + (blocks.to(tl.int64) * C_BLOCK + offsets)[:, None]
     if MASKED:
         inside = start + tokens < end
         if WINDOW > 0:
@@ -101,7 +109,7 @@ def load_keys(
 
 @triton.jit
 def attend_tile(
-    q, acc, total, high, k_cache, v_cache, table, positions, start, low, end,
+    q, acc, total, high, k_cache, v_cache, blocks, positions, start, low, end,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr,
@@ -115,7 +123,7 @@ def attend_tile(
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     key = load_keys(
-        k_cache, table, start, low, end,
+        k_cache, blocks, start, low, end,
         KC_BLOCK, KC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
     )  # fmt: skip
     scores = tl.dot(q, tl.trans(key), input_precision="ieee")  # [M, N]
@@ -136,7 +144,7 @@ def attend_tile(
     shrink = tl.exp2(high - new_high)
     total = total * shrink + tl.sum(weights, 1)
     value = load_keys(
-        v_cache, table, start, low, end,
+        v_cache, blocks, start, low, end,
         VC_BLOCK, VC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
     )  # fmt: skip
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
@@ -161,19 +169,23 @@ def attend(
     total = tl.zeros([M], tl.float32)
     high = tl.full([M], MIN_SCORE, tl.float32)
     if WINDOW == 0:
+        blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
         for first in range(start, full_end, N):
             acc, total, high = attend_tile(
-                q, acc, total, high, k_cache, v_cache, table, positions, first, low, end,
+                q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end,
                 SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
                 BLOCK_SIZE, N, HEAD_DIM, DIM, False,
             )  # fmt: skip
+            blocks = tile_blocks(table, first + N, end, BLOCK_SIZE, N)
         start = tl.maximum(start, full_end)
+    blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
     for first in range(start, end, N):
         acc, total, high = attend_tile(
-            q, acc, total, high, k_cache, v_cache, table, positions, first, low, end,
+            q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end,
             SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
             BLOCK_SIZE, N, HEAD_DIM, DIM, True,
         )  # fmt: skip
+        blocks = tile_blocks(table, first + N, end, BLOCK_SIZE, N)
     return acc, total, high
 
 
