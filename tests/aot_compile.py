@@ -3,8 +3,8 @@
 Run by test_triton_aot.py in its own process: Triton's interpreter and its compiler exclude each
 other. The launch arguments are those that `TritonBackend` gives, caught at the launch.
 
-    python tests/aot_compile.py 90 bfloat16 128 64 8 2
-                        arch dtype head_dim block_size num_kv_heads group_size
+    python tests/aot_compile.py 90,bfloat16,128,64,8,2 ...
+                    arch,dtype,head_dim,block_size,num_kv_heads,group_size
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ def report(kernel, compiled):
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
         "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),
         "shared": compiled.metadata.shared,
-        "warps": compiled.metadata.num_warps,
         "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
         "wide_copies": len(re.findall(r"cp\.async\.cg\.shared.*?, 0x10", ptx)),
+        "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+        "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @dataclass(kw_only=True)
 class Case:
-    """One layer's inputs: `keys` and `values` hold each sequence's whole context, [seq_len, K, D]."""
+    """One layer's inputs; `keys` and `values` are each sequence's context, [seq_len, K, D]."""
 
     batch: Batch
     spec: AttentionSpec
@@ -151,9 +151,7 @@ def make_case(
 def check(backend, case: Case) -> torch.Tensor:
     """Runs one forward, holds it against the oracle, and returns it."""
     case.batch.attention = backend.prepare(case.batch)
-    out = backend.forward(
-        case.q, case.k, case.v, case.k_cache, case.v_cache, case.batch, case.spec
-    )
+    out = backend.forward(case.q, case.k, case.v, case.k_cache, case.v_cache, case.batch, case.spec)
     assert out.shape == case.q.shape
     assert out.dtype == case.q.dtype
     error = (out.cpu().double() - case.expected()).abs().max().item()

@@ -1,4 +1,4 @@
-"""The Triton kernels against the oracle: on the GPU if there is one, else in Triton's interpreter."""
+"""The Triton kernels against the oracle: on the GPU if there is one, else interpreted."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def backend_for(case):
 
 def run(*lengths, **options):
     case = make_case(*lengths, **options)
-    return case, check(backend_for(case), case)
+    return check(backend_for(case), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -126,7 +126,7 @@ def test_scale_is_the_spec_s(small):
 
 def test_all_options_at_once(small):
     run(
-        (1, 90), (1, 12), (7, 70), (4, 4),
+        (1, 90), (5, 70),
         num_kv_heads=2, group_size=4, head_dim=80, block_size=32, scale=0.2,
         sliding_window=37, softcap=4.0, dtype=torch.float16,
     )  # fmt: skip
@@ -147,17 +147,18 @@ def test_only_decodes_and_only_prefills(small):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(small):
-    case, alone = run((1, 70))
+    alone = run((1, 70))
     for others in (((1, 3), (1, 130)), ((3, 20),)):
-        _, together = run((1, 70), *others)
+        together = run((1, 70), *others)
         assert torch.equal(together[0], alone[0])
-    case, alone = run((9, 40))
-    _, together = run((9, 40), (5, 50), (2, 2))
+    alone = run((9, 40))
+    together = run((9, 40), (5, 50), (2, 2))
     assert torch.equal(together[:9], alone)
 
 
 def test_a_graph_captured_for_longer_sequences_gives_the_same(small):
-    case, out = run((1, 70), (1, 3))
+    case = make_case((1, 70), (1, 3))
+    out = check(backend_for(case), case)
     case.batch.max_seq_len = 1000
     assert torch.equal(check(backend_for(case), case), out)
 

@@ -70,7 +70,7 @@ def store_kernel(
 
 @triton.jit
 def tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
-    """Block ids of positions start ... start + N - 1: one for all, or N where blocks are smaller."""
+    """Block ids of positions start ... start + N - 1: one, or N where blocks are smaller."""
     positions = start
     if N > BLOCK_SIZE:
         positions = start + tl.arange(0, N)
