@@ -3,7 +3,7 @@
 Run by test_triton_aot.py in its own process: Triton's interpreter and its compiler exclude each
 other. The launch arguments are those that `TritonBackend` gives, caught at the launch.
 
-    python tests/aot_compile.py 90,bfloat16,128,64,8,2 ...
+    python -m tests.aot_compile 90,bfloat16,128,64,8,2 ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 import triton
-from attention_cases import make_case
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.triton import TritonBackend, kernels
+from tests.attention_cases import make_case
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
@@ -57,7 +57,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size):
     )  # fmt: skip
     for name in names:
         setattr(kernels, name, Catch(originals[name], caught))
-    backend.forward(case.q, case.k, case.v, case.k_cache, case.v_cache, case.batch, case.spec)
+    case.run(backend)
     for name in names:
         setattr(kernels, name, originals[name])
     return caught

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from attention_cases import DEVICE, check, make_case
 
 from nanoengine.attention import triton as module
 from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
 from nanoengine.errors import ConfigError
+from tests.attention_cases import DEVICE, make_case
 
 pytestmark = [
     # The interpreter's numpy says what a GPU does silently: softcap wants exp2(large) = inf, and
@@ -38,8 +38,9 @@ def backend_for(case):
 
 
 def run(*lengths, **options):
+    """Checks one forward of these sequences against the oracle and returns it."""
     case = make_case(*lengths, **options)
-    return check(backend_for(case), case)
+    return case.check(backend_for(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -100,7 +101,7 @@ def test_blocks_before_the_window_may_be_gone(small, window):
     case = make_case((1, 75), (10, 60), sliding_window=window, block_size=16)
     for row, first_needed in ((0, 75 - window), (1, 50 - window + 1)):
         case.batch.block_tables[1, row, : max(first_needed, 0) // 16] = 0
-    check(backend_for(case), case)
+    case.check(backend_for(case))
 
 
 def test_window_with_keys_wider_than_a_block(monkeypatch):
@@ -112,7 +113,7 @@ def test_window_with_keys_wider_than_a_block(monkeypatch):
     case = make_case((1, 75), (20, 70), sliding_window=20, block_size=16)
     case.batch.block_tables[1, 0, :3] = 0
     case.batch.block_tables[1, 1, :1] = 0
-    check(backend_for(case), case)
+    case.check(backend_for(case))
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
@@ -158,18 +159,16 @@ def test_a_row_does_not_depend_on_its_neighbours(small):
 
 def test_a_graph_captured_for_longer_sequences_gives_the_same(small):
     case = make_case((1, 70), (1, 3))
-    out = check(backend_for(case), case)
+    out = case.check(backend_for(case))
     case.batch.max_seq_len = 1000
-    assert torch.equal(check(backend_for(case), case), out)
+    assert torch.equal(case.check(backend_for(case)), out)
 
 
 def test_padding_rows_of_length_zero_give_zeros(small):
     case = make_case((1, 20), (1, 1))
     case.batch.seq_lens[1] = 0
     case.batch.slot_mapping[1, 1] = 0
-    out = backend_for(case).forward(
-        case.q, case.k, case.v, case.k_cache, case.v_cache, case.batch, case.spec
-    )
+    out = case.run(backend_for(case))
     assert out[1].abs().max() == 0
     assert torch.isfinite(out[0]).all()
 

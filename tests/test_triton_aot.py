@@ -32,9 +32,8 @@ def reports(tmp_path_factory):
             )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     done = subprocess.run(
-        [sys.executable, TESTS / "aot_compile.py", *MAIN, *OTHERS],
+        [sys.executable, "-m", "tests.aot_compile", *MAIN, *OTHERS], cwd=TESTS.parent,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
