@@ -27,8 +27,8 @@ def attend(q, keys, values, scale, causal, window_size, softcap):
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
-    query = torch.arange(q.shape[0])[:, None] + keys.shape[0] - q.shape[0]
-    key = torch.arange(keys.shape[0])[None, :]
+    query = torch.arange(q.shape[0], device=q.device)[:, None] + keys.shape[0] - q.shape[0]
+    key = torch.arange(keys.shape[0], device=q.device)[None, :]
     left, right = window_size
     right = 0 if causal else right
     visible = torch.ones_like(query - key, dtype=torch.bool)
@@ -47,7 +47,7 @@ def paged(q, k_cache, v_cache, starts, lengths, table, multiple, *rest):
     assert table.dtype == lengths.dtype == torch.int32
     assert table.stride(-1) == q.stride(-1) == k_cache.stride(-1) == 1
     assert k_cache.shape[1] % multiple == 0
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q)
     for i, length in enumerate(lengths.tolist()):
         rows = slice(starts[i], starts[i + 1])
         blocks = table[i, : -(-length // k_cache.shape[1])].long()
@@ -139,9 +139,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("options", SHAPES)
 def test_a_mixed_batch_is_one_varlen_call(calls, options):
-    case = make_case(
-        (1, 9), (1, 258), (3, 20), (2, 2), block_size=256, dtype=torch.float16, **options
-    )
+    case = make_case((1, 9), (1, 258), (3, 20), block_size=256, dtype=torch.float16, **options)
     case.check(FlashAttnBackend(**OPTIONS))
     assert calls == ["varlen"]
 
@@ -154,7 +152,7 @@ def test_decodes_are_one_kvcache_call(calls, options):
 
 
 @pytest.mark.parametrize("options", SHAPES)
-@pytest.mark.parametrize("lengths", [[(1, 9), (1, 70), (3, 20)], [(1, 3), (1, 65)]])
+@pytest.mark.parametrize("lengths", [[(1, 70), (3, 20)], [(1, 3), (1, 65)]])
 def test_hopper_takes_flash_attention_3_where_installed(calls, monkeypatch, lengths, options):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     case = make_case(*lengths, block_size=64, dtype=torch.float16, **options)
@@ -186,7 +184,7 @@ def test_refuses_what_it_can_not_do(calls, change, words):
 
 def test_refuses_old_gpus(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    with pytest.raises(ConfigError, match="8.0 or newer"):
+    with pytest.raises(ConfigError, match=r"8\.0 or newer"):
         FlashAttnBackend(**OPTIONS)
 
 
