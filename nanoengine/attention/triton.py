@@ -1,0 +1,305 @@
+"""TritonBackend: paged attention on CUDA with nanoengine's own kernels. The default backend there.
+
+Chosen by `attention.make_backend`, called by every attention layer. Here are the choices: tile
+sizes, grids, scratch memory; the arithmetic is in `triton_kernels.py`.
+
+    forward = store (all tokens) -> decode + combine (first num_decodes sequences)
+                                 -> varlen           (all others)
+
+Grids come from Python ints of the batch, so nothing waits for the GPU, and the launches of a batch
+of decodes may be captured in a CUDA graph: a graph captured with a greater `max_seq_len` serves
+shorter sequences, whose programs find nothing to do.
+
+A row's result does not depend on the sequences beside it: key tiles and splits are laid out by the
+sequence alone, and nothing is added up by atomics. A token computed alone takes the decode kernel
+and in a chunk the varlen kernel; these two agree to rounding, not to the bit.
+
+The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
+float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
+sizes were chosen by registers, spills and shared memory of the compiled code, not by time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from nanoengine.attention.base import AttentionSpec, KVLayoutName
+from nanoengine.errors import ConfigError, MissingDependencyError
+from nanoengine.runner.batch import Batch
+
+try:
+    import triton
+except ImportError as error:
+    raise MissingDependencyError(
+        "the triton attention backend needs the package triton, which CUDA builds of torch bring"
+        " along: install such a build, or `pip install triton`"
+    ) from error
+
+from nanoengine.attention import triton_kernels as kernels
+
+COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
+"""False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Tile sizes of the two attention kernels.
+
+    Attributes:
+        prefill_rows, decode_rows: query tokens times heads of a KV head in one tile.
+        prefill_keys, decode_keys: tokens of keys and values in one tile.
+        prefill_warps, decode_warps: warps of 32 threads that share a tile.
+        prefill_stages, decode_stages: key tiles in flight, the one in use included.
+        split_tokens: keys of one split of a decode, a multiple of `decode_keys`.
+    """
+
+    prefill_rows: int
+    prefill_keys: int
+    prefill_warps: int
+    prefill_stages: int
+    decode_rows: int
+    decode_keys: int
+    decode_warps: int
+    decode_stages: int
+    split_tokens: int
+
+
+@functools.cache
+def kernel_config(
+    arch: int, head_dim: int, block_size: int, group_size: int, dtype: torch.dtype
+) -> KernelConfig:
+    """Tile sizes for a GPU of compute capability `arch` (80, 89, 90, ...) and a model's shape.
+
+    Why a table and no autotuning: the same model on the same GPU must always add in the same order,
+    and a first request must not wait for trials. The bounds are registers (no spills) and shared
+    memory: 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on their smaller sisters.
+    """
+    dim = triton.next_power_of_2(head_dim)
+    packed = max(16, triton.next_power_of_2(group_size))  # Why 16: the least rows of tl.dot.
+    roomy = arch in (80, 90, 100, 103)
+    warpgroups = arch in (90, 100, 103)  # These multiply from shared memory and save registers.
+    if dtype == torch.float32:
+        # Why small: exact float32 products run on plain cores, from registers.
+        prefill = (32, 16, 8 if dim > 128 else 4, 2)
+        decode = (16, 4, 2)
+    else:
+        if warpgroups:
+            prefill = (128, 64 if dim <= 128 else 32, 8, 3)
+        elif dim <= 128:
+            prefill = (128, 64 if dim <= 64 else 32, 8, 3)
+        else:
+            prefill = (64, 32, 8, 2)
+        decode = (32, 4, 4 if roomy else 3) if dim <= 128 else (32, 8, 3)
+    return KernelConfig(
+        prefill_rows=max(prefill[0], packed),
+        prefill_keys=prefill[1],
+        prefill_warps=prefill[2],
+        prefill_stages=prefill[3],
+        decode_rows=packed,
+        decode_keys=decode[0],
+        decode_warps=decode[1],
+        decode_stages=decode[2],
+        split_tokens=256,
+    )
+
+
+def cache_constants(k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, int]:
+    """The strides of one layer's caches, under the names that the kernels give them."""
+    names = ("BLOCK", "TOKEN", "HEAD")
+    return {f"KC_{n}": s for n, s in zip(names, k_cache.stride()[:3], strict=True)} | {
+        f"VC_{n}": s for n, s in zip(names, v_cache.stride()[:3], strict=True)
+    }
+
+
+def store_constants(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> dict[str, int]:
+    """The compile-time arguments of `store_kernel`."""
+    _, num_kv_heads, head_dim = k.shape
+    return cache_constants(k_cache, v_cache) | {
+        "K_TOKEN": k.stride(0), "K_HEAD": k.stride(1),
+        "V_TOKEN": v.stride(0), "V_HEAD": v.stride(1),
+        "BLOCK_SIZE": k_cache.shape[1],
+        "NUM_KV_HEADS": num_kv_heads, "HEADS": triton.next_power_of_2(num_kv_heads),
+        "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim),
+    }  # fmt: skip
+
+
+def attention_constants(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec
+) -> dict[str, Any]:
+    """The compile-time arguments that `varlen_kernel` and `decode_kernel` share."""
+    return cache_constants(k_cache, v_cache) | {
+        "Q_TOKEN": q.stride(0), "Q_HEAD": q.stride(1),
+        "SCALE": spec.scale, "SOFTCAP": spec.softcap or 0.0, "WINDOW": spec.sliding_window or 0,
+        "BLOCK_SIZE": k_cache.shape[1], "GROUP": spec.num_heads // spec.num_kv_heads,
+        "HEAD_DIM": spec.head_dim, "DIM": triton.next_power_of_2(spec.head_dim),
+    }  # fmt: skip
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Writes k, v [T, K, D] to the slots [T] of caches [B, P, K, D], in one launch."""
+    kernels.store_kernel[(k.shape[0],)](
+        k, v, k_cache, v_cache, slot_mapping, **store_constants(k, v, k_cache, v_cache)
+    )
+
+
+class TritonBackend:
+    """Paged FlashAttention in Triton: one varlen kernel, one split-KV decode kernel.
+
+    Head dims that are no power of two are computed in tiles of the next one, so 80 and 96 cost
+    what 128 costs. float32 is exact, without tensor cores, and slow.
+
+    Raises:
+        ConfigError: float64, or another dtype than float16, bfloat16 and float32; a head dim above
+            256; a block size that is no power of two from 16; a device that is no CUDA GPU of
+            compute capability 8.0 or newer; bfloat16 in the interpreter, which computes it wrongly.
+    """
+
+    name: ClassVar[str] = "triton"
+    kv_layout: ClassVar[KVLayoutName] = "PKD"
+    default_block_size: ClassVar[int] = 64
+    graph_safe: ClassVar[bool] = True
+
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> None:
+        _check(device, dtype, head_dim, block_size)
+        self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
+        self.arch, self.num_sms = 80, 1
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self.arch = 10 * properties.major + properties.minor
+            self.num_sms = properties.multi_processor_count
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing: the kernels find their sequences by `query_start_loc`, without a host's help."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Stores k, v [T, K, D] and attends q [T, H, D]; see `AttentionBackend.forward`."""
+        store_kv(k, v, k_cache, v_cache, batch.slot_mapping[spec.group])
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if batch.num_decodes:
+            self._decode(out, q, k_cache, v_cache, batch, spec)
+        if batch.num_seqs > batch.num_decodes:
+            self._varlen(out, q, k_cache, v_cache, batch, spec)
+        return out
+
+    def _config(self, spec: AttentionSpec) -> KernelConfig:
+        group_size = spec.num_heads // spec.num_kv_heads
+        return kernel_config(self.arch, self.head_dim, self.block_size, group_size, self.dtype)
+
+    def _varlen(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> None:
+        """Attends all sequences after the first `num_decodes`."""
+        config = self._config(spec)
+        table = batch.block_tables[spec.group]
+        num_prefills = batch.num_seqs - batch.num_decodes
+        tile_tokens = config.prefill_rows // (spec.num_heads // spec.num_kv_heads)
+        num_tiles = (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills
+        kernels.varlen_kernel[(num_tiles, spec.num_kv_heads)](
+            out, q, k_cache, v_cache, table, batch.query_start_loc, batch.seq_lens,
+            table.stride(0), batch.num_decodes, num_prefills,
+            O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
+            **attention_constants(q, k_cache, v_cache, spec),
+            M=config.prefill_rows, N=config.prefill_keys,
+            num_warps=config.prefill_warps, num_stages=config.prefill_stages,
+        )  # fmt: skip
+
+    def _decode(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> None:
+        """Attends the first `num_decodes` sequences, whose query tokens are the rows 0, 1, ..."""
+        config = self._config(spec)
+        table = batch.block_tables[spec.group]
+        num_seqs, heads = batch.num_decodes, spec.num_heads
+        seen = min(batch.max_seq_len, spec.sliding_window or batch.max_seq_len)
+        max_splits = min(triton.cdiv(seen, config.split_tokens), kernels.MAX_SPLITS.value)
+        max_splits += spec.sliding_window is not None
+        # Why not a program a split: a captured graph has the splits of the longest sequence that
+        # may come, and programs that only exit take time too. 32 an SM are several full waves.
+        wanted = triton.cdiv(32 * self.num_sms, num_seqs * spec.num_kv_heads)
+        programs = min(max_splits, max(4, wanted))
+        shape = (num_seqs, heads, max_splits)
+        part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        kernels.decode_kernel[(num_seqs, spec.num_kv_heads, programs)](
+            part_out, part_lse, q, k_cache, v_cache, table, batch.seq_lens,
+            table.stride(0), max_splits,
+            **attention_constants(q, k_cache, v_cache, spec),
+            M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,
+            num_warps=config.decode_warps, num_stages=config.decode_stages,
+        )  # fmt: skip
+        kernels.combine_kernel[(num_seqs, heads)](
+            out, part_out, part_lse, batch.seq_lens, max_splits,
+            O_TOKEN=out.stride(0), O_HEAD=out.stride(1), WINDOW=spec.sliding_window or 0,
+            HEAD_DIM=spec.head_dim, DIM=triton.next_power_of_2(spec.head_dim),
+            SPLIT=config.split_tokens, num_warps=4,
+        )  # fmt: skip
+
+
+def _check(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    """Refuses what the kernels can't do, before anything is allocated."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"attention backend triton computes float16, bfloat16 and float32, got {dtype}:"
+            " set dtype, or attention_backend='naive'"
+        )
+    if not 16 <= head_dim <= 256:
+        raise ConfigError(
+            f"attention backend triton does head dims from 16 to 256, got {head_dim}:"
+            " set attention_backend='naive'"
+        )
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ConfigError(
+            "attention backend triton needs a block_size that is a power of two of at least 16,"
+            f" got {block_size}"
+        )
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            raise ConfigError(
+                "attention backend triton needs a GPU of compute capability 8.0 or newer, got"
+                f" {capability[0]}.{capability[1]}: set attention_backend='naive'"
+            )
+    elif COMPILED:
+        raise ConfigError(
+            f"attention backend triton runs on CUDA, got device {device}: set"
+            " attention_backend='cpu' (or, to debug its kernels, TRITON_INTERPRET=1)"
+        )
+    elif dtype == torch.bfloat16:
+        raise ConfigError(
+            "Triton's interpreter computes bfloat16 wrongly: set dtype to float32 or float16"
+        )

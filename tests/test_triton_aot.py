@@ -1,0 +1,86 @@
+"""The Triton kernels become good machine code for sm_80, sm_89 and sm_90, without a GPU.
+
+What a CPU can tell about a GPU's speed: nothing spilled, shared memory within the card's, matrix
+instructions, 16-byte asynchronous copies, and copies still in flight while a tile is computed. The
+interpreter checks none of this, nor the types that only the compiler sees.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+TESTS = Path(__file__).parent
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MAIN = [f"{arch},bfloat16,128,64,8,2" for arch in (80, 89, 90)]
+OTHERS = ["80,float32,64,16,2,4", "89,float16,96,16,2,7"]
+SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """(target, kernel) -> figures of its machine code; one process compiles them all."""
+    for tool in ("ptxas", "cuobjdump"):
+        if not (BIN / tool).exists():
+            pytest.fail(
+                f"the installed triton {triton.__version__} has no {tool} in {BIN}: the kernels"
+                " can't be compiled ahead of time; install a triton wheel for Linux that ships it"
+            )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.aot_compile", *MAIN, *OTHERS], cwd=TESTS.parent,
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {(r["target"], r["kernel"]): r for r in json.loads(done.stdout)}
+
+
+def test_every_kernel_compiles_for_every_target(reports):
+    kernels = ("store_kernel", "varlen_kernel", "decode_kernel", "combine_kernel")
+    assert set(reports) == {(t, k) for t in MAIN + OTHERS for k in kernels}
+
+
+def test_nothing_spills_and_shared_memory_fits(reports):
+    for (target, kernel), figures in reports.items():
+        assert figures["stack"] == 0, (target, kernel, figures)
+        assert figures["local"] == 0, (target, kernel, figures)
+        assert figures["shared"] <= SHARED_BYTES[target[:2]], (target, kernel, figures)
+
+
+@pytest.mark.parametrize("target", MAIN)
+def test_registers_leave_room_for_enough_programs(reports, target):
+    # A multiprocessor has 65,536: four decodes of 128 threads, one prefill tile of 256.
+    assert reports[target, "decode_kernel"]["registers"] <= 128
+    assert reports[target, "varlen_kernel"]["registers"] <= 224
+    assert reports[target, "combine_kernel"]["registers"] <= 64
+    assert reports[target, "store_kernel"]["registers"] <= 64
+
+
+@pytest.mark.parametrize("target", MAIN)
+def test_attention_multiplies_on_tensor_cores(reports, target):
+    for kernel in ("varlen_kernel", "decode_kernel"):
+        assert reports[target, kernel]["mma"] > 0
+    if target.startswith("90"):
+        assert reports[target, "varlen_kernel"]["wgmma"] > 0
+
+
+@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("kernel", ["varlen_kernel", "decode_kernel"])
+def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, kernel):
+    figures = reports[target, kernel]
+    assert figures["wide_copies"] > 0
+    assert figures["async_copies"] == figures["wide_copies"], "some copies move less than 16 bytes"
+    # Copy groups that may be unfinished when a tile starts: 2 are one tile of keys and of values.
+    assert figures["in_flight"] >= 2
+
+
+@pytest.mark.parametrize("target", MAIN)
+def test_the_store_moves_16_bytes_at_a_time(reports, target):
+    figures = reports[target, "store_kernel"]
+    assert figures["wide_loads"] > 0
+    assert figures["wide_stores"] > 0
