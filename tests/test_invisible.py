@@ -1,0 +1,157 @@
+"""The matrix: no feature shows in the output.
+
+Greedy tokens are the same with every feature on or off, for any batch neighbours, chunk size, block
+size and preemption; seeded samples too. On tiny models in float64, where rounding can't hide a bug
+or fake one. A new feature adds a line to `VARIANTS`.
+"""
+
+import itertools
+
+import pytest
+
+from nanoengine.sampling_params import SamplingParams
+from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+NUM_TOKENS = 20
+MODELS = {
+    "full": ("qwen3", {}),
+    "window": ("mistral", {"sliding_window": 16}),
+    "hybrid": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+}
+
+
+def prompts():
+    """Mixed lengths; some share a prefix, two are equal."""
+    distinct = random_prompts(8, [1, 7, 16, 33, 48])
+    prefix = random_prompts(1, [40], seed=9)[0]
+    return distinct + [prefix + tail for tail in random_prompts(3, [1, 9, 25], seed=5)] + [
+        distinct[3]
+    ]  # fmt: skip
+
+
+def alone(model):
+    """Each prompt in an engine of its own, nothing shared, nothing chunked: the plain truth."""
+    family, overrides = MODELS[model]
+    engine = make_engine(
+        checkpoint(family, **overrides), enable_prefix_caching=False, max_num_seqs=1
+    )
+    return [tokens(run(engine, [prompt], greedy(NUM_TOKENS)))[0] for prompt in prompts()]
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return {model: alone(model) for model in MODELS}
+
+
+CHUNKS = {"chunk7": 7, "chunk64": 64, "whole": 0}
+VARIANTS = [
+    pytest.param(
+        {"enable_prefix_caching": caching, "long_prefill_threshold": chunk, "block_size": size}
+        | pool,
+        id=f"{'cache' if caching else 'nocache'}-{name}-bs{size}-{'small' if pool else 'large'}",
+    )
+    for caching, (name, chunk), size in itertools.product((True, False), CHUNKS.items(), (8, 16, 256))
+    for pool in ({}, {"num_kv_blocks": {8: 25, 16: 14, 256: 4}[size]})
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_greedy_tokens_do_not_depend_on_features(options, truth):
+    engine = make_engine(checkpoint("qwen3"), **options)
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
+    stats = engine.stats()
+    if "num_kv_blocks" in options and options["block_size"] < 256:
+        assert stats.preemptions > 0, "the pool was meant to be too small"
+    if options["enable_prefix_caching"] and options["block_size"] == 8:
+        assert stats.cache_hit_tokens > 0, "prefixes were meant to be shared"
+
+
+@pytest.mark.parametrize("model", ["window", "hybrid"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("chunk", [7, 0])
+@pytest.mark.parametrize("blocks", [40, 200])
+def test_windows_do_not_show(model, caching, chunk, blocks, truth):
+    family, overrides = MODELS[model]
+    engine = make_engine(
+        checkpoint(family, **overrides),
+        enable_prefix_caching=caching,
+        long_prefill_threshold=chunk,
+        block_size=8,
+        num_kv_blocks=blocks,
+        max_num_batched_tokens=256,
+    )
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth[model]
+    again = tokens(run(engine, prompts(), greedy(NUM_TOKENS)))
+    assert again == truth[model], "a second run reads what the first has cached"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_backend": "cpu", "block_size": 8, "num_kv_blocks": 25},
+        {"attention_backend": "cpu", "block_size": 16, "long_prefill_threshold": 7},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 16},
+        {"enable_chunked_prefill": False, "max_model_len": 128, "max_num_batched_tokens": 256},
+        {"watermark_frac": 0.2, "num_kv_blocks": 30, "block_size": 8},
+    ],
+)
+def test_other_settings_do_not_show(options, truth):
+    engine = make_engine(checkpoint("qwen3"), **options)
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
+
+
+def test_n_sequences_are_the_greedy_one_when_only_the_best_token_is_kept(truth):
+    params = SamplingParams(n=3, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for blocks in (200, 30):  # the small pool preempts forks and lets them come back
+        engine = make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=blocks)
+        found = tokens(run(engine, prompts(), params))
+        assert found == [[output] * 3 for (output,) in truth["full"]]
+
+
+def test_drafts_right_or_wrong_do_not_show(truth):
+    """Several tokens a step: the tokens that verification keeps are the greedy ones."""
+    engine = make_engine(checkpoint("qwen3"), block_size=8)
+    requests = [
+        engine.add_request(str(i), prompt, greedy(NUM_TOKENS)) for i, prompt in enumerate(prompts())
+    ]
+    while engine.has_unfinished():
+        engine.step()
+        for seq in engine.scheduler.running:
+            (expected,) = truth["full"][int(seq.request.request_id)]
+            done = seq.num_output_tokens
+            drafts = expected[done : done + 3]
+            if done % 3 == 1:
+                drafts = [(token + 1) % 256 for token in drafts]
+            if seq.num_tokens - seq.num_computed_tokens == 1:
+                seq.draft_token_ids = tuple(drafts[: NUM_TOKENS - done - 1])
+    assert tokens(requests) == truth["full"]
+    assert engine.stats().steps < NUM_TOKENS
+
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def test_seeded_samples_are_the_same_alone_and_among_31_neighbours():
+    prompt = prompts()[3]
+    engine = make_engine(checkpoint("qwen3"))
+    (expected,) = tokens(run(engine, [prompt], SEEDED))
+    others = random_prompts(31, [1, 7, 16, 33, 48], seed=4)
+    unseeded = [SamplingParams(temperature=1.3, top_k=20, max_tokens=30)] * 31
+    busy = make_engine(checkpoint("qwen3"), max_num_batched_tokens=64, max_num_seqs=32)
+    found = tokens(run(busy, [*others[:9], prompt, *others[9:]], [*unseeded[:9], SEEDED, *unseeded[9:]]))
+    assert found[9] == expected
+    assert expected != tokens(run(engine, [prompt], greedy(NUM_TOKENS)))[0], "nothing was sampled"
+
+
+def test_seeded_samples_are_the_same_after_preemption():
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)
+    ]
+    inputs = random_prompts(6, [20])
+    expected = tokens(run(make_engine(checkpoint("qwen3")), inputs, params))
+    small = make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=22)
+    assert tokens(run(small, inputs, params)) == expected
+    assert small.stats().preemptions > 0
