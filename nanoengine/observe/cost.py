@@ -33,8 +33,9 @@ from nanoengine.observe.metrics import StepRecord
 class ModelCost:
     """The sizes of a model that its cost depends on.
 
-    `windows` has one entry a layer, None is full attention. `dense_params` are the parameters of attention and dense MLPs over all layers; `expert_params`
-    those of one expert summed over the layers that have experts.
+    `dense_params` are the parameters of attention and dense MLPs over all layers, `expert_params`
+    those of one expert summed over the layers that have experts. `windows` has one entry a layer;
+    None is full attention.
     """
 
     dense_params: int

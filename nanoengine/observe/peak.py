@@ -39,30 +39,37 @@ def measure_peaks(
 ) -> Peaks:
     """Measures both peaks, each for about `seconds`; the fastest repetition counts.
 
-    Why the fastest: other processes can only slow a repetition down. Bandwidth is the better of
-    summing a float32 buffer (reads only) and copying half of it onto the other half (each byte read
-    and written once): which of the two gets nearer to the hardware differs between devices.
+    Why the fastest: other processes can only slow a repetition down.
 
     Args:
         buffer_bytes: must be far larger than the caches.
         gemm_size: side of the matrices; None takes `GEMM_SIZE` of the device type.
     """
-    buffer = torch.ones(buffer_bytes // 4, dtype=torch.float32, device=device)
-    half = buffer.numel() // 2
-    target, source = buffer[:half], buffer[half : 2 * half]
-    moved = half * 2 * 4
-    reads = moved / _fastest(buffer[: 2 * half].sum, device, seconds / 2)
-    copies = moved / _fastest(lambda: target.copy_(source), device, seconds / 2)
-    del buffer, target, source
     size = gemm_size or GEMM_SIZE[device.type]
-    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    b, out = a.clone(), torch.empty_like(a)
-    rate = 2 * size**3 / _fastest(lambda: torch.mm(a, b, out=out), device, seconds)
     return Peaks(
-        read_gbs=max(reads, copies) / 1e9,
-        gemm_gflops=rate / 1e9,
+        read_gbs=_bandwidth(device, buffer_bytes, seconds) / 1e9,
+        gemm_gflops=_gemm_rate(device, dtype, size, seconds) / 1e9,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _bandwidth(device: torch.device, buffer_bytes: int, seconds: float) -> float:
+    """Bytes/s: the better of summing a buffer and of copying one half onto the other.
+
+    A sum only reads; a copy reads and writes each byte once. Which of the two gets nearer to the
+    hardware differs between devices.
+    """
+    target, source = torch.ones(2, buffer_bytes // 8, dtype=torch.float32, device=device)
+    sum_s = _fastest(source.sum, device, seconds / 2)
+    copy_s = _fastest(lambda: target.copy_(source), device, seconds / 2)
+    return source.nbytes / min(sum_s, copy_s / 2)
+
+
+def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
+    """FLOP/s of a product of two square matrices."""
+    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    b, out = a.clone(), torch.empty_like(a)
+    return 2 * size**3 / _fastest(lambda: torch.mm(a, b, out=out), device, seconds)
 
 
 def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Trace: an Observer that writes one JSON line a step, so that a run can be plotted and asked later.
+"""Trace: an Observer that writes one JSON line a step, to plot or question the run later.
 
 Enters `LLMEngine.observers`; reads plans, results and the scheduler's counts, changes nothing.
 
