@@ -105,11 +105,4 @@ def block_counts(scheduler: object) -> dict[str, dict[str, int]]:
     manager = getattr(scheduler, "block_manager", None)
     if manager is None:
         return {}
-    pool = manager.pool
-    return {
-        "device": {
-            "empty": pool.num_empty,
-            "cached": pool.num_cached,
-            "active": pool.num_active,
-        }
-    }
+    return {"device": manager.pool.counts()}
