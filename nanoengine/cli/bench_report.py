@@ -160,7 +160,8 @@ def format_report(report: dict[str, Any]) -> str:
     rows = [
         ("model", f"{report['model']}, {engine['num_parameters'] / 1e6:,.1f}M parameters"),
         ("engine", f"{engine['dtype']} on {engine['device']}, attention"
-                   f" {engine['attention_backend']}, {engine['num_kv_blocks']:,} KV blocks of {engine['block_size']} tokens"),
+                   f" {engine['attention_backend']}, {engine['num_kv_blocks']:,} KV"
+                   f" blocks of {engine['block_size']} tokens"),
         ("hardware", machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"),
         ("workload", f"{work['dataset']}, seed {work['seed']}: {work['requests']} requests, "
                      f"{work['input_tokens']:,} tokens in, {work['output_tokens']:,} out, "
