@@ -27,8 +27,6 @@ from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, NanoEngineError
 
 if TYPE_CHECKING:
-    import torch
-
     from nanoengine.cli.hf_baseline import HFBaseline
     from nanoengine.llm import LLM
     from nanoengine.observe.cost import ModelCost
@@ -36,6 +34,14 @@ if TYPE_CHECKING:
 
 STANDARD = {"num_requests": 256, "input_len": (100, 1024), "output_len": (100, 1024)}
 SMOKE = {"num_requests": 32, "input_len": (12, 128), "output_len": (12, 128)}
+COUNTERS = (
+    "prefill_tokens",
+    "recomputed_tokens",
+    "preemptions",
+    "cache_queried_tokens",
+    "cache_hit_tokens",
+)
+"""Running totals of the engine that a round is charged for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +162,6 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     """Warms up, measures the hardware, runs the rounds, and returns the report as plain data."""
     import torch
 
-    from nanoengine.observe.metrics import Metrics
     from nanoengine.observe.peak import measure_peaks
 
     info = llm.engine.info
@@ -165,30 +170,12 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     items, notes = workload.fit(drawn, info.vocab_size, info.max_model_len, cap=is_trace)
     if args.smoke:
         notes.insert(0, f"smoke scale: {len(items)} requests; not the field's standard workload")
-    metrics = Metrics()
-    llm.engine.observers.append(metrics)
     start = time.perf_counter()
-    short = [replace(item, max_tokens=min(item.max_tokens, 8)) for item in items[:16]]
-    _generate(llm, workload.shifted(short, -1, info.vocab_size), args.temperature)
+    _generate(llm, _warm_up(items, info.vocab_size), args.temperature)
     warmup_s = time.perf_counter() - start
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
     peaks = measure_peaks(device, dtype)
-    baseline = None
-    if args.compare:
-        from nanoengine.cli.hf_baseline import HFBaseline
-
-        is_dummy = config.load_format == "dummy"
-        baseline = HFBaseline(
-            config.model, dummy=is_dummy, dtype=dtype, device=device,
-            batch_size=args.compare_batch_size,
-        )  # fmt: skip
-        baseline.generate(short, args.temperature)
-    rounds, baseline_s = [], []
-    for number in range(args.rounds or (3 if args.compare else 1)):
-        work = workload.shifted(items, number, info.vocab_size)
-        rounds.append(_timed_round(llm, metrics, work, args.temperature))
-        if baseline:
-            baseline_s.append(_timed_baseline(baseline, work, args.temperature, device))
+    rounds, baseline_s = _run_rounds(args, config, llm, items)
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -207,11 +194,47 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
         "engine": {**bench_report.plain(asdict(info)), "warmup_s": warmup_s},
         **bench_report.summarize_rounds(rounds, items, model_cost(config, dtype.itemsize), peaks),
     }
-    if baseline:
-        report["baseline"] = bench_report.compare(
-            rounds, baseline_s, items, args.compare_batch_size
-        )
+    if baseline_s:
+        size = args.compare_batch_size
+        report["baseline"] = bench_report.compare(rounds, baseline_s, items, size)
     return report
+
+
+def _warm_up(items: SequenceOf[WorkItem], vocab_size: int) -> list[WorkItem]:
+    """A few short requests with ids of their own, so that no timed prompt finds their prefixes."""
+    short = [replace(item, max_tokens=min(item.max_tokens, 8)) for item in items[:16]]
+    return workload.shifted(short, -1, vocab_size)
+
+
+def _run_rounds(
+    args: BenchArgs, config: EngineConfig, llm: LLM, items: list[WorkItem]
+) -> tuple[list[Round], list[float]]:
+    """The timed rounds, and the seconds of the baseline's, if one is compared: A B A B."""
+    import torch
+
+    from nanoengine.observe.metrics import Metrics
+
+    info = llm.engine.info
+    metrics, baseline = Metrics(), None
+    llm.engine.observers.append(metrics)
+    if args.compare:
+        from nanoengine.cli.hf_baseline import HFBaseline
+
+        baseline = HFBaseline(
+            config.model,
+            dummy=config.load_format == "dummy",
+            dtype=getattr(torch, info.dtype),
+            device=torch.device(info.device),
+            batch_size=args.compare_batch_size,
+        )
+        baseline.generate(_warm_up(items, info.vocab_size), args.temperature)
+    rounds, baseline_s = [], []
+    for number in range(args.rounds or (3 if args.compare else 1)):
+        work = workload.shifted(items, number, info.vocab_size)
+        rounds.append(_timed_round(llm, metrics, work, args.temperature))
+        if baseline:
+            baseline_s.append(_timed_baseline(baseline, work, args.temperature))
+    return rounds, baseline_s
 
 
 def _generate(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> list[Any]:
@@ -240,41 +263,26 @@ def _generate(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> list
 
 def _timed_round(llm: LLM, metrics: Metrics, items: list[WorkItem], temperature: float) -> Round:
     metrics.records.clear()
-    before = counters(llm)
+    before = llm.engine.stats()
     start = time.perf_counter()
     outputs = _generate(llm, items, temperature)
     seconds = time.perf_counter() - start
-    after = counters(llm)
+    after = llm.engine.stats()
     return Round(
         seconds=seconds,
         outputs=outputs,
         records=tuple(metrics.records),
-        counters={name: after[name] - before[name] for name in after},
+        counters={name: getattr(after, name) - getattr(before, name) for name in COUNTERS},
     )
 
 
-def _timed_baseline(
-    baseline: HFBaseline, items: list[WorkItem], temperature: float, device: torch.device
-) -> float:
+def _timed_baseline(baseline: HFBaseline, items: list[WorkItem], temperature: float) -> float:
     start = time.perf_counter()
     outputs = baseline.generate(items, temperature)  # Lists on the host: the device has finished.
     seconds = time.perf_counter() - start
     if [len(output) for output in outputs] != [item.max_tokens for item in items]:
         raise NanoEngineError("the baseline gave other token counts than the workload asks for")
     return seconds
-
-
-def counters(llm: LLM) -> dict[str, int]:
-    """The engine's running totals that a round is charged for."""
-    scheduler = llm.engine.scheduler
-    stats, cache = scheduler.stats, scheduler.block_manager.stats
-    return {
-        "prefill_tokens": stats.prefill_tokens,
-        "recomputed_tokens": stats.recomputed_tokens,
-        "preemptions": stats.preemptions,
-        "cache_queried_tokens": cache.queried_tokens,
-        "cache_hit_tokens": cache.hit_tokens,
-    }
 
 
 def model_cost(config: EngineConfig, element_bytes: int) -> ModelCost:

@@ -11,7 +11,8 @@ Enters `LLMEngine.observers`; reads plans, results and the scheduler's counts, c
 | admitted | [sequence id, known tokens, of them cached] |
 | forked | [sequence id, parent's sequence id] |
 | preempted | [sequence id, computed tokens lost, reason] |
-| released | ids of sequences that gave up their row: finished, aborted or preempted |
+| finished | [sequence id, reason] of the requests that this step finished |
+| released | sequences whose row was taken back since the last step, finished ones included |
 | errors | sequence id -> why it has no valid token |
 | blocks | tier -> counts of empty, cached and active blocks |
 | copies, transfers | [from, to]; [kind, tier, blocks] |
@@ -65,7 +66,7 @@ class Trace:
             "time_s": round(time.perf_counter() - self._start_s, 6),
             "waiting": getattr(scheduler, "num_waiting", None),
             "running": getattr(scheduler, "num_running", None),
-            **self._sequences(plan, result),
+            **self._sequences(plan, result, scheduler),
             "blocks": block_counts(scheduler),
             "copies": [list(copy) for copy in plan.block_copies],
             "transfers": [[t.kind, t.tier, len(t.device_ids)] for t in plan.transfers],
@@ -77,7 +78,7 @@ class Trace:
         }
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
-    def _sequences(self, plan: StepPlan, result: StepResult) -> dict[str, Any]:
+    def _sequences(self, plan: StepPlan, result: StepResult, scheduler: object) -> dict[str, Any]:
         """The part of the record that names sequences; follows rows in the plan's order."""
         name = self._sequence
         released = [name.pop(row) for row in plan.released if row in name]
@@ -96,6 +97,11 @@ class Trace:
             "forked": forked,
             "preempted": [list(preemption) for preemption in plan.preempted],
             "released": released,
+            "finished": [
+                [seq.seq_id, seq.finish_reason]
+                for request in getattr(scheduler, "last_finished", ())
+                for seq in request.sequences
+            ],
             "errors": {ids[index]: message for index, message in result.errors.items()},
         }
 
