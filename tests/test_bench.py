@@ -318,3 +318,12 @@ def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
     assert [len(ids) for ids in together] == [5, 2, 7]
     assert together == [baseline.generate([item], temperature=0.0)[0] for item in items]
     assert [len(ids) for ids in baseline.generate(items, temperature=0.6)] == [5, 2, 7]
+
+
+@pytest.mark.parametrize("module", ["metrics", "trace", "workload", "loc"])
+def test_examples_in_docstrings(module: str) -> None:
+    folder = {"workload": ROOT / "nanoengine/cli", "loc": ROOT / "tools"}
+    path = folder.get(module, ROOT / "nanoengine/observe") / f"{module}.py"
+    result = doctest.testfile(str(path), module_relative=False)
+    assert result.attempted > 0
+    assert result.failed == 0
