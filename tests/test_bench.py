@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import random
 import sys
@@ -320,10 +322,12 @@ def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
     assert [len(ids) for ids in baseline.generate(items, temperature=0.6)] == [5, 2, 7]
 
 
-@pytest.mark.parametrize("module", ["metrics", "trace", "workload", "loc"])
-def test_examples_in_docstrings(module: str) -> None:
-    folder = {"workload": ROOT / "nanoengine/cli", "loc": ROOT / "tools"}
-    path = folder.get(module, ROOT / "nanoengine/observe") / f"{module}.py"
-    result = doctest.testfile(str(path), module_relative=False)
+@pytest.mark.parametrize(
+    "name",
+    ["nanoengine.observe.metrics", "nanoengine.observe.trace", "nanoengine.cli.workload", "loc"],
+)
+def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")
+    result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
