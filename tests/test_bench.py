@@ -207,6 +207,12 @@ class FakeLLM:
         )
         self.engine = LLMEngine(CountingExecutor(), scheduler, info)
 
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing to give back."""
+
     def generate(self, prompts: list, params: list, use_tqdm: bool) -> list:
         requests = [
             self.engine.add_request(str(i), prompt["prompt_token_ids"], p)

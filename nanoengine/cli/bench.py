@@ -88,8 +88,9 @@ def main(args: BenchArgs) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         config = engine_config(args, Path(scratch))
-        llm = LLM(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})
-        report = run(args, config, llm)
+        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
+        with LLM(**options) as llm:
+            report = run(args, config, llm)
     print(bench_report.format_report(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -255,8 +256,7 @@ def _generate(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> list
         got = len(output.outputs[0].token_ids) if output.outputs else 0
         if got != item.max_tokens:
             raise NanoEngineError(
-                f"request {output.request_id} gave {got} tokens in the place of {item.max_tokens}:"
-                f" {getattr(output, 'error', None)}"
+                f"request {output.request_id} gave {got} tokens in the place of {item.max_tokens}"
             )
     return outputs
 

@@ -221,6 +221,6 @@ def _phase_text(phase: dict[str, float]) -> str:
 def _shares(times: dict[str, float], outside_s: float) -> str:
     """Each part's share of the run."""
     parts = {name.removesuffix("_s"): seconds for name, seconds in times.items()}
-    parts["outside steps"] = max(outside_s, 0.0)
+    parts["other"] = max(outside_s, 0.0)
     total = sum(parts.values()) or 1.0
     return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in parts.items())
