@@ -307,6 +307,8 @@ def test_comparison_with_transformers(fake_llm: type[FakeLLM], tmp_path: Path) -
     args = BenchArgs(**SMALL | {"num_requests": 3}, compare="hf", rounds=2)
     report = bench.run(args, bench.engine_config(args, tmp_path), FakeLLM("t", max_num_seqs=8))
     found = report["baseline"]
+    slower = max(report["seconds"])
+    assert report["requests_per_s"] == pytest.approx(3 / slower)
     assert len(found["seconds"]) == len(report["seconds"]) == 2
     ratios = sorted(b / a for a, b in zip(report["seconds"], found["seconds"], strict=True))
     assert [found["speedup_min"], found["speedup_max"]] == pytest.approx(ratios)

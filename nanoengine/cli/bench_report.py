@@ -40,7 +40,7 @@ def summarize_rounds(
     rounds: SequenceOf[Round], items: SequenceOf[WorkItem], cost: ModelCost, peaks: Peaks
 ) -> dict[str, Any]:
     """The numbers of the median round, and the seconds of all."""
-    median = sorted(rounds, key=lambda r: r.seconds)[(len(rounds) - 1) // 2]
+    median = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]  # of two the slower
     summary = summarize(median.records)
     inputs = sum(len(item.prompt_token_ids) for item in items)
     outputs = sum(item.max_tokens for item in items)
