@@ -93,6 +93,7 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: dict[int, list[Sequence]] = {}
         self._done: list[Request] = []
+        self.last_finished: list[Request] = []  # by the latest commit, for observers
         self._any_ended = False
         self._num_seqs_made = 0
 
@@ -353,6 +354,7 @@ class Scheduler:
                 self._append(seq, tokens, result.logprobs.get(i), now)
         self._drop_ended()
         done, self._done = self._done, []
+        self.last_finished = done
         self.stats.finished_requests += len(done)
         return done
 

@@ -1,0 +1,37 @@
+# What a contributor runs, as verbs. The environment is made once, and again when pyproject.toml
+# changes. Other options: make test VENV=/elsewhere, make bench ARGS="--help", PYTHON=python3.12.
+# --no-compile: most modules of torch and transformers are never imported, so compiling all of them
+# only costs time.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?= --smoke
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-gpu bench lint loc
+
+demo: $(READY)  ## generate text with the small model that comes with the package
+	@$(BIN)/python example.py
+
+test: $(READY)  ## everything that a CPU can test
+	@$(BIN)/python -m pytest --ignore=tests/gpu
+
+test-gpu: $(READY)  ## what needs an NVIDIA GPU
+	@$(BIN)/python -m pytest tests/gpu
+
+bench: $(READY)  ## the benchmark at a scale for small machines; ARGS= for the standard workload
+	@$(BIN)/python bench.py $(ARGS)
+
+lint: $(READY)  ## style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+loc:  ## lines of code by file and folder
+	@$(PYTHON) tools/loc.py
+
+$(READY): pyproject.toml
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -e ".[test]"
+	@touch $@

@@ -1,0 +1,131 @@
+"""What a step costs outside the model: `python benchmarks/host_overhead.py`.
+
+The real scheduler, block manager and batch builder plan and prepare decode steps on the CPU; an
+executor that computes nothing answers with tokens. This time is lost to a GPU that waits for it.
+Median microseconds a step, by number of running sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.core.protocols import KVGroup, KVLayout
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.observe.metrics import Metrics
+from nanoengine.runner.rows import Rows
+from nanoengine.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+PROMPT_LEN = 128
+
+
+class PreparingExecutor:
+    """Builds the tensors of each step, as the model runner does, and samples token 1 everywhere."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.rows = Rows(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=BLOCK_SIZE,
+            num_groups=1,
+            device=torch.device("cpu"),
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Prepares the plan; the forward takes no time."""
+        start = time.perf_counter()
+        self.rows.update(plan)
+        _, lines = self.rows.make_batch(plan)
+        prepare_s = time.perf_counter() - start
+        self.rows.write(lines.rows, lines.positions, np.ones(len(lines.rows), np.int64))
+        return StepResult(
+            token_ids=[[1] * count for count in plan.num_logits],
+            times=StepTimes(prepare_s=prepare_s),
+        )
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""
+
+
+def build(num_seqs: int, num_steps: int) -> LLMEngine:
+    """An engine with room for all sequences, all of them queued."""
+    max_model_len = PROMPT_LEN + num_steps + 2
+    num_blocks = 2 * num_seqs * (max_model_len // BLOCK_SIZE + 1)
+    layout = KVLayout(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        block_bytes=1,
+        groups=(KVGroup(layers=(0,)),),
+    )
+    scheduler = Scheduler(
+        BlockManager(layout), max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * PROMPT_LEN
+    )
+    info = EngineInfo(
+        model_name="none",
+        vocab_size=2**17,
+        eos_token_ids=(),
+        max_model_len=max_model_len,
+        dtype="float32",
+        device="cpu",
+        attention_backend="none",
+        num_parameters=0,
+        weight_bytes=0,
+        num_kv_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        block_bytes=1,
+        load_s=0.0,
+        start_s=0.0,
+        memory_plan="",
+    )
+    engine = LLMEngine(PreparingExecutor(num_seqs, max_model_len), scheduler, info)
+    draw = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=num_steps + 1, ignore_eos=True)
+    for number, prompt in enumerate(draw.integers(0, 2**17, (num_seqs, PROMPT_LEN)).tolist()):
+        engine.add_request(str(number), prompt, params)
+    return engine
+
+
+def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
+    """Median microseconds of the parts of a decode step."""
+    engine = build(num_seqs, num_steps)
+    metrics = Metrics()
+    engine.observers.append(metrics)
+    engine.step()  # all prompts
+    prefill = metrics.records.pop().times
+    totals = []
+    for _ in range(num_steps - 1):
+        start = time.perf_counter()
+        engine.step()
+        totals.append(1e6 * (time.perf_counter() - start))
+    parts = {
+        name: statistics.median(1e6 * getattr(r.times, f"{name}_s") for r in metrics.records)
+        for name in ("schedule", "prepare", "commit")
+    }
+    admit_s = prefill.schedule_s + prefill.prepare_s + prefill.commit_s
+    total = statistics.median(totals)
+    return {**parts, "whole step": total, "admission, a sequence": 1e6 * admit_s / num_seqs}
+
+
+def main() -> None:
+    """Prints a table: parts of a step by number of running sequences."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1_024])
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    columns = [measure(count, args.steps) for count in args.sequences]
+    counts = "".join(f"{count:>10,}" for count in args.sequences)
+    print(f"{'median us':<24}{counts}   running sequences")
+    for name in columns[0]:
+        print(f"{name:<24}" + "".join(f"{column[name]:>10.1f}" for column in columns))
+
+
+if __name__ == "__main__":
+    main()
