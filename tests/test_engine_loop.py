@@ -53,3 +53,16 @@ def test_parallel_sampling_forks_one_prefill(loop, num_prompt_tokens):
     assert len({seq.seed for seq in request.sequences}) == 4
     assert fake(engine).plans[0].num_tokens == num_prompt_tokens
     assert fake(engine).num_copies == (3 if num_prompt_tokens % 4 else 0)
+
+
+@LOOPS
+def test_a_fork_takes_the_row_of_a_sequence_preempted_in_the_same_step(loop):
+    engine = make_engine(num_blocks=6, long_prefill_threshold=8)
+    first = engine.add_request("first", range(1, 5), params(3))
+    forked = engine.add_request("forked", range(11, 23), params(1, n=2))
+    victim = engine.add_request("victim", range(31, 35), params(2))
+    loop(engine)
+    plan = next(plan for plan in fake(engine).plans if plan.forks)
+    assert [preempted.seq_id for preempted in plan.preempted] == [victim.sequences[0].seq_id]
+    assert [fork.row for fork in plan.forks] == [2] == plan.released
+    assert_outputs(first, forked, victim)

@@ -152,13 +152,14 @@ class Scheduler:
 
         Counters advance here, so that the next step can be planned before this one is committed.
         """
-        plan = StepPlan(step=self.stats.steps, released=self._released)
+        plan = StepPlan(step=self.stats.steps)
         self.stats.steps += 1
-        self._released = []
         scheduled: list[Sequence] = []
         budget = self._schedule_running(plan, scheduled)
         if not plan.preempted:
             self._admit(plan, scheduled, budget)
+        # Why last: a fork of this step may take the row of a sequence preempted in this step.
+        plan.released, self._released = self._released, []
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
