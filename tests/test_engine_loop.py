@@ -66,3 +66,13 @@ def test_a_fork_takes_the_row_of_a_sequence_preempted_in_the_same_step(loop):
     assert [preempted.seq_id for preempted in plan.preempted] == [victim.sequences[0].seq_id]
     assert [fork.row for fork in plan.forks] == [2] == plan.released
     assert_outputs(first, forked, victim)
+
+
+@LOOPS
+def test_a_preempted_sequence_leaves_no_table_update_behind(loop):
+    engine = make_engine(num_blocks=9, windows=(None, 5), max_num_batched_tokens=16)
+    first = engine.add_request("first", range(1, 6), params(3))
+    second = engine.add_request("second", range(11, 19), params(3))
+    loop(engine)
+    assert fake(engine).plans[1].preempted[0].seq_id == second.sequences[0].seq_id
+    assert_outputs(first, second)

@@ -232,6 +232,8 @@ class BlockManager:
         """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
         for table in seq.block_tables:
             self.pool.free(reversed(table))
+        # Why: a sequence preempted while it grows has a row no longer.
+        self.updates = [update for update in self.updates if update.row != seq.row]
         seq.block_tables = []
         seq.num_windowed_blocks = []
         seq.num_registered_blocks = 0
