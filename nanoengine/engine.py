@@ -120,7 +120,7 @@ class LLMEngine:
         """Runs one step; returns the requests it finished.
 
         An exception, Ctrl-C included, aborts all requests: no caller would know which of them hold
-        a half-done step. The engine itself stays usable.
+        a half-done step. The engine itself stays usable, with an empty prefix cache.
         """
         self._require_open()
         try:
@@ -137,7 +137,8 @@ class LLMEngine:
             if self._debug_checks:
                 self.scheduler.check()
         except BaseException:
-            self.abort_all()
+            self.scheduler.recover(self._requests.values())
+            self._requests.clear()
             raise
         for request in finished:
             del self._requests[request.request_id]

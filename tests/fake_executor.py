@@ -1,4 +1,4 @@
-"""FakeExecutor: an Executor without a model, strict where a real one would compute nonsense in silence.
+"""FakeExecutor: an Executor without a model, strict where a real one would compute nonsense.
 
 It knows only what plans tell it. Each slot of its KV cache holds one integer that stands for a
 token, its position and the whole prefix before it; before a row's tokens are "computed" it checks
@@ -89,7 +89,6 @@ class FakeExecutor:
         self.num_computed_tokens = 0
         self.num_copies = 0
         self.closed = False
-        self._after_failure = False
         self._results: dict[int, StepResult] = {}
 
     # --- the Executor door --------------------------------------------------------------------
@@ -120,7 +119,6 @@ class FakeExecutor:
         self._write(plan)
         self._check_reads(plan)
         self._results[plan.step] = self._sample(plan)
-        self._after_failure = False
         self._fail("end")
 
     def result(self, step: int) -> StepResult:
@@ -130,7 +128,6 @@ class FakeExecutor:
     def _fail(self, where: str) -> None:
         if self.fail_at == where:
             self.fail_at = None
-            self._after_failure = True
             self._results.clear()
             raise ExecutorFailure(f"told to fail at {where}")
 
@@ -138,9 +135,9 @@ class FakeExecutor:
 
     def _update_rows(self, plan: StepPlan) -> None:
         assert len(set(plan.released)) == len(plan.released), f"released twice: {plan.released}"
+        after_failure = plan.released == list(range(self.max_num_seqs))
         for row in plan.released:
-            # After a failure the engine can't know which rows were brought up to date.
-            assert row in self.rows or self._after_failure, f"row {row} is released unused"
+            assert row in self.rows or after_failure, f"row {row} is released unused"
             self.rows.pop(row, None)
         for new in plan.admitted:
             self._require_free(new.row)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import (
+    ExecutorFailure,
     FakeExecutor,
     expected_output,
     make_engine,
@@ -76,3 +79,60 @@ def test_a_preempted_sequence_leaves_no_table_update_behind(loop):
     loop(engine)
     assert fake(engine).plans[1].preempted[0].seq_id == second.sequences[0].seq_id
     assert_outputs(first, second)
+
+
+@pytest.mark.parametrize("where", ["start", "rows", "end"])
+def test_peer_bug_07_nothing_leaks_after_an_exception(where):
+    engine = make_engine(num_blocks=20)
+    old = [
+        engine.add_request(f"old {i}", range(1, 15), params(n=2, ignore_eos=True)) for i in range(6)
+    ]
+    engine.step()
+    engine.step()
+    fake(engine).fail_at = where
+    with pytest.raises(ExecutorFailure):
+        engine.step()
+    assert not engine.has_unfinished()
+    assert all(seq.finish_reason == "abort" for request in old for seq in request.sequences)
+    engine.scheduler.check()
+    assert engine.scheduler.block_manager.pool.counts()["empty"] == 19
+    new = [engine.add_request(f"old {i}", range(1, 15), params(n=2)) for i in range(6)]
+    assert sorted(run(engine)) == [f"old {i}" for i in range(6)]
+    assert_outputs(*new)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th line that `nanoengine/core` runs."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        if "nanoengine/core" not in frame.f_code.co_filename.replace("\\", "/"):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("at", range(3, 900, 13))
+def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at):
+    engine = make_engine(num_blocks=20, windows=(None, 5), max_num_batched_tokens=32)
+    for i in range(6):
+        engine.add_request(str(i), [*range(1, 10), *range(10, 15 + i)], params(n=2))
+    engine.step()
+    tracer = sys.gettrace()
+    sys.settrace(Interrupter(at))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(20):
+                engine.step()
+    finally:
+        sys.settrace(tracer)
+    assert not engine.has_unfinished()
+    engine.scheduler.check()
+    new = [engine.add_request(str(i), range(1, 15 + i), params(n=2)) for i in range(6)]
+    run(engine)
+    assert_outputs(*new)

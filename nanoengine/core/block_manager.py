@@ -84,13 +84,13 @@ class BlockManager:
     max_chunk: int = 8192
     pool: BlockPool = field(init=False)
     stats: CacheStats = field(init=False, default_factory=CacheStats)
-    updates: list[TableUpdate] = field(init=False, default_factory=list)
-    copies: list[BlockCopy] = field(init=False, default_factory=list)
+    updates: list[TableUpdate] = field(init=False)
+    copies: list[BlockCopy] = field(init=False)
     block_size: int = field(init=False)
     num_watermark_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
+        self.discard_all()
         self.block_size = self.layout.block_size
         self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
 
@@ -234,6 +234,10 @@ class BlockManager:
             self.pool.free(reversed(table))
         # Why: a sequence preempted while it grows has a row no longer.
         self.updates = [update for update in self.updates if update.row != seq.row]
+        self.forget(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence holds no blocks from now on; their reference counts stay as they are."""
         seq.block_tables = []
         seq.num_windowed_blocks = []
         seq.num_registered_blocks = 0
@@ -264,11 +268,10 @@ class BlockManager:
         """Drops all cached content; refuses (False) while blocks are in use."""
         return self.pool.reset()
 
-    def discard_changes(self) -> None:
-        """After a failed step: pending changes go, and content that may not have been written."""
+    def discard_all(self) -> None:
+        """Starts from a new pool: after a failed step neither counts nor content can be trusted."""
+        self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
         self.updates, self.copies = [], []
-        dropped = self.reset_prefix_cache()
-        assert dropped, "blocks are still in use"
 
     def _reads_cache(self, seq: Sequence) -> bool:
         # Why: prompt log-probabilities need every position computed.

@@ -85,16 +85,19 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
-        self.running: list[Sequence] = []
         self.stats = SchedulerStats()
+        self._num_seqs_made = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.running: list[Sequence] = []
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._num_waiting = 0
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._in_flight: dict[int, list[Sequence]] = {}
         self._done: list[Request] = []
         self._any_ended = False
-        self._num_seqs_made = 0
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -137,13 +140,28 @@ class Scheduler:
         self._drop_ended()
 
     def abort_all(self, requests: Iterable[Request]) -> None:
-        """Ends all requests and forgets steps under way, whose blocks may never be written."""
+        """Ends all requests, these being all there are; steps under way need no commit."""
         for request in requests:
             self.abort(request)
         self._done = []
-        if self._in_flight:
-            self._in_flight = {}
-            self.block_manager.discard_changes()
+        self._in_flight = {}
+
+    def recover(self, requests: Iterable[Request]) -> None:
+        """After a failed step: ends all requests, and starts again with an empty pool.
+
+        Why not `abort_all`: the exception may have come between any two lines, so no counter here
+        can be trusted, nor that indexed content was written. The executor's rows are as uncertain:
+        the next plan releases all of them.
+        """
+        for request in requests:
+            for seq in request.sequences:
+                if not seq.is_finished:
+                    self.block_manager.forget(seq)
+                    seq.row = NO_ROW
+                    self._set_finished(seq, "abort")
+        self.block_manager.discard_all()
+        self._clear()
+        self._released = list(range(self.max_num_seqs))
 
     # --- schedule -----------------------------------------------------------------------------
 
@@ -409,12 +427,17 @@ class Scheduler:
             self._any_ended = True
         else:
             self._num_waiting -= 1
+        self._set_finished(seq, reason, stop_reason)
+        if reason != "abort" and seq.request.finished:
+            self._done.append(seq.request)
+
+    def _set_finished(
+        self, seq: Sequence, reason: str, stop_reason: int | str | None = None
+    ) -> None:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         seq.finish_time = time.perf_counter()
-        if reason != "abort" and seq.request.finished:
-            self._done.append(seq.request)
 
     def _fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; nobody else notices."""
