@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from random import Random
 
 import pytest
 
@@ -12,8 +13,11 @@ from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import (
     ExecutorFailure,
     FakeExecutor,
+    chain,
     expected_output,
     make_engine,
+    next_token,
+    prefix_hashes,
     run,
     run_late,
 )
@@ -136,3 +140,37 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at):
     new = [engine.add_request(str(i), range(1, 15 + i), params(n=2)) for i in range(6)]
     run(engine)
     assert_outputs(*new)
+
+
+def propose(engine: LLMEngine, random: Random) -> None:
+    """Gives running sequences drafts, right ones up to a random place and wrong ones after it."""
+    for seq in engine.scheduler.running:
+        if seq.num_computed_tokens == seq.num_tokens - 1:
+            prefix, drafts = prefix_hashes(seq.token_ids)[-1], []
+            for _ in range(random.randrange(6)):
+                token_id = next_token(prefix, seq.seed) if random.random() < 0.8 else 1
+                drafts.append(token_id)
+                prefix = chain(prefix, token_id)
+            seq.draft_token_ids = tuple(drafts)
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (6,)])
+def test_drafts_never_change_the_output(threshold, windows):
+    random = Random(3)
+    engine = make_engine(
+        num_blocks=40, max_num_batched_tokens=12, windows=windows, long_prefill_threshold=threshold
+    )
+    requests = [
+        engine.add_request(str(i), range(1, 8 + i), params(9 + i, n=1 + i % 2)) for i in range(8)
+    ]
+    while engine.has_unfinished():
+        propose(engine, random)
+        engine.step()
+    assert_outputs(*requests)
+    steps = [plan for plan in fake(engine).plans if plan.draft_token_ids]
+    assert len(steps) > 5
+    longest = max(seq.max_num_tokens for request in requests for seq in request.sequences)
+    for plan in steps:
+        ends = [s + n for s, n in zip(plan.starts, plan.num_scheduled_tokens, strict=True)]
+        assert max(ends) < longest, "a draft lies past the end of its sequence"

@@ -201,11 +201,20 @@ class Scheduler:
                 num_new = min(num_new, budget - (len(before) - 1 - i))
                 if self.long_prefill_threshold:
                     num_new = min(num_new, self.long_prefill_threshold)
+                if num_drafts:
+                    num_new = self._trim_drafts(seq, num_new)
             if not self._make_room(plan, seq, num_new):
                 continue
             self._schedule_one(plan, scheduled, seq, num_new)
             budget -= num_new
         return budget
+
+    def _trim_drafts(self, seq: Sequence, num_new: int) -> int:
+        """Keeps the drafts that fit this step and the sequence; returns the tokens to compute."""
+        num_known = seq.num_tokens - seq.num_computed_tokens
+        num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
+        seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
+        return min(num_new, num_known + len(seq.draft_token_ids))
 
     def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Finds blocks for a running sequence, at the cost of those behind it if need be."""
