@@ -32,7 +32,7 @@ from nanoengine.core.plan import (
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 
 MAX_LOOK_AHEAD = 8
-"""Waiting sequences tried behind a head that does not fit yet."""
+"""Waiting sequences that do not fit yet and are passed over in one step."""
 MAX_OVERTAKEN = 16
 """Times that a waiting sequence may be overtaken; then nobody passes it until it is admitted."""
 
@@ -245,12 +245,14 @@ class Scheduler:
     def _admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last.
 
-        A sequence that does not fit yet lets up to MAX_LOOK_AHEAD others be tried, but is itself
-        overtaken MAX_OVERTAKEN times at most.
+        Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them
+        MAX_OVERTAKEN times at most.
         """
         passed_over: list[Sequence] = []
         rows_kept = sum(self._num_forks_due(seq) for seq in self.running)
         while self._num_waiting and budget > 0:
+            if any(other.num_overtaken >= MAX_OVERTAKEN for other in passed_over):
+                break
             seq = self._pop_waiting()
             forks = self._num_forks_due(seq)
             if len(self._free_rows) - rows_kept < 1 + forks or seq.num_pending_tokens:
@@ -265,7 +267,7 @@ class Scheduler:
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
                 passed_over.append(seq)
-                if seq.num_overtaken >= MAX_OVERTAKEN or len(passed_over) > MAX_LOOK_AHEAD:
+                if len(passed_over) > MAX_LOOK_AHEAD:
                     break
                 continue
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)

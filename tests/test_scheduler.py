@@ -1,0 +1,41 @@
+"""The Scheduler: budget, admission, fairness, preemption; driven through the engine."""
+
+from __future__ import annotations
+
+from tests.fake_executor import FakeExecutor, expected_output, make_engine, run, run_late
+from nanoengine.core.scheduler import MAX_LOOK_AHEAD, MAX_OVERTAKEN
+from nanoengine.core.plan import StepPlan
+from nanoengine.core.sequence import Request
+from nanoengine.engine import LLMEngine
+from nanoengine.sampling_params import SamplingParams
+
+
+def params(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | changes)
+
+
+def plans(engine: LLMEngine) -> list[StepPlan]:
+    assert isinstance(engine.executor, FakeExecutor)
+    return engine.executor.plans
+
+
+def admission_order(engine: LLMEngine) -> list[int]:
+    """Sequence ids in the order of their admissions."""
+    return [new.seq_id for plan in plans(engine) for new in plan.admitted]
+
+
+# --- fairness -------------------------------------------------------------------------------------
+
+
+def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
+    # The runner holds half of the pool for 60 steps; the head needs more than the other half.
+    engine = make_engine(num_blocks=41, max_num_seqs=8, max_num_batched_tokens=256)
+    engine.add_request("runner", range(1, 17), params(60))
+    engine.step()
+    engine.add_request("head", [2] * 150, params(1))
+    for i in range(40):
+        engine.add_request(f"small {i}", [3 + i] * 3, params(2))
+    run(engine)
+    order = admission_order(engine)
+    assert order.index(1) - 1 == MAX_OVERTAKEN
+    assert sorted(order) == list(range(42))
