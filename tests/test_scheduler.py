@@ -39,3 +39,17 @@ def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
     order = admission_order(engine)
     assert order.index(1) - 1 == MAX_OVERTAKEN
     assert sorted(order) == list(range(42))
+
+
+# --- preemption -----------------------------------------------------------------------------------
+
+
+def test_a_preempted_sequence_is_not_refused_for_the_watermark():
+    engine = make_engine(
+        num_blocks=101, watermark_frac=0.05, max_num_batched_tokens=512, enable_prefix_caching=False
+    )
+    first = engine.add_request("first", range(1, 5), params(20))
+    long = engine.add_request("long", [7] * 376, params(18))
+    run(engine)
+    assert engine.stats().preemptions == 1
+    assert [r.sequences[0].finish_reason for r in (first, long)] == ["length", "length"], long.error

@@ -104,7 +104,7 @@ class BlockManager:
         )
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
-        """False if a sequence of this length can't be admitted even to an idle pool."""
+        """False if a new sequence of this length can't be admitted even to an idle pool."""
         spare = self.pool.num_usable - self.num_blocks_for(num_tokens)
         return spare >= self.num_watermark_blocks
 
@@ -112,9 +112,11 @@ class BlockManager:
         """Looks up the longest cached prefix and says whether the rest fits; changes nothing.
 
         NEVER if the whole pool less the watermark is too small; OK if the blocks needed from the
-        free ones leave the watermark (or nothing, when nothing else runs); else LATER.
+        free ones leave the watermark (or nothing, when nothing else runs); else LATER. A sequence
+        back from preemption may need the watermark too: it had grown into it.
         """
-        if not self.can_ever_allocate(seq.num_tokens):
+        spare = self.pool.num_usable - self.num_blocks_for(seq.num_tokens)
+        if spare < (0 if seq.num_preempted_tokens else self.num_watermark_blocks):
             return Admission(
                 verdict=Verdict.NEVER, hits=[], num_cached_tokens=0, num_needed_blocks=0
             )
