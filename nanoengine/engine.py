@@ -152,7 +152,7 @@ class LLMEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         make_sink: Callable[[int], TokenSink | None] | None = None,
@@ -162,7 +162,7 @@ class LLMEngine:
         Args:
             request_id: unique among unfinished requests.
             prompt_token_ids: at least one id below the vocabulary size.
-            priority: lower runs first; equal priorities in order of arrival.
+            priority: lower runs first, equal ones in order of arrival; None: that of `params`.
             cache_salt: prefixes are shared only between requests of equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
             make_sink: called with each sequence's index; what it returns follows that sequence.
@@ -183,7 +183,7 @@ class LLMEngine:
             params,
             arrival=arrival,
             arrival_time=time.perf_counter(),
-            priority=priority,
+            priority=params.priority if priority is None else priority,
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
             make_sink=make_sink,

@@ -53,3 +53,11 @@ def test_a_preempted_sequence_is_not_refused_for_the_watermark():
     run(engine)
     assert engine.stats().preemptions == 1
     assert [r.sequences[0].finish_reason for r in (first, long)] == ["length", "length"], long.error
+
+
+def test_priority_comes_from_the_params_unless_given_apart():
+    engine = make_engine(max_num_seqs=1)
+    engine.add_request("late", [1], params(1, priority=5))
+    engine.add_request("middle", [1], params(1))
+    engine.add_request("first", [1], params(1, priority=5), priority=-1)
+    assert run(engine) == ["first", "middle", "late"]
