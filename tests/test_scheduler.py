@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tests.fake_executor import FakeExecutor, expected_output, make_engine, run, run_late
-from nanoengine.core.scheduler import MAX_LOOK_AHEAD, MAX_OVERTAKEN
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.sequence import Request
+from nanoengine.core.scheduler import MAX_OVERTAKEN
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
+from tests.fake_executor import FakeExecutor, make_engine, run
 
 
 def params(max_tokens: int, **changes: object) -> SamplingParams:
