@@ -120,7 +120,7 @@ class LLMEngine:
         """Runs one step; returns the requests it finished.
 
         An exception, Ctrl-C included, aborts all requests: no caller would know which of them hold
-        a half-done step. The engine itself stays usable.
+        a half-done step. The engine itself stays usable, with an empty prefix cache.
         """
         self._require_open()
         try:
@@ -137,7 +137,8 @@ class LLMEngine:
             if self._debug_checks:
                 self.scheduler.check()
         except BaseException:
-            self.abort_all()
+            self.scheduler.recover(self._requests.values())
+            self._requests.clear()
             raise
         for request in finished:
             del self._requests[request.request_id]
@@ -151,7 +152,7 @@ class LLMEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         make_sink: Callable[[int], TokenSink | None] | None = None,
@@ -161,7 +162,7 @@ class LLMEngine:
         Args:
             request_id: unique among unfinished requests.
             prompt_token_ids: at least one id below the vocabulary size.
-            priority: lower runs first; equal priorities in order of arrival.
+            priority: lower runs first, equal ones in order of arrival; None: that of `params`.
             cache_salt: prefixes are shared only between requests of equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
             make_sink: called with each sequence's index; what it returns follows that sequence.
@@ -182,7 +183,7 @@ class LLMEngine:
             params,
             arrival=arrival,
             arrival_time=time.perf_counter(),
-            priority=priority,
+            priority=params.priority if priority is None else priority,
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
             make_sink=make_sink,

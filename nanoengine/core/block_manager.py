@@ -84,13 +84,13 @@ class BlockManager:
     max_chunk: int = 8192
     pool: BlockPool = field(init=False)
     stats: CacheStats = field(init=False, default_factory=CacheStats)
-    updates: list[TableUpdate] = field(init=False, default_factory=list)
-    copies: list[BlockCopy] = field(init=False, default_factory=list)
+    updates: list[TableUpdate] = field(init=False)
+    copies: list[BlockCopy] = field(init=False)
     block_size: int = field(init=False)
     num_watermark_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
+        self.discard_all()
         self.block_size = self.layout.block_size
         self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
 
@@ -104,7 +104,7 @@ class BlockManager:
         )
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
-        """False if a sequence of this length can't be admitted even to an idle pool."""
+        """False if a new sequence of this length can't be admitted even to an idle pool."""
         spare = self.pool.num_usable - self.num_blocks_for(num_tokens)
         return spare >= self.num_watermark_blocks
 
@@ -112,9 +112,11 @@ class BlockManager:
         """Looks up the longest cached prefix and says whether the rest fits; changes nothing.
 
         NEVER if the whole pool less the watermark is too small; OK if the blocks needed from the
-        free ones leave the watermark (or nothing, when nothing else runs); else LATER.
+        free ones leave the watermark (or nothing, when nothing else runs); else LATER. A sequence
+        back from preemption may need the watermark too: it had grown into it.
         """
-        if not self.can_ever_allocate(seq.num_tokens):
+        spare = self.pool.num_usable - self.num_blocks_for(seq.num_tokens)
+        if spare < (0 if seq.num_preempted_tokens else self.num_watermark_blocks):
             return Admission(
                 verdict=Verdict.NEVER, hits=[], num_cached_tokens=0, num_needed_blocks=0
             )
@@ -232,6 +234,12 @@ class BlockManager:
         """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
         for table in seq.block_tables:
             self.pool.free(reversed(table))
+        # Why: a sequence preempted while it grows has a row no longer.
+        self.updates = [update for update in self.updates if update.row != seq.row]
+        self.forget(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence holds no blocks from now on; their reference counts stay as they are."""
         seq.block_tables = []
         seq.num_windowed_blocks = []
         seq.num_registered_blocks = 0
@@ -262,11 +270,10 @@ class BlockManager:
         """Drops all cached content; refuses (False) while blocks are in use."""
         return self.pool.reset()
 
-    def discard_changes(self) -> None:
-        """After a failed step: pending changes go, and content that may not have been written."""
+    def discard_all(self) -> None:
+        """Starts from a new pool: after a failed step neither counts nor content can be trusted."""
+        self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
         self.updates, self.copies = [], []
-        dropped = self.reset_prefix_cache()
-        assert dropped, "blocks are still in use"
 
     def _reads_cache(self, seq: Sequence) -> bool:
         # Why: prompt log-probabilities need every position computed.

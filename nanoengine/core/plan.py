@@ -101,7 +101,7 @@ class StepPlan:
     Attributes:
         step: counts up from 0.
         released: rows whose sequence finished, was aborted or preempted since the last plan; freed
-            before `admitted`.
+            before `admitted`. After a failed step all rows, also those that are free.
         rows: the rows scheduled in this step, each at most once.
         starts: position of the first token that the row computes (its num_computed_tokens before
             the step).

@@ -32,7 +32,7 @@ from nanoengine.core.plan import (
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 
 MAX_LOOK_AHEAD = 8
-"""Waiting sequences tried behind a head that does not fit yet."""
+"""Waiting sequences that do not fit yet and are passed over in one step."""
 MAX_OVERTAKEN = 16
 """Times that a waiting sequence may be overtaken; then nobody passes it until it is admitted."""
 
@@ -85,17 +85,20 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
-        self.running: list[Sequence] = []
         self.stats = SchedulerStats()
+        self._num_seqs_made = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.running: list[Sequence] = []
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._num_waiting = 0
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._in_flight: dict[int, list[Sequence]] = {}
         self._done: list[Request] = []
         self.last_finished: list[Request] = []  # by the latest commit, for observers
         self._any_ended = False
-        self._num_seqs_made = 0
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -138,13 +141,28 @@ class Scheduler:
         self._drop_ended()
 
     def abort_all(self, requests: Iterable[Request]) -> None:
-        """Ends all requests and forgets steps under way, whose blocks may never be written."""
+        """Ends all requests, these being all there are; steps under way need no commit."""
         for request in requests:
             self.abort(request)
         self._done = []
-        if self._in_flight:
-            self._in_flight = {}
-            self.block_manager.discard_changes()
+        self._in_flight = {}
+
+    def recover(self, requests: Iterable[Request]) -> None:
+        """After a failed step: ends all requests, and starts again with an empty pool.
+
+        Why not `abort_all`: the exception may have come between any two lines, so no counter here
+        can be trusted, nor that indexed content was written. The executor's rows are as uncertain:
+        the next plan releases all of them.
+        """
+        for request in requests:
+            for seq in request.sequences:
+                if not seq.is_finished:
+                    self.block_manager.forget(seq)
+                    seq.row = NO_ROW
+                    self._set_finished(seq, "abort")
+        self.block_manager.discard_all()
+        self._clear()
+        self._released = list(range(self.max_num_seqs))
 
     # --- schedule -----------------------------------------------------------------------------
 
@@ -153,13 +171,14 @@ class Scheduler:
 
         Counters advance here, so that the next step can be planned before this one is committed.
         """
-        plan = StepPlan(step=self.stats.steps, released=self._released)
+        plan = StepPlan(step=self.stats.steps)
         self.stats.steps += 1
-        self._released = []
         scheduled: list[Sequence] = []
         budget = self._schedule_running(plan, scheduled)
         if not plan.preempted:
             self._admit(plan, scheduled, budget)
+        # Why last: a fork of this step may take the row of a sequence preempted in this step.
+        plan.released, self._released = self._released, []
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
@@ -183,11 +202,20 @@ class Scheduler:
                 num_new = min(num_new, budget - (len(before) - 1 - i))
                 if self.long_prefill_threshold:
                     num_new = min(num_new, self.long_prefill_threshold)
+                if num_drafts:
+                    num_new = self._trim_drafts(seq, num_new)
             if not self._make_room(plan, seq, num_new):
                 continue
             self._schedule_one(plan, scheduled, seq, num_new)
             budget -= num_new
         return budget
+
+    def _trim_drafts(self, seq: Sequence, num_new: int) -> int:
+        """Keeps the drafts that fit this step and the sequence; returns the tokens to compute."""
+        num_known = seq.num_tokens - seq.num_computed_tokens
+        num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
+        seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
+        return min(num_new, num_known + len(seq.draft_token_ids))
 
     def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Finds blocks for a running sequence, at the cost of those behind it if need be."""
@@ -218,12 +246,14 @@ class Scheduler:
     def _admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last.
 
-        A sequence that does not fit yet lets up to MAX_LOOK_AHEAD others be tried, but is itself
-        overtaken MAX_OVERTAKEN times at most.
+        Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them
+        MAX_OVERTAKEN times at most.
         """
         passed_over: list[Sequence] = []
         rows_kept = sum(self._num_forks_due(seq) for seq in self.running)
         while self._num_waiting and budget > 0:
+            if any(other.num_overtaken >= MAX_OVERTAKEN for other in passed_over):
+                break
             seq = self._pop_waiting()
             forks = self._num_forks_due(seq)
             if len(self._free_rows) - rows_kept < 1 + forks or seq.num_pending_tokens:
@@ -238,7 +268,7 @@ class Scheduler:
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
                 passed_over.append(seq)
-                if seq.num_overtaken >= MAX_OVERTAKEN or len(passed_over) > MAX_LOOK_AHEAD:
+                if len(passed_over) > MAX_LOOK_AHEAD:
                     break
                 continue
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
@@ -410,12 +440,17 @@ class Scheduler:
             self._any_ended = True
         else:
             self._num_waiting -= 1
+        self._set_finished(seq, reason, stop_reason)
+        if reason != "abort" and seq.request.finished:
+            self._done.append(seq.request)
+
+    def _set_finished(
+        self, seq: Sequence, reason: str, stop_reason: int | str | None = None
+    ) -> None:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         seq.finish_time = time.perf_counter()
-        if reason != "abort" and seq.request.finished:
-            self._done.append(seq.request)
 
     def _fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; nobody else notices."""
