@@ -24,7 +24,8 @@ class PackedLinear(LinearMethod):
 
     A tied weight is packed as a second copy: the embedding still looks up rows of the plain one.
 
-    Perf: [4096, 1024] weight, 8 rows: 1.2 ms, F.linear 3.0 ms (best of 60, 2 Zen 3 cores).
+    Perf: a step of 8 rows through 95M parameters takes 53 ms of one Zen 3 core, 81 ms unpacked;
+    32 rows 115 and 151 ms, 1 row the same 31 ms.
     Source: the ops are those that torch's Inductor emits for frozen linear layers.
     """
 
