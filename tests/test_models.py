@@ -16,8 +16,9 @@ from model_helpers import all_logits, build, make_context, prefill_batch, random
 from transformers import PreTrainedModel
 
 from nanoengine.errors import ConfigError
-from nanoengine.layers.linear import LinearMethod
+from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
 from nanoengine.layers.norm import RMSNorm
+from nanoengine.layers.packed import PackedLinear, linear_method_for
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
 from nanoengine.parallel.shard import Shard
@@ -324,3 +325,33 @@ def test_another_linear_method_enters_by_the_door(tied: bool, tmp_path: Path) ->
     expected = oracle(reference, prompts, torch.float32)
     assert (all_logits(model, prompts) - expected).abs().max() < 1e-4
     assert load_model_config(tmp_path).tie_word_embeddings == tied
+
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
+
+
+@needs_onednn
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3 bias", "qwen3_moe"])
+def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    reference = make_checkpoint(tmp_path, family, **overrides)
+    prompts = random_prompts(40, 1, 23)
+    model = build(tmp_path, linear_method_factory=PackedLinear)
+    methods = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert all(m.weight.is_mkldnn for m in methods), "a weight was left unpacked"
+    plain = build(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    got = all_logits(model, prompts)
+    assert (got - oracle(reference, prompts, torch.float32)).abs().max() < 1e-4
+    with torch.inference_mode():
+        assert model.logits(torch.empty(0, 64)).shape == (0, 256)
+
+
+@needs_onednn
+def test_packed_weights_are_for_float32_on_a_cpu() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert linear_method_for(cpu, torch.float32) is PackedLinear
+    for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
+        assert linear_method_for(device, dtype) is UnquantizedLinear

@@ -43,6 +43,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "logits_scaling": (1, 1.0),
     "logit_scale": (1, 1.0),
+    "rope_interleaved": (False,),
     "dual_chunk_attention_config": (),
     "shared_expert_intermediate_size": (0,),
     "n_shared_experts": (0,),

@@ -23,6 +23,7 @@ from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
 from nanoengine.core.protocols import KVLayout
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
+from nanoengine.layers.packed import linear_method_for
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
 from nanoengine.runner import kv_cache
@@ -146,6 +147,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             attention_backend=self.backend,
+            linear_method_factory=linear_method_for(self.device, self.dtype),
             max_positions=self.config.max_model_len,
         )
         self.model = load_model(
