@@ -1,0 +1,206 @@
+"""The numba kernels against the naive backend, and bit for bit against themselves."""
+
+import numba
+import pytest
+import torch
+
+from nanoengine.attention import cpu_kernels as kernels
+from nanoengine.attention import make_backend
+from nanoengine.errors import ConfigError
+from tests.paged_batches import CPU, Paged
+
+# Sums of up to a thousand products in another order: float64 keeps about 1e-15 of values near 1,
+# float32 half a billionth of that precision, 1e-6.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
+# Decodes within, at and past block, tile and split boundaries; a draft; chunks with and without
+# context.
+LENGTHS = [
+    (1, 1),
+    (1, 16),
+    (1, 17),
+    (1, 256),
+    (1, 300),
+    (1, 600),
+    (4, 70),
+    (3, 3),
+    (33, 33),
+    (40, 300),
+]
+
+
+def check(**options) -> None:
+    """Holds one forward of the kernels against the naive backend."""
+    paged = Paged(**{"lengths": LENGTHS, **options})
+    expected = paged.run("naive")
+    assert not expected.isnan().any()
+    torch.testing.assert_close(paged.run("cpu"), expected, rtol=0, atol=TOLERANCE[paged.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("group_size", [1, 2, 4, 5, 8, 40])
+def test_group_sizes(group_size, dtype):
+    check(group_size=group_size, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 80, 96, 128, 256])
+def test_head_dims(head_dim, dtype):
+    check(head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_block_sizes(block_size):
+    check(block_size=block_size, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("sliding_window", [1, 6, 16, 100, 257])
+def test_sliding_windows_never_touch_blocks_before_them(sliding_window):
+    paged = Paged(lengths=LENGTHS, sliding_window=sliding_window)
+    for i, (query_len, seq_len) in enumerate(LENGTHS):
+        gone = max(0, seq_len - query_len - sliding_window + 1) // paged.block_size
+        paged.batch.block_tables[1, i, :gone] = 10**6  # freed: reading there would crash
+    torch.testing.assert_close(paged.run("cpu"), paged.run("naive"), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softcap(dtype):
+    check(softcap=1.5, dtype=dtype)
+    check(softcap=1.5, sliding_window=30, dtype=dtype)
+
+
+def test_shared_blocks():
+    check(lengths=[(1, 90), (1, 70), (20, 84)], shared={1: (0, 4), 2: (0, 4)})
+
+
+def test_reads_blocks_that_another_sequence_writes_in_the_same_step():
+    check(lengths=[(100, 100), (6, 70), (10, 106)], shared={1: (0, 4), 2: (0, 6)})
+
+
+def test_random_batches():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+
+        def draw(high):
+            return int(torch.randint(1, high, (1,), generator=generator))
+
+        decodes = [(1, draw(700)) for _ in range(draw(6))]
+        chunks = [(n, n + draw(200) - 1) for n in (draw(90) for _ in range(draw(4)))]
+        check(
+            lengths=decodes + chunks, num_kv_heads=draw(4), group_size=draw(5), dtype=torch.float32
+        )
+
+
+@pytest.mark.parametrize("sliding_window", [None, 50])
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window):
+    def run(chosen):
+        lengths = [LENGTHS[i] for i in chosen]
+        out = Paged(
+            lengths=lengths, seeds=chosen, dtype=torch.float32, sliding_window=sliding_window
+        ).run("cpu")
+        return dict(zip(chosen, out.split([q for q, _ in lengths]), strict=True))
+
+    together = run(list(range(len(LENGTHS))))
+    fewer = run([5, 2, 9])
+    for i in range(len(LENGTHS)):
+        assert torch.equal(run([i])[i], together[i])
+        assert i not in fewer or torch.equal(fewer[i], together[i])
+
+
+def test_a_chunk_has_the_same_bits_as_the_whole_prompt():
+    whole = Paged(lengths=[(300, 300)], seeds=[3], dtype=torch.float32).run("cpu")
+    for query_len in (17, 40, 172):  # more than one tile of queries, so no split of the context
+        chunk = Paged(lengths=[(query_len, 300)], seeds=[3], dtype=torch.float32).run("cpu")
+        assert torch.equal(chunk, whole[-query_len:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_tasks_cover_every_query_and_key_once_and_balance(threads):
+    lengths, group_size, heads, window = LENGTHS, 2, 3, 100
+    paged = Paged(lengths=lengths)
+    tasks, bounds, merges, num_partials = kernels.plan_tasks(
+        paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy(), group_size, heads,
+        window, threads,
+    )  # fmt: skip
+    assert bounds[0] == 0
+    assert bounds[-1] == len(tasks)
+    assert (bounds[1:] >= bounds[:-1]).all()
+    seen = {}
+    for seq, head, query, num_queries, position, start, stop, _ in tasks.tolist():
+        assert start < stop
+        for i in range(num_queries):
+            keys = seen.setdefault((seq, head, query + i), set())
+            assert keys.isdisjoint(range(start, stop))
+            keys.update(range(start, stop))
+            assert position + i == lengths[seq][1] - lengths[seq][0] + query + i - int(
+                paged.batch.query_start_loc[seq]
+            )
+    assert len(seen) == heads * sum(q for q, _ in lengths)
+    for (seq, _, query), keys in seen.items():
+        query_len, seq_len = lengths[seq]
+        position = seq_len - query_len + query - int(paged.batch.query_start_loc[seq])
+        assert keys >= set(range(max(0, position - window + 1), position + 1))
+    partials = sorted(task[kernels.PARTIAL] for task in tasks if task[kernels.PARTIAL] >= 0)
+    assert partials == list(range(num_partials))
+    assert sum(merges[:, 1]) == num_partials
+
+
+def test_a_nan_stays_in_its_sequence():
+    paged = Paged(lengths=[(1, 20), (1, 300), (5, 70)], dtype=torch.float32)
+    clean = paged.run("cpu")
+    paged.dense[1][7] = float("nan")  # in the context that the cache already holds
+    out = paged.run("cpu")
+    assert out[1].isnan().all()
+    assert torch.equal(out[0], clean[0])
+    assert torch.equal(out[2:], clean[2:])
+
+
+def test_stores_keys_and_values_where_the_slots_say():
+    paged = Paged(lengths=[(1, 20), (3, 30)], dtype=torch.float32)
+    q, k, v = paged.qkv()
+    backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
+    k_cache, v_cache = paged.cache("KPD")
+    before = k_cache.clone()
+    paged.batch.attention = backend.prepare(paged.batch)
+    backend.forward(q, k, v, k_cache, v_cache, paged.batch, paged.spec)
+    slots = paged.batch.slot_mapping[1]
+    assert torch.equal(k_cache[slots // 16, :, slots % 16], k)
+    assert torch.equal(v_cache[slots // 16, :, slots % 16], v)
+    before[slots // 16, :, slots % 16] = k
+    assert torch.equal(before.nan_to_num(9), k_cache.nan_to_num(9))
+
+
+def test_heads_that_do_not_lie_side_by_side():
+    paged = Paged(lengths=[(1, 20), (3, 30)])
+    plain = paged.run("cpu")
+    q, k, v = (x.repeat_interleave(2, 1)[:, ::2] for x in paged.qkv())
+    paged.qkv = lambda: (q, k, v)
+    assert torch.equal(paged.run("cpu"), plain)
+
+
+def test_leaves_torch_its_thread_count():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        Paged(lengths=[(1, 20)]).run("cpu")
+        assert torch.get_num_threads() == 1
+        assert numba.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert numba.threading_layer() == "omp"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.bfloat16}, "dtype='float32'"),
+        ({"dtype": torch.float16}, "dtype='float32'"),
+        ({"device": torch.device("meta")}, "attention_backend='auto'"),
+        ({"head_dim": 20}, "multiple of 8"),
+        ({"block_size": 24}, "power of two"),
+        ({"block_size": 4}, "power of two"),
+    ],
+)
+def test_refuses_what_it_cannot_compute(options, message):
+    good = {"device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
+    with pytest.raises(ConfigError, match=message):
+        make_backend("cpu", **{**good, **options})
