@@ -64,7 +64,11 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size):
 
 
 def compile_launch(kernel, args, options, arch):
-    """Machine code of one launch, as a GPU run gets it: pointers from torch are 16-byte aligned."""
+    """Machine code of one launch, as a GPU run gets it.
+
+    Tensors from torch are 16-byte aligned; the launcher tells the compiler so of those that the
+    kernel specializes on.
+    """
     build = {k: options[k] for k in ("num_warps", "num_stages") if k in options}
     constants = {k: v for k, v in options.items() if k not in build}
     signature, attributes = {}, {}
@@ -73,8 +77,10 @@ def compile_launch(kernel, args, options, arch):
             signature[name] = "constexpr"
         elif isinstance(args[i], torch.Tensor):
             signature[name] = TYPES[args[i].dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if not kernel.params[i].do_not_specialize_on_alignment:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         else:
+            assert kernel.params[i].do_not_specialize, name
             signature[name] = "i32"
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build)

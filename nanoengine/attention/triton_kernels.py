@@ -18,7 +18,8 @@ differ where the compiler fuses a multiplication with an addition.
 
 Legend: D head dim, P block size, N keys a tile, M rows a tile. Strides are elements and constants,
 so address arithmetic folds and 16-byte copies are proven aligned. Offsets inside a block are
-32-bit; only the start of a token or a block is 64-bit.
+32-bit; only the start of a token or a block is 64-bit. Arguments that change from step to step are
+never specialized on, so that serving does not wait for the compiler again.
 
 These kernels have been run in Triton's interpreter and compiled to machine code ahead of time;
 they have not run on a GPU yet.
@@ -39,7 +40,7 @@ MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def store_kernel(
     k, v, k_cache, v_cache, slot_mapping,
     K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
@@ -212,7 +213,10 @@ def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKE
     return num_decodes + last, start // TILE_TOKENS + last
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_decodes", "num_prefills"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_decodes", "num_prefills"],
+    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+)
 def varlen_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
     table_stride, num_decodes, num_prefills,
@@ -288,7 +292,10 @@ def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
     return low, size, low // size, tl.cdiv(seq_len, size) - low // size
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_splits"])
+@triton.jit(
+    do_not_specialize=["table_stride", "max_splits"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
 def decode_kernel(
     part_out, part_lse, q, k_cache, v_cache, block_tables, seq_lens, table_stride, max_splits,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
@@ -332,7 +339,7 @@ def decode_kernel(
         tl.store(part_out + part[:, None] * HEAD_DIM + dims, acc / total[:, None], mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
 def combine_kernel(
     out, part_out, part_lse, seq_lens, max_splits,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr, WINDOW: tl.constexpr,

@@ -1,0 +1,160 @@
+"""The GPU backends on a real GPU, at real sizes: parity, determinism, graphs and bandwidth.
+
+What the interpreter can't show: bfloat16, tensor cores, races, and results that depend on what runs
+beside them. flash_attn takes part where it is installed.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+from nanoengine.attention import make_backend
+from nanoengine.runner.cuda_graph import CudaGraphs, GraphedForward
+from tests.attention_cases import DEVICE, make_case
+
+BACKENDS = [("triton", 64)]
+if importlib.util.find_spec("flash_attn") or importlib.util.find_spec("flash_attn_interface"):
+    BACKENDS.append(("flash_attn", 256))
+
+DECODES = [(1, 1 + 131 * i) for i in range(20)]
+PREFILLS = [(300, 300), (2, 700), (65, 1000), (128, 128), (17, 17), (511, 2000)]
+SHAPES = [
+    {"head_dim": 128, "group_size": 2, "num_kv_heads": 2},
+    {"head_dim": 64, "group_size": 1},
+    {"head_dim": 64, "group_size": 7},
+    {"head_dim": 96, "group_size": 4},
+    {"head_dim": 80, "group_size": 8},
+    {"head_dim": 256, "group_size": 2},
+    {"head_dim": 128, "group_size": 4, "sliding_window": 100},
+    {"head_dim": 128, "group_size": 2, "softcap": 5.0, "scale": 0.2},
+]
+
+
+def backend_for(case, name="triton"):
+    return make_backend(
+        name,
+        device=DEVICE,
+        dtype=case.q.dtype,
+        head_dim=case.spec.head_dim,
+        block_size=case.k_cache.shape[1],
+    )
+
+
+@pytest.mark.parametrize(("name", "block_size"), BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", SHAPES)
+def test_parity_in_mixed_batches(name, block_size, dtype, options):
+    case = make_case(*DECODES, *PREFILLS, block_size=block_size, dtype=dtype, **options)
+    case.check(backend_for(case, name))
+
+
+@pytest.mark.parametrize(("name", "block_size"), BACKENDS)
+def test_parity_of_decodes_alone(name, block_size):
+    case = make_case(*DECODES, block_size=block_size, dtype=torch.bfloat16, group_size=2)
+    case.check(backend_for(case, name))
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_parity_in_exact_float32(options):
+    case = make_case(*DECODES[:8], *PREFILLS[:3], block_size=64, **options)
+    case.check(backend_for(case))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128, 256])
+def test_parity_at_other_block_sizes(block_size):
+    case = make_case(*DECODES, *PREFILLS, block_size=block_size, dtype=torch.bfloat16, head_dim=128)
+    case.check(backend_for(case))
+
+
+def test_parity_beyond_the_most_splits():
+    case = make_case((1, 8192), (1, 8193), (1, 30000), dtype=torch.bfloat16, block_size=64)
+    case.check(backend_for(case))
+
+
+def test_rows_do_not_depend_on_their_neighbours():
+    options = {"dtype": torch.bfloat16, "block_size": 64, "head_dim": 128, "group_size": 2}
+    alone = make_case((1, 2500), **options)
+    among = make_case((1, 2500), *DECODES, *PREFILLS, **options)
+    one, many = alone.run(backend_for(alone)), among.run(backend_for(among))
+    assert torch.equal(one[0], many[0])
+    alone = make_case((511, 2000), **options)
+    among = make_case((511, 2000), *PREFILLS, **options)
+    one, many = alone.run(backend_for(alone)), among.run(backend_for(among))
+    assert torch.equal(one, many[:511])
+
+
+def test_equal_runs_give_equal_bits():
+    case = make_case(*DECODES, *PREFILLS, dtype=torch.bfloat16, block_size=64, head_dim=128)
+    backend = backend_for(case)
+    first = case.run(backend)
+    assert all(torch.equal(case.run(backend), first) for _ in range(20))
+
+
+@pytest.mark.parametrize(("name", "block_size"), BACKENDS)
+@pytest.mark.parametrize("count", [1, 3, 8, 20])
+def test_graphs_replay_what_eager_gives(name, block_size, count):
+    case = make_case(
+        *DECODES[:count], dtype=torch.bfloat16, block_size=block_size, head_dim=128, group_size=2
+    )
+    backend = backend_for(case, name)
+    table = torch.cat([case.q, case.k, case.v], 1)
+    heads = [case.spec.num_heads, case.spec.num_kv_heads, case.spec.num_kv_heads]
+
+    def attend(batch):
+        q, k, v = table[batch.token_ids].split(heads, 1)
+        return backend.forward(q, k, v, case.k_cache, case.v_cache, batch, case.spec)
+
+    with torch.inference_mode():
+        case.batch.token_ids = torch.arange(count, device=DEVICE)
+        expected = case.run(backend)
+        graphed = GraphedForward(
+            attend, backend.prepare, num_groups=2, max_num_seqs=20, max_model_len=4096,
+            block_size=block_size, device=DEVICE, graphs=CudaGraphs(),
+        )  # fmt: skip
+        for _ in range(3):
+            out = graphed(case.batch)
+            torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+        if name == "triton":
+            assert torch.equal(out, expected)
+
+
+def test_store_into_the_slots_alone():
+    case = make_case(*DECODES, *PREFILLS, dtype=torch.bfloat16, num_kv_heads=5, head_dim=80)
+    expected = case.k_cache.clone()
+    expected.view(-1, 5, 80)[case.batch.slot_mapping[1]] = case.k
+    case.run(backend_for(case))
+    assert torch.equal(case.k_cache.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_a_full_decode_batch_and_its_bandwidth(capsys):
+    """256 sequences of 512 tokens, 16 query and 8 KV heads of 128: parity; prints median GB/s."""
+    num_seqs, length, block_size = 256, 512, 64
+    case = make_case(
+        (1, length), dtype=torch.bfloat16, block_size=block_size, head_dim=128, num_kv_heads=8,
+        group_size=2,
+    )  # fmt: skip
+    backend = backend_for(case)
+    batch, per_seq = case.batch, length // block_size
+    blocks = torch.randperm(num_seqs * per_seq, device=DEVICE, dtype=torch.int32).view(num_seqs, -1)
+    shape = (num_seqs * per_seq, block_size, 8, 128)
+    case.k_cache, case.v_cache = torch.randn(2, *shape, device=DEVICE).to(torch.bfloat16)
+    case.q, case.k, case.v = (x.repeat(num_seqs, 1, 1) for x in (case.q, case.k, case.v))
+    batch.slot_mapping = (blocks[:, -1].long() * block_size + block_size - 1).expand(2, -1)
+    batch.block_tables = blocks.expand(2, -1, -1)
+    batch.seq_lens = torch.full((num_seqs,), length, dtype=torch.int32, device=DEVICE)
+    batch.query_start_loc = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE)
+    batch.token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=DEVICE)
+    batch.num_decodes = num_seqs
+    case.check(backend)
+    seconds = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        case.run(backend)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    speed = 2 * case.k_cache.nbytes / sorted(seconds)[10] / 1e9
+    with capsys.disabled():
+        print(f"\ndecode attention with store and launches: {speed:.0f} GB/s of keys and values")
