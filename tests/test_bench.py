@@ -107,6 +107,8 @@ def test_jsonl_workload_takes_ids_or_text(tmp_path: Path) -> None:
     [
         (BenchArgs(dataset="nowhere.csv"), "dataset must be random, shared-prefix, or an existing"),
         (BenchArgs(input_len=(5, 4)), "input_len must be a range of positive lengths, got 5 4"),
+        (BenchArgs(num_requests=0), "num_requests must be at least 1, got 0"),
+        (BenchArgs(rounds=0), "rounds must be at least 1, got 0"),
         (BenchArgs(output_len=(0, 4)), "output_len must be a range of positive lengths, got 0 4"),
     ],
 )
