@@ -281,9 +281,11 @@ def test_report_adds_up(
     assert "load 1.50 s, start 2.50 s" in text
 
 
-def test_hits_and_preemptions_of_the_timed_round_only(fake_llm: type[FakeLLM]) -> None:
+def test_hits_and_preemptions_of_the_timed_round_only(
+    fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     args = BenchArgs(**SMALL | {"input_len": (1, 1)}, dataset="shared-prefix", prefix_len=64)
-    config = bench.engine_config(args, Path())
+    config = bench.engine_config(args, tmp_path)
     report = bench.run(args, config, FakeLLM("tiny", max_num_seqs=8))
     # All six share four blocks of 16; the first computes them, the others hit. The warm-up had
     # other ids, so it left nothing to hit.
