@@ -107,6 +107,8 @@ def test_jsonl_workload_takes_ids_or_text(tmp_path: Path) -> None:
     [
         (BenchArgs(dataset="nowhere.csv"), "dataset must be random, shared-prefix, or an existing"),
         (BenchArgs(input_len=(5, 4)), "input_len must be a range of positive lengths, got 5 4"),
+        (BenchArgs(num_requests=0), "num_requests must be at least 1, got 0"),
+        (BenchArgs(rounds=0), "rounds must be at least 1, got 0"),
         (BenchArgs(output_len=(0, 4)), "output_len must be a range of positive lengths, got 0 4"),
     ],
 )
@@ -279,9 +281,11 @@ def test_report_adds_up(
     assert "load 1.50 s, start 2.50 s" in text
 
 
-def test_hits_and_preemptions_of_the_timed_round_only(fake_llm: type[FakeLLM]) -> None:
+def test_hits_and_preemptions_of_the_timed_round_only(
+    fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     args = BenchArgs(**SMALL | {"input_len": (1, 1)}, dataset="shared-prefix", prefix_len=64)
-    config = bench.engine_config(args, Path())
+    config = bench.engine_config(args, tmp_path)
     report = bench.run(args, config, FakeLLM("tiny", max_num_seqs=8))
     # All six share four blocks of 16; the first computes them, the others hit. The warm-up had
     # other ids, so it left nothing to hit.

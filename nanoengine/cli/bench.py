@@ -18,7 +18,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nanoengine.cli import bench_report, workload
 from nanoengine.cli.bench_report import Round
@@ -31,9 +31,19 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
     from nanoengine.observe.cost import ModelCost
     from nanoengine.observe.metrics import Metrics
+    from nanoengine.outputs import RequestOutput
 
-STANDARD = {"num_requests": 256, "input_len": (100, 1024), "output_len": (100, 1024)}
-SMOKE = {"num_requests": 32, "input_len": (12, 128), "output_len": (12, 128)}
+
+class Scale(NamedTuple):
+    """How many requests, and the shortest and longest random prompt and output."""
+
+    num_requests: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+
+
+STANDARD = Scale(256, (100, 1024), (100, 1024))
+SMOKE = Scale(32, (12, 128), (12, 128))
 COUNTERS = (
     "prefill_tokens",
     "recomputed_tokens",
@@ -123,16 +133,11 @@ def engine_config(args: BenchArgs, scratch: Path) -> EngineConfig:
 
 def make_workload(args: BenchArgs, model: str) -> list[WorkItem]:
     """The requests that the options ask for, not yet fitted to a model."""
-    scale = SMOKE if args.smoke else STANDARD
-    chosen = {name: getattr(args, name) or default for name, default in scale.items()}
-    for name in ("input_len", "output_len"):
-        low, high = chosen[name]
-        if not 1 <= low <= high:
-            raise ConfigError(f"{name} must be a range of positive lengths, got {low} {high}")
+    scale = _scale(args)
     if args.dataset == "random":
-        return workload.random_workload(**chosen, seed=args.seed)
+        return workload.random_workload(*scale, seed=args.seed)
     if args.dataset == "shared-prefix":
-        return workload.shared_prefix_workload(**chosen, prefix_len=args.prefix_len, seed=args.seed)
+        return workload.shared_prefix_workload(*scale, prefix_len=args.prefix_len, seed=args.seed)
     path = Path(args.dataset)
     if path.suffix not in (".jsonl", ".csv") or not path.is_file():
         raise ConfigError(
@@ -140,10 +145,27 @@ def make_workload(args: BenchArgs, model: str) -> list[WorkItem]:
             f" got {args.dataset!r}"
         )
     if path.suffix == ".csv":
-        return workload.csv_workload(path, chosen["num_requests"], args.seed)
-
+        return workload.csv_workload(path, scale.num_requests, args.seed)
     return workload.jsonl_workload(
-        path, chosen["num_requests"], chosen["output_len"], args.seed, _encoder(args, model)
+        path, scale.num_requests, scale.output_len, args.seed, _encoder(args, model)
+    )
+
+
+def _scale(args: BenchArgs) -> Scale:
+    """The chosen scale; options that are given win over `--smoke` and the standard."""
+    for name in ("num_requests", "rounds", "prefix_len", "compare_batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    for name in ("input_len", "output_len"):
+        low, high = getattr(args, name) or (1, 1)
+        if not 1 <= low <= high:
+            raise ConfigError(f"{name} must be a range of positive lengths, got {low} {high}")
+    default = SMOKE if args.smoke else STANDARD
+    return Scale(
+        args.num_requests or default.num_requests,
+        args.input_len or default.input_len,
+        args.output_len or default.output_len,
     )
 
 
@@ -156,7 +178,7 @@ def _encoder(args: BenchArgs, model: str) -> Callable[[str], list[int]]:
 
         return AutoTokenizer.from_pretrained(args.tokenizer or model)
 
-    return lambda text: tokenizer().encode(text)
+    return lambda text: list(tokenizer().encode(text))
 
 
 def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
@@ -238,7 +260,9 @@ def _run_rounds(
     return rounds, baseline_s
 
 
-def _generate(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> list[Any]:
+def _generate(
+    llm: LLM, items: SequenceOf[WorkItem], temperature: float
+) -> SequenceOf[RequestOutput]:
     """Runs the items; each must give exactly its number of tokens."""
     from nanoengine.sampling_params import SamplingParams
 

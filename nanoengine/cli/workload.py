@@ -51,9 +51,10 @@ def random_workload(
 
 def shared_prefix_workload(
     num_requests: int,
-    prefix_len: int,
     input_len: tuple[int, int],
     output_len: tuple[int, int],
+    *,
+    prefix_len: int,
     seed: int,
 ) -> list[WorkItem]:
     """Random prompts behind one common prefix; `input_len` counts each request's own tokens."""

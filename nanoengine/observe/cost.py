@@ -25,8 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoengine.observe.metrics import StepRecord
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +85,10 @@ class ModelCost:
             return 0.0, 0.0
         weights = self.dense_params + self.expert_params * self.experts_per_token
         flops = 2.0 * tokens * weights + 2.0 * logits * self.head_params
-        read = self.dense_params + (self.head_params if logits else 0)
+        elements = float(self.dense_params + (self.head_params if logits else 0))
         if self.num_experts:
             missed = (1 - self.experts_per_token / self.num_experts) ** tokens
-            read += self.expert_params * self.num_experts * (1 - missed)
-        elements = float(read)
+            elements += self.expert_params * self.num_experts * (1 - missed)
         for window, num_layers in Counter(self.windows).items():
             pairs = (_pairs(starts + counts, window) - _pairs(starts, window)).sum()
             flops += 4.0 * num_layers * self.num_heads * self.head_dim * float(pairs)
@@ -103,7 +105,7 @@ class ModelCost:
         return sum(flops for flops, _ in costs), sum(nbytes for _, nbytes in costs)
 
 
-def _pairs(end: np.ndarray, window: int | None) -> np.ndarray:
+def _pairs(end: Ints, window: int | None) -> Ints:
     """(query, key) pairs of tokens 0 ... end - 1: the sum of min(position + 1, window)."""
     inside = end if window is None else np.minimum(end, window)
     return inside * (inside + 1) // 2 + (end - inside) * (window or 0)

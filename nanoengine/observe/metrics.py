@@ -168,7 +168,7 @@ def step_seconds(times: StepTimes) -> float:
     >>> step_seconds(StepTimes(schedule_s=0.25, forward_s=0.5))
     0.75
     """
-    return sum(getattr(times, name) for name in StepTimes.__dataclass_fields__)
+    return float(sum(getattr(times, name) for name in StepTimes.__dataclass_fields__))
 
 
 def percentiles(
