@@ -9,6 +9,12 @@ import pytest
 
 from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
+from nanoengine.errors import (
+    CapacityError,
+    EngineDeadError,
+    PromptTooLongError,
+    RequestError,
+)
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import (
     ExecutorFailure,
@@ -131,8 +137,7 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at):
     sys.settrace(Interrupter(at))
     try:
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(20):
-                engine.step()
+            run(engine)
     finally:
         sys.settrace(tracer)
     assert not engine.has_unfinished()
@@ -174,3 +179,261 @@ def test_drafts_never_change_the_output(threshold, windows):
     for plan in steps:
         ends = [s + n for s, n in zip(plan.starts, plan.num_scheduled_tokens, strict=True)]
         assert max(ends) < longest, "a draft lies past the end of its sequence"
+
+
+# --- requests: what is refused, and how sequences end ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "error", "message"),
+    [
+        ([], {}, RequestError, "empty"),
+        ([1, -1], {}, RequestError, r"\[0, 50\), got -1"),
+        ([1, 50], {}, RequestError, r"\[0, 50\), got 50"),
+        ([1, "2"], {}, RequestError, "integers, got '2'"),
+        ([True], {}, RequestError, "integers, got True"),
+        ([1] * 100, {}, PromptTooLongError, "100 tokens; max_model_len=100 leaves room for 99"),
+        ([1] * 81, {}, CapacityError, "81 tokens needs 21 KV blocks of 4 tokens, the pool has 20"),
+        ([1], {"n": 9}, RequestError, "max_num_seqs=8"),
+        ([1], {"stop_token_ids": [50]}, RequestError, "stop_token_ids"),
+        ([1], {"logit_bias": {77: 1.0}}, RequestError, "logit_bias"),
+        ([1], {"allowed_token_ids": [1, 50]}, RequestError, "allowed_token_ids"),
+        ([1], {"logprobs": 51}, RequestError, "logprobs must be at most 50"),
+        ([1], {"prompt_logprobs": 51}, RequestError, "prompt_logprobs must be at most 50"),
+    ],
+)
+def test_peer_bugs_01_06_31_a_bad_request_is_refused_and_leaves_nothing(
+    prompt, changes, error, message
+):
+    engine = make_engine(num_blocks=21, max_model_len=100)
+    good = engine.add_request("good", [1, 2, 3], params())
+    with pytest.raises(error, match=message):
+        engine.check_request(prompt, params(**changes))
+    with pytest.raises(error, match=message):
+        engine.add_request("bad", prompt, params(**changes))
+    assert engine.num_unfinished == 1
+    assert run(engine) == ["good"]
+    assert_outputs(good)
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
+    engine = make_engine()
+    engine.add_request("a", [1], params())
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request("a", [1], params())
+    run(engine)
+    engine.add_request("a", [1], params())
+    assert run(engine) == ["a"]
+
+
+@LOOPS
+def test_peer_bug_01_a_sequence_that_outgrows_the_pool_ends_alone(loop):
+    engine = make_engine(num_blocks=9)
+    small = engine.add_request("small", [1] * 4, params(6))
+    large = engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
+    assert loop(engine) == ["small", "large"]
+    assert_outputs(small)
+    (seq,) = large.sequences
+    assert seq.finish_reason == "error"
+    assert "33 tokens need 9 KV blocks of 4 tokens, the pool has 8" in large.error
+    assert "num_kv_blocks" in large.error
+    expected = expected_output([2] * 20, seq.seed, 100, ())
+    assert seq.output_token_ids == expected[: seq.num_output_tokens]
+    assert seq.num_output_tokens in (12, 13), "what it had is kept"
+
+
+@LOOPS
+def test_peer_bug_04_max_model_len_ends_a_sequence(loop):
+    engine = make_engine(max_model_len=20)
+    request = engine.add_request("a", range(1, 13), params(None, ignore_eos=True))
+    loop(engine)
+    assert_outputs(request)
+    assert request.sequences[0].num_output_tokens == 8
+    assert request.sequences[0].finish_reason == "length"
+    ends = [
+        start + count
+        for plan in fake(engine).plans
+        for start, count in zip(plan.starts, plan.num_scheduled_tokens, strict=True)
+    ]
+    assert max(ends) == 19, "the last token is sampled, never computed"
+
+
+def test_peer_bug_05_max_tokens_zero_is_refused():
+    with pytest.raises(RequestError, match="max_tokens must be at least 1"):
+        SamplingParams(max_tokens=0)
+
+
+@LOOPS
+def test_stop_ids_of_the_model_and_of_the_request(loop):
+    engine = make_engine(eos_token_ids=(0, 3), max_model_len=500)
+    requests = [
+        engine.add_request(str(i), [1 + i], params(400, **changes))
+        for i, changes in enumerate(
+            [{}, {"stop_token_ids": [7]}, {"ignore_eos": True, "stop_token_ids": [8]},
+             {"min_tokens": 60}]
+        )
+    ]  # fmt: skip
+    loop(engine)
+    assert_outputs(*requests)
+    ends = [request.sequences[0] for request in requests]
+    assert all(seq.finish_reason == "stop" for seq in ends)
+    for seq in ends:
+        last = seq.token_ids[-1]
+        asked_for = last in (seq.params.stop_token_ids or ())
+        assert seq.stop_reason == (last if asked_for else None)
+    assert ends[3].num_output_tokens >= 60
+
+
+class StopAfter:
+    """A sink that ends its sequence at the n-th token."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def append(self, token_id: int) -> str | None:
+        self.left -= 1
+        return None if self.left else "stop string"
+
+
+@LOOPS
+def test_a_sink_ends_its_own_sequence(loop):
+    engine = make_engine()
+    request = engine.add_request(
+        "a", [1, 2], params(9, n=3, ignore_eos=True), make_sink=lambda index: StopAfter(2 + index)
+    )
+    other = engine.add_request("b", [1, 2], params(9))
+    loop(engine)
+    assert_outputs(other)
+    assert [seq.num_output_tokens for seq in request.sequences] == [2, 3, 4]
+    assert {seq.stop_reason for seq in request.sequences} == {"stop string"}
+
+
+@LOOPS
+def test_an_error_of_one_row_ends_that_request_alone(loop):
+    engine = make_engine()
+    requests = [
+        engine.add_request(str(i), [1, 2, 3 + i], params(8, ignore_eos=True)) for i in range(3)
+    ]
+    fake(engine).row_errors = lambda row: (
+        "logits are NaN" if row.seq_id == 1 and len(row.token_ids) == 6 else None
+    )
+    assert loop(engine)[0] == "1"
+    assert requests[1].error == "logits are NaN"
+    assert requests[1].sequences[0].finish_reason == "error"
+    assert_outputs(requests[0], requests[2])
+
+
+def test_abort_frees_at_once_and_is_told_once():
+    engine = make_engine(max_num_seqs=2)
+    requests = [engine.add_request(str(i), range(1, 20), params(30)) for i in range(4)]
+    engine.step()
+    assert engine.abort("0") is requests[0]
+    assert engine.abort("3") is requests[3]
+    assert engine.abort("3") is None
+    assert engine.abort("unknown") is None
+    engine.scheduler.check()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    assert sorted(run(engine)) == ["1", "2"]
+    assert_outputs(*requests[1:3])
+    assert [r.sequences[0].finish_reason for r in (requests[0], requests[3])] == ["abort"] * 2
+    assert engine.stats().active_blocks == 0
+
+
+def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported():
+    engine = make_engine(num_blocks=9)
+    engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
+    scheduler = engine.scheduler
+    while not scheduler.running or scheduler.running[0].num_computed_tokens < 32:
+        engine.step()
+    plan = scheduler.schedule()
+    engine.abort("large")
+    assert scheduler.commit(plan, fake(engine).execute(plan)) == []
+
+
+def test_abort_all_and_close():
+    engine = make_engine()
+    requests = [engine.add_request(str(i), range(1, 20), params(30)) for i in range(3)]
+    engine.step()
+    engine.abort_all()
+    assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
+    assert all(request.sequences[0].finish_reason == "abort" for request in requests)
+    assert engine.stats().cached_blocks == 4, "an orderly end keeps the prefix cache"
+    again = engine.add_request("again", range(1, 20), params())
+    run(engine)
+    assert again.num_cached_tokens == 16
+    assert_outputs(again)
+    engine.close()
+    engine.close()
+    assert fake(engine).closed
+    for call in (engine.step, lambda: engine.add_request("b", [1], params())):
+        with pytest.raises(EngineDeadError, match="closed"):
+            call()
+
+
+def test_reset_refuses_while_blocks_are_in_use():
+    engine = make_engine()
+    engine.add_request("a", range(1, 20), params(3, ignore_eos=True))
+    engine.step()
+    assert engine.reset_prefix_cache() is False
+    run(engine)
+    assert engine.stats().cached_blocks == 5
+    assert engine.reset_prefix_cache() is True
+    assert engine.stats().empty_blocks == 64
+
+
+def test_observers_see_each_step_once_and_the_counters():
+    class Log:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def on_step(self, plan, result, scheduler) -> None:
+            assert scheduler.stats.steps == plan.step + 1
+            assert result.times.schedule_s > 0 and result.times.commit_s > 0
+            self.tokens.append(plan.num_tokens)
+
+    log = Log()
+    engine = make_engine(observers=[log])
+    engine.add_request("a", range(1, 20), params(4, ignore_eos=True))
+    engine.add_request("b", range(1, 20), params(4, ignore_eos=True))
+    run(engine)
+    assert log.tokens == [19 + 3, 2, 2, 2]
+    stats = engine.stats()
+    assert (stats.steps, stats.prefill_tokens, stats.decode_tokens) == (4, 22, 6)
+    assert (stats.output_tokens, stats.finished_requests) == (8, 2)
+    assert stats.cache_hit_rate == 16 / 38
+
+
+# --- invisible: every configuration gives the same tokens -----------------------------------------
+
+
+@LOOPS
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 34},
+        {"enable_prefix_caching": False, "num_blocks": 34},
+        {"block_size": 16},
+        {"max_num_batched_tokens": 8},
+        {"long_prefill_threshold": 5},
+        {"chunked_prefill": False},
+        {"max_num_seqs": 3},
+        {"watermark_frac": 0.2},
+    ],
+    ids=str,
+)
+def test_no_configuration_shows_in_the_output(loop, windows, options):
+    engine = make_engine(**{"num_blocks": 129, "windows": windows} | options)
+    requests = [
+        engine.add_request(
+            str(i),
+            [*range(1, 14 + 3 * (i % 3)), *([40 + i % 5] * (i % 4))],
+            params(5 + 3 * i, n=1 + (i % 4 == 3) * 2),
+            priority=i % 2,
+        )
+        for i in range(9)
+    ]
+    assert len(loop(engine)) == 9
+    assert_outputs(*requests)
+    assert engine.stats().active_blocks == 0

@@ -138,6 +138,8 @@ class Scheduler:
         for seq in request.sequences:
             if not seq.is_finished:
                 self._end(seq, "abort")
+        if request in self._done:  # it has failed in a step that is not committed yet
+            self._done.remove(request)
         self._drop_ended()
 
     def abort_all(self, requests: Iterable[Request]) -> None:

@@ -1,0 +1,207 @@
+"""BlockPool, operation by operation; tests/test_core_machines.py holds their combinations."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from nanoengine.core.block_pool import Block, BlockPool
+
+
+def filled(pool: BlockPool, count: int) -> list[int]:
+    """Allocates blocks and gives them the contents of one chain."""
+    table = pool.allocate(count)
+    for i, block_id in enumerate(table):
+        parent = bytes([i - 1]) if i else None
+        pool.register(block_id, group=0, digest=bytes([i]), parent=parent, token_ids=(i,))
+    return table
+
+
+def test_a_pool_needs_a_usable_block():
+    with pytest.raises(ValueError, match="null block and one more, got 1"):
+        BlockPool(1)
+
+
+def test_three_counts():
+    # 32 blocks = 1 null + 7 active + 17 cached + 7 empty
+    pool = BlockPool(32)
+    cached = filled(pool, 17)
+    pool.allocate(7)
+    pool.free(reversed(cached))
+    assert pool.counts() == {"empty": 7, "cached": 17, "active": 7}
+    assert (pool.num_usable, pool.num_free) == (31, 24)
+    pool.check()
+
+
+def test_allocate_prefers_empty_blocks_then_the_oldest_tail():
+    pool = BlockPool(8)
+    old = filled(pool, 3)
+    pool.free(reversed(old))
+    young = pool.allocate(1)
+    pool.register(young[0], group=0, digest=b"young", parent=None, token_ids=(9,))
+    pool.free(young)
+    assert pool.allocate(3) == [5, 6, 7]
+    assert pool.num_evicted == 0
+    assert pool.allocate(4) == [*reversed(old), *young]
+    assert pool.num_evicted == 4
+    pool.check()
+
+
+def test_running_out_is_a_bug_of_the_caller():
+    with pytest.raises(AssertionError, match="4 blocks asked of 3 free"):
+        BlockPool(4).allocate(4)
+
+
+def test_reference_counts_and_double_free():
+    pool = BlockPool(4)
+    table = pool.allocate(2)
+    pool.share(table)
+    pool.free(table)
+    assert [pool.blocks[i].ref_count for i in table] == [1, 1]
+    pool.free(table)
+    with pytest.raises(ValueError, match=r"Block\(1, refs=0, hash=-\) is freed twice"):
+        pool.free(table)
+    with pytest.raises(AssertionError, match="not active"):
+        pool.share(table)
+
+
+def test_the_null_block_is_passed_over_and_never_handed_out():
+    pool = BlockPool(4)
+    assert 0 not in pool.allocate(3)
+    pool.share([0])
+    pool.free([0, 0])
+    with pytest.raises(AssertionError):
+        pool.register(0, group=0, digest=b"x", parent=None, token_ids=(1,))
+    assert pool.evict([0]) == 0
+    pool.check()
+
+
+def test_touch_revives_a_cached_block():
+    pool = BlockPool(4)
+    table = filled(pool, 2)
+    pool.free(reversed(table))
+    pool.touch(table[0])
+    assert pool.counts() == {"empty": 1, "cached": 1, "active": 1}
+    pool.touch(table[0])
+    assert pool.blocks[table[0]].ref_count == 2
+
+
+def test_duplicates_of_a_content_live_and_die_apart():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    for block_id in (first, second):
+        pool.register(block_id, group=0, digest=b"x", parent=None, token_ids=(1,))
+    assert pool.lookup(0, b"x", None, (1,)) == first
+    pool.free([first])
+    assert pool.evict([first]) == 1
+    assert pool.lookup(0, b"x", None, (1,)) == second
+    pool.free([second])
+    assert pool.evict([second]) == 1
+    assert pool.lookup(0, b"x", None, (1,)) is None
+    pool.check()
+
+
+def test_groups_have_an_index_each():
+    pool = BlockPool(4, num_groups=2)
+    pool.register(pool.allocate(1)[0], group=1, digest=b"x", parent=None, token_ids=(1,))
+    assert pool.lookup(0, b"x", None, (1,)) is None
+    assert pool.lookup(1, b"x", None, (1,)) == 1
+
+
+def test_peer_bug_26_a_hit_compares_tokens_and_parent():
+    pool = BlockPool(8)
+    blocks = pool.allocate(3)
+    contents = [(None, (1, 2)), (None, (3, 4)), (b"other", (1, 2))]
+    for block_id, (parent, token_ids) in zip(blocks, contents, strict=True):
+        pool.register(block_id, group=0, digest=b"same", parent=parent, token_ids=token_ids)
+    for block_id, (parent, token_ids) in zip(blocks, contents, strict=True):
+        assert pool.lookup(0, b"same", parent, token_ids) == block_id
+    assert pool.lookup(0, b"same", b"other", (3, 4)) is None
+
+
+def test_reset_refuses_while_blocks_are_in_use():
+    pool = BlockPool(4)
+    table = filled(pool, 2)
+    pool.free(table[1:])
+    assert pool.reset() is False
+    assert pool.lookup(0, b"\1", b"\0", (1,)) == table[1]
+    pool.free(table[:1])
+    assert pool.reset() is True
+    assert pool.counts() == {"empty": 3, "cached": 0, "active": 0}
+    assert pool.lookup(0, b"\0", None, (0,)) is None
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda pool: setattr(pool.blocks[1], "ref_count", 2),
+        lambda pool: setattr(pool.blocks[3], "ref_count", 1),
+        lambda pool: setattr(pool.blocks[0], "ref_count", 1),
+        lambda pool: setattr(pool.blocks[1], "hash", b"other"),
+        lambda pool: setattr(pool.blocks[1], "group", 1),
+        lambda pool: setattr(pool.blocks[4], "hash", b"x"),
+        lambda pool: pool._empty.append(pool._empty[0]),
+        lambda pool: pool._empty.append(2),
+        lambda pool: pool._cached.pop(2),
+        lambda pool: pool._index[0].clear(),
+    ],
+)
+def test_check_notices(break_it):
+    pool = BlockPool(6, num_groups=2)
+    table = filled(pool, 2)
+    pool.free(table[1:])
+    pool.check([[1]])
+    break_it(pool)
+    with pytest.raises(AssertionError):
+        pool.check([[1]])
+
+
+def test_peer_bug_16_no_operation_walks_the_free_queue():
+    pool = BlockPool(2_000)
+    table = pool.allocate(1_999)
+    for i, block_id in enumerate(table):
+        digest = i.to_bytes(2, "big")
+        pool.register(block_id, group=0, digest=digest, parent=None, token_ids=(i,))
+    pool.free(table)
+    events = 0
+
+    def count(frame, event, arg):
+        nonlocal events
+        events += 1
+        return count
+
+    def events_of(touched: list[int]) -> int:
+        nonlocal events
+        events = 0
+        tracer = sys.gettrace()
+        sys.settrace(count)
+        try:
+            for block_id in touched:
+                pool.touch(block_id)
+        finally:
+            sys.settrace(tracer)
+        return events
+
+    head, middle, tail = (events_of(table[i : i + 5]) for i in (0, 1_000, 1_990))
+    assert head == middle == tail > 0
+    assert type(pool._cached).__name__ == "OrderedDict", "removal from the middle in O(1)"
+
+
+def test_a_block_costs_less_than_300_bytes():
+    num_blocks = 20_000
+    pool = BlockPool(num_blocks)
+    size = sum(sys.getsizeof(block) for block in pool.blocks)
+    size += sys.getsizeof(pool.blocks) + sys.getsizeof(pool._empty)
+    size += sum(sys.getsizeof(i) for i in range(num_blocks))
+    assert size / num_blocks < 300
+    assert not hasattr(Block(1), "__dict__")
+
+
+def test_the_pool_draws_itself():
+    pool = BlockPool(6)
+    table = filled(pool, 2)
+    pool.share(table[:1])
+    pool.free(table[1:])
+    assert str(pool) == "02c..."
+    assert repr(pool.blocks[1]) == "Block(1, refs=2, hash=00)"

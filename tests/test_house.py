@@ -1,0 +1,191 @@
+"""The house rules: who may import whom, what stays unloaded, and demos and doctests that run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nanoengine"
+CORE = sorted(path.stem for path in (PACKAGE / "core").glob("*.py") if path.stem != "__init__")
+
+EVERYONE = {"nanoengine", "errors", "sampling_params"}
+"""What anyone may import: the package's own name, the exceptions, the sampling parameters."""
+
+MAY_IMPORT: dict[str, set[str]] = {
+    # part of the package -> the parts that it may import besides EVERYONE and itself
+    "errors": set(),
+    "sampling_params": set(),
+    "config": set(),
+    "core": set(),
+    "engine": {"core"},
+    "runner.batch": {"core.plan"},
+    "attention": {"runner.batch"},
+    "parallel": set(),
+    "parallel.shard": set(),
+    "layers": {"runner.batch", "parallel.shard", "attention", "models.config"},
+    "models": {"layers", "attention", "runner.batch", "parallel.shard"},
+    "runner": {"models", "layers", "attention", "core.plan", "core.protocols", "core.kv_groups",
+               "parallel.shard", "config"},
+    "features": {"core", "runner", "layers", "models"},
+    "tokenizer": {"core.protocols"},
+    "inputs": {"config"},
+    "outputs": {"core", "tokenizer"},
+    "observe": {"core", "engine", "config", "models.config"},
+    "build": {"*"},
+    "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
+            "core.protocols", "core.sequence", "observe"},
+    "cli": {"*"},
+    "parallel.ray_data": {"llm", "outputs", "config"},
+    "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine"},
+}  # fmt: skip
+
+STANDARD_LIBRARY_AND = {
+    # what a part may import from outside: the standard library and these
+    "errors": set(),
+    "sampling_params": set(),
+    "config": set(),
+    "core": {"xxhash", "numpy"},
+    "engine": {"xxhash"},
+}
+
+
+def module_name(path: Path) -> str:
+    """The module's dotted name below the package; "nanoengine" for the package itself."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts) or "nanoengine"
+
+
+def part_of(module: str, parts: set[str]) -> str | None:
+    """The longest entry of `parts` that the module is, or lies in."""
+    found = [part for part in parts if module == part or module.startswith(part + ".")]
+    return max(found, key=len, default=None)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that the file imports anywhere, dotted names in full."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides what it names"
+            base = node.module or ""
+            names |= {
+                f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base
+                for alias in node.names
+            }
+    return names
+
+
+def is_module(name: str) -> bool:
+    if not name.startswith("nanoengine."):
+        return False
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def violations(path: Path, module: str) -> list[str]:
+    part = part_of(module, set(MAY_IMPORT))
+    if part is None:
+        return [f"{module}: not in the import table"]
+    allowed = MAY_IMPORT[part] | EVERYONE - {"nanoengine"} | {part}
+    if "*" in allowed:
+        return []
+    found = []
+    for name in imports_of(path):
+        if name == "nanoengine":
+            continue
+        if name.startswith("nanoengine."):
+            name = name.removeprefix("nanoengine.")
+            if part_of(name, allowed) is None:
+                found.append(f"{module} imports {name}")
+        elif part in STANDARD_LIBRARY_AND:
+            top = name.partition(".")[0]
+            if top not in sys.stdlib_module_names | STANDARD_LIBRARY_AND[part]:
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def test_who_may_import_whom():
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert len(paths) > 20
+    assert [wrong for path in paths for wrong in violations(path, module_name(path))] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("core.scheduler", "import torch"),
+        ("core.plan", "from nanoengine.runner.batch import Batch"),
+        ("core.plan", "from nanoengine import engine"),
+        ("engine", "from nanoengine.runner import model_runner"),
+        ("attention.naive", "from nanoengine.layers.linear import Linear"),
+        ("layers.linear", "import nanoengine.runner.model_runner"),
+        ("models.qwen3", "def f():\n    from nanoengine.llm import LLM"),
+        ("observe.trace", "from nanoengine.runner.rows import Rows"),
+        ("unheard_of", "import os"),
+    ],
+)
+def test_the_import_table_notices(tmp_path, module, line):
+    path = tmp_path / "module.py"
+    path.write_text(line)
+    assert len(violations(path, module)) == 1
+
+
+def run_python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("modules", "unloaded"),
+    [
+        ([f"nanoengine.core.{name}" for name in CORE], ("torch", "transformers", "numba")),
+        (["nanoengine.engine"], ("torch", "transformers", "numba")),
+        (["nanoengine", "nanoengine.config"], ("torch", "transformers", "numba", "triton")),
+    ],
+    ids=["core", "engine", "nanoengine"],
+)
+def test_importing_loads_no_heavy_library(modules, unloaded):
+    code = f"import sys, {', '.join(modules)}; print([m for m in {unloaded} if m in sys.modules])"
+    assert run_python("-c", code).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "name", ["sampling_params", "parallel.shard", *(f"core.{name}" for name in CORE)]
+)
+def test_doctests(name):
+    assert doctest.testmod(importlib.import_module(f"nanoengine.{name}")).failed == 0
+
+
+def test_the_core_has_doctests():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for name in ("block_pool", "kv_groups"):
+        module = importlib.import_module(f"nanoengine.core.{name}")
+        assert sum(len(test.examples) for test in finder.find(module)) >= 5, name
+
+
+DEMOS = [
+    name for name in CORE if "__main__" in (PACKAGE / "core" / f"{name}.py").read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_demos_run(name):
+    assert len(run_python("-m", f"nanoengine.core.{name}").splitlines()) >= 3
+
+
+def test_the_pool_draws_itself():
+    assert "block_pool" in DEMOS
