@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.assets import demo_model_path
+
+from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.observe.metrics import Metrics, summarize
 
 PASSAGE = (

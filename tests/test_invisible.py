@@ -53,7 +53,9 @@ VARIANTS = [
         | pool,
         id=f"{'cache' if caching else 'nocache'}-{name}-bs{size}-{'small' if pool else 'large'}",
     )
-    for caching, (name, chunk), size in itertools.product((True, False), CHUNKS.items(), (8, 16, 256))
+    for caching, (name, chunk), size in itertools.product(
+        (True, False), CHUNKS.items(), (8, 16, 256)
+    )
     for pool in ({}, {"num_kv_blocks": {8: 25, 16: 14, 256: 4}[size]})
 ]
 
@@ -142,7 +144,8 @@ def test_seeded_samples_are_the_same_alone_and_among_31_neighbours():
     others = random_prompts(31, [1, 7, 16, 33, 48], seed=4)
     unseeded = [SamplingParams(temperature=1.3, top_k=20, max_tokens=30)] * 31
     busy = make_engine(checkpoint("qwen3"), max_num_batched_tokens=64, max_num_seqs=32)
-    found = tokens(run(busy, [*others[:9], prompt, *others[9:]], [*unseeded[:9], SEEDED, *unseeded[9:]]))
+    params = [*unseeded[:9], SEEDED, *unseeded[9:]]
+    found = tokens(run(busy, [*others[:9], prompt, *others[9:]], params))
     assert found[9] == expected
     assert expected != tokens(run(engine, [prompt], greedy(NUM_TOKENS)))[0], "nothing was sampled"
 
