@@ -63,7 +63,7 @@ class AttentionBackend(Protocol):
     graph_safe: ClassVar[bool]
 
     def prepare(self, batch: Batch) -> object:
-        """Computes once what all layers of a step share; the caller keeps it in `batch.attention`."""
+        """Computes once what all layers of a step share, for `batch.attention`."""
 
     def forward(
         self,
