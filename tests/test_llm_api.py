@@ -245,6 +245,39 @@ def test_peer_bug_30_the_callers_params_are_never_changed(llm: LLM) -> None:
     assert dataclasses.asdict(params) == before
 
 
+def test_a_stop_id_may_be_kept_in_the_text_also_while_streaming(llm: LLM) -> None:
+    end = byte_level().encode(" three")[-1]
+    params = SamplingParams(
+        temperature=0, max_tokens=64, stop_token_ids=[end], include_stop_str_in_output=True
+    )
+    assert texts(llm.generate("one", params, use_tqdm=False)) == [" two three"]
+    assert "".join(texts(llm.stream("one", params, kind="delta"))) == " two three"
+    cut = dataclasses.replace(params, include_stop_str_in_output=False)
+    (kept,) = texts(llm.generate("one", cut, use_tqdm=False))
+    assert kept == byte_level().decode(byte_level().encode(" two three")[:-1])
+    assert "".join(texts(llm.stream("one", cut, kind="delta"))) == kept
+
+
+def test_an_ignored_eos_is_text_like_any_other(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=64, ignore_eos=True, skip_special_tokens=False
+    )
+    (output,) = llm.generate("nothing", params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].text == "</s>" * 64
+    assert "".join(texts(llm.stream("nothing", params, kind="delta"))) == "</s>" * 64
+
+
+def test_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
+    seen: list[Any] = []
+    executor(llm).hook = lambda plan: seen.extend(
+        (s.request.cache_salt, s.request.bad_word_ids) for s in llm.engine.scheduler.running
+    )
+    prompt = {"prompt": "nothing", "cache_salt": "mine"}
+    llm.generate(prompt, SamplingParams(bad_words=["dog"]), use_tqdm=False)
+    assert seen == [("mine", byte_level().bad_word_ids(["dog"]))]
+
+
 def test_sinks_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
     sinks: list[object] = []
 

@@ -91,6 +91,16 @@ def test_long_runs_of_broken_bytes_stay_exact_and_late_by_few_tokens(data: list[
         assert len(text) >= len(settled) - 1
 
 
+def test_a_long_run_of_broken_bytes_is_settled_without_cutting_a_character() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer, SamplingParams(), prompt_token_ids=raw_ids(tokenizer, "a"))
+    data = [0xFF] * 4 + [0xE2, 0x82] + [0xFF] * 30  # E2 82 is one broken character, not two.
+    ids = tokenizer.backend.convert_tokens_to_ids([BYTE_LEVEL_NAMES[byte] for byte in data])
+    final, shown = stream_text(stream, ids)
+    assert final == bytes(data).decode("utf-8", "replace")
+    assert all(len(text) >= count - MAX_OPEN_TOKENS - 2 for count, text in enumerate(shown))
+
+
 def test_a_character_in_several_tokens_is_shown_when_complete() -> None:
     tokenizer = byte_fallback()
     ids = raw_ids(tokenizer, "a€")[-3:] + raw_ids(tokenizer, "a")
