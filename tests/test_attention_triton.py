@@ -176,7 +176,7 @@ def test_padding_rows_of_length_zero_give_zeros(small):
     assert torch.isfinite(out[0]).all()
 
 
-def test_store_writes_its_slots_and_nothing_else():
+def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
     case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values a token
     before = case.k_cache.clone(), case.v_cache.clone()
     slots = case.batch.slot_mapping[1]

@@ -137,7 +137,7 @@ def test_drafts_right_or_wrong_do_not_show(truth):
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def test_seeded_samples_are_the_same_alone_and_among_31_neighbours():
+def test_peer_bug_28_seeded_samples_are_the_same_alone_and_among_31_neighbours():
     prompt = prompts()[3]
     engine = make_engine(checkpoint("qwen3"))
     (expected,) = tokens(run(engine, [prompt], SEEDED))

@@ -28,6 +28,7 @@ from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
 from nanoengine.runner import kv_cache
 from nanoengine.runner.batch import Batch
+from nanoengine.runner.cuda_graph import CudaGraphs, GraphedForward
 from nanoengine.runner.kv_cache import GIB, KVCache
 from nanoengine.runner.rows import Rows, SampleLines
 from nanoengine.runner.sampler import Sampler, prompt_logprobs
@@ -81,7 +82,6 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self._directory = directory
-        self._backend_name = backend
         default = backend_class(backend).default_block_size
         self.block_size = config.block_size or default
         self.backend = make_backend(
@@ -121,6 +121,7 @@ class ModelRunner:
         )
         self.memory = self._size(bytes_a_block, asked, context_len)
         self.kv_cache = self._allocate(self.memory.num_blocks)
+        self.forward = self._capture() if self._uses_graphs else self.model
         self.rows = Rows(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.memory.max_model_len,
@@ -161,6 +162,24 @@ class ModelRunner:
         parameters = list(self.model.parameters())
         self.num_parameters = sum(p.numel() for p in parameters)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+
+    @property
+    def _uses_graphs(self) -> bool:
+        """On a GPU, unless eager is asked for or something decides on the host."""
+        safe = self.backend.graph_safe and self.model.graph_safe
+        return self.device.type == "cuda" and safe and not self.config.enforce_eager
+
+    def _capture(self) -> GraphedForward:
+        return GraphedForward(
+            self.model,
+            self.backend.prepare,
+            num_groups=len(self.groups),
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.memory.max_model_len,
+            block_size=self.block_size,
+            device=self.device,
+            graphs=CudaGraphs(),
+        )
 
     def _allocate(self, num_blocks: int) -> KVCache:
         cache = KVCache(
@@ -213,22 +232,28 @@ class ModelRunner:
         )
 
     def _profile(self) -> int:
-        """Peak bytes of activations, logits and sampling at the largest step, measured."""
-        cache = self._allocate(2)
+        """Peak bytes of activations, logits, sampling and graphs, measured at the largest step."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        config, vocab_size = self.config, self.model_config.vocab_size
+        self._run_largest_step()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        if self._uses_graphs:
+            # Why: their pool holds the activations of one batch of decodes beside all others.
+            peak += peak * self.config.max_num_seqs // self.config.max_num_batched_tokens
+        torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
+        return peak
+
+    def _run_largest_step(self) -> None:
+        """The largest forward, all rows' logits, and sampling with every filter on."""
+        self._allocate(2)  # every slot is in the null block
         batch = self._largest_batch()
         hidden = self.model(batch)
         logits = self.model.logits(hidden[batch.logits_indices])
-        sampler = Sampler(vocab_size, config.max_num_seqs)
+        sampler = Sampler(self.model_config.vocab_size, self.config.max_num_seqs)
         num_lines = logits.shape[0]
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
         sampler.sample(logits, range(num_lines), range(num_lines)).fetch()
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        del cache
-        return peak
 
     def _largest_batch(self) -> Batch:
         """A batch of max_num_batched_tokens in as few sequences as the context allows."""
@@ -278,7 +303,7 @@ class ModelRunner:
         batch, lines = self.rows.make_batch(plan)
         self._prepared(batch)
         prepared = time.perf_counter()
-        hidden = self.model(batch)  # [T, hidden_size]
+        hidden = self.forward(batch)  # [T, hidden_size]
         logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
         self._synchronize()
         forwarded = time.perf_counter()
@@ -359,7 +384,7 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
-        for name in ("model", "kv_cache", "rows", "sampler"):
+        for name in ("model", "forward", "kv_cache", "rows", "sampler"):
             if hasattr(self, name):
                 delattr(self, name)
         gc.collect()
