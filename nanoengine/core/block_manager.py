@@ -235,8 +235,12 @@ class BlockManager:
 
     def deallocate(self, seq: Sequence) -> None:
         """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
-        for table in seq.block_tables:
-            self.pool.free(reversed(table))
+        tables = seq.block_tables
+        longest = max(map(len, tables), default=0)
+        # Why side by side: a hit needs its blocks in every group, so they should go together.
+        self.pool.free(
+            table[i] for i in reversed(range(longest)) for table in tables if i < len(table)
+        )
         # Why: a sequence preempted while it grows has a row no longer.
         self.updates = [update for update in self.updates if update.row != seq.row]
         self.forget(seq)
