@@ -217,6 +217,8 @@ class Scheduler:
         """Keeps the drafts that fit this step and the sequence; returns the tokens to compute."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
+        if self._num_forks_due(seq):
+            num_drafts = 0  # Why: its forks sample from the last position of the prompt
         seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
         return min(num_new, num_known + len(seq.draft_token_ids))
 
