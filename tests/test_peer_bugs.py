@@ -71,7 +71,7 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
         runner._run_largest_step()
-    assert seen == [700, (24, 256)]
+    assert seen == [24, 700, (24, 256)]
 
 
 class _Fetched:

@@ -245,24 +245,30 @@ class ModelRunner:
         return peak
 
     def _run_largest_step(self) -> None:
-        """The largest forward, all rows' logits, and sampling with every filter on."""
+        """The largest forwards, all rows' logits, and sampling with every filter on."""
         self._allocate(2)  # every slot is in the null block
-        batch = self._largest_batch()
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        total, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        # Why twice: prompts have the widest activations, decodes a scratch for split contexts.
+        self.model(self._full_batch([1] * num_seqs, seq_len=longest))
+        prompts = [min(longest, total - done) for done in range(0, total, longest)]
+        batch = self._full_batch(prompts)
         hidden = self.model(batch)
         logits = self.model.logits(hidden[batch.logits_indices])
-        sampler = Sampler(self.model_config.vocab_size, self.config.max_num_seqs)
+        sampler = Sampler(self.model_config.vocab_size, num_seqs)
         num_lines = logits.shape[0]
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
         sampler.sample(logits, range(num_lines), range(num_lines)).fetch()
 
-    def _largest_batch(self) -> Batch:
-        """A batch of max_num_batched_tokens in as few sequences as the context allows."""
-        total = self.config.max_num_batched_tokens
-        longest = self.config.max_model_len or self.model_config.max_position_embeddings
-        counts = [min(longest, total - done) for done in range(0, total, longest)]
-        num_blocks = -(-max(counts) // self.block_size)
-        num_lines = min(self.config.max_num_seqs, total)
-        counts.sort(key=lambda n: n != 1)
+    def _full_batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
+        """Sequences of `counts` query tokens, all in the null block; logits of max_num_seqs rows.
+
+        `seq_len` is the context of each; None: its query tokens alone.
+        """
+        counts = sorted(counts, key=lambda n: n != 1)
+        seq_lens = [seq_len or count for count in counts]
+        total = sum(counts)
+        num_blocks = -(-max(seq_lens) // self.block_size)
 
         def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.as_tensor(values, dtype=dtype, device=self.device)
@@ -274,12 +280,12 @@ class ModelRunner:
                 positions=ints(np.concatenate([np.arange(n) for n in counts])),
                 slot_mapping=ints(np.zeros((groups, total))),
                 query_start_loc=ints(np.cumsum([0, *counts]), torch.int32),
-                seq_lens=ints(counts, torch.int32),
+                seq_lens=ints(seq_lens, torch.int32),
                 block_tables=ints(np.zeros((groups, len(counts), num_blocks)), torch.int32),
-                logits_indices=ints(np.arange(num_lines)),
+                logits_indices=ints(np.arange(min(self.config.max_num_seqs, total))),
                 num_decodes=sum(n == 1 for n in counts),
                 max_query_len=max(counts),
-                max_seq_len=max(counts),
+                max_seq_len=max(seq_lens),
             )
         )
 
