@@ -382,7 +382,9 @@ class Scheduler:
             if i in result.prompt_logprobs:
                 self._extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
             if i in result.errors:
+                held = [block_id for table in seq.block_tables for block_id in table]
                 self._fail(seq, result.errors[i])
+                self.block_manager.pool.evict(held)  # Why: their content may be what is wrong
             elif plan.num_logits[i]:
                 num_drafts = plan.num_logits[i] - 1
                 tokens = result.token_ids[i]
