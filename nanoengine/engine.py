@@ -7,15 +7,16 @@ the `Executor` door, what watches them behind `Observer`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
-from nanoengine.core.protocols import Executor, Observer, TokenSink
+from nanoengine.core.protocols import Executor, Observer, TokenChooser, TokenSink
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Request
+from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import (
     CapacityError,
     EngineDeadError,
@@ -149,13 +150,14 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         make_sink: Callable[[int], TokenSink | None] | None = None,
+        chooser: TokenChooser | None = None,
     ) -> Request:
         """Queues a request.
 
@@ -166,6 +168,8 @@ class LLMEngine:
             cache_salt: prefixes are shared only between requests of equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
             make_sink: called with each sequence's index; what it returns follows that sequence.
+            chooser: decides the tokens in place of the sampler, among the `params.logprobs` most
+                likely ones.
 
         Raises:
             RequestError, PromptTooLongError, CapacityError: as `check_request`, before anything is
@@ -187,6 +191,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
             make_sink=make_sink,
+            chooser=chooser,
         )
         eos = () if params.ignore_eos else self.info.eos_token_ids
         longest = self.info.max_model_len
@@ -201,7 +206,7 @@ class LLMEngine:
         self._requests[request_id] = request
         return request
 
-    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check_request(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
         """Raises what `add_request` would, and queues nothing."""
         info, manager = self.info, self.scheduler.block_manager
         num_tokens = len(prompt_token_ids)
@@ -244,6 +249,56 @@ class LLMEngine:
             count = getattr(params, name)
             if count is not None and count > self.info.vocab_size:
                 raise RequestError(f"{name} must be at most {self.info.vocab_size}, got {count}")
+
+    def fork(
+        self, request_id: str, *, index: int = 0, next_token_id: int | None = None
+    ) -> Sequence:
+        """Adds a sequence to a request, between steps: a copy of one of its sequences.
+
+        The two share all their blocks until one of them writes. Without a free row the new one
+        waits, as after a preemption.
+
+        Args:
+            index: of the sequence to copy, which may run or wait.
+            next_token_id: stands in the copy where the original has its last output token; None:
+                the same token, so a greedy copy stays equal and one that samples goes its own way.
+
+        Returns:
+            The new sequence, already in `request.sequences`; its output comes with the request's.
+
+        Raises:
+            RequestError: no such unfinished sequence, or a next_token_id that can't stand there.
+        """
+        self._require_open()
+        request = self._requests.get(request_id)
+        of_index = request.sequences if request is not None else []
+        parent = next((s for s in of_index if s.index == index and not s.is_finished), None)
+        if parent is None:
+            raise RequestError(
+                f"request {request_id!r} has no unfinished sequence of index {index} to fork"
+            )
+        if next_token_id is not None:
+            self._check_next_token(parent, next_token_id)
+            if next_token_id == parent.token_ids[-1]:
+                next_token_id = None
+        return self.scheduler.fork(parent, next_token_id)
+
+    def _check_next_token(self, parent: Sequence, next_token_id: int) -> None:
+        if not 0 <= next_token_id < self.info.vocab_size:
+            raise RequestError(
+                f"next_token_id must be in [0, {self.info.vocab_size}), got {next_token_id}"
+            )
+        if not parent.num_output_tokens:
+            raise RequestError(
+                "next_token_id replaces the last output token, and there is none yet: fork after"
+                " the step that samples the first"
+            )
+        known = [entry.token_id for entry in parent.logprobs[-1]] if parent.logprobs else []
+        if known and next_token_id not in known:
+            raise RequestError(
+                f"next_token_id={next_token_id} has no known log-probability: the request reports"
+                f" those of {known} here; choose one of them, or ask for more logprobs or none"
+            )
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with finish_reason "abort"; None if it is unknown or finished already."""

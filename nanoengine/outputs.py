@@ -11,6 +11,7 @@ reference to the engine.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
@@ -214,7 +215,7 @@ class OutputBuilder:
         self._token_text = tokenizer.token_text if tokenizer else None
         self._end_ids = end_ids
         self._kind = kind
-        self._shown = [_Shown() for _ in range(request.params.n)]
+        self._shown: defaultdict[int, _Shown] = defaultdict(_Shown)  # by index: forks may join
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def has_grown(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.protocols import KVGroup, KVLayout
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
@@ -43,6 +43,16 @@ def next_token(prefix: int, seed: int) -> int:
     return (hash((prefix, seed)) >> 7) % VOCAB_SIZE
 
 
+def candidates(prefix: int, count: int) -> list[TokenLogprob]:
+    """The `count` most likely next tokens after a prefix, with made-up log-probabilities."""
+    step = 0.05 + (hash((prefix, "step")) % 1000) / 2000
+    first = hash((prefix, "first"))
+    return [
+        TokenLogprob((first + 7 * rank) % VOCAB_SIZE, -step * (rank + 1), rank + 1)
+        for rank in range(count)
+    ]
+
+
 @dataclass(slots=True)
 class Row:
     """What the executor keeps of one running sequence."""
@@ -53,6 +63,7 @@ class Row:
     num_prompt_tokens: int
     num_computed_tokens: int
     seed: int
+    num_logprobs: int | None
     tables: list[list[int]] = field(default_factory=list)
 
 
@@ -150,6 +161,7 @@ class FakeExecutor:
                 new.num_prompt_tokens,
                 new.num_cached_tokens,
                 new.seed,
+                new.params.logprobs,
                 [[] for _ in self.layout.groups],
             )
         for fork in plan.forks:
@@ -162,8 +174,15 @@ class FakeExecutor:
                 parent.num_prompt_tokens,
                 parent.num_computed_tokens,
                 fork.seed,
+                parent.num_logprobs,
                 [[] for _ in self.layout.groups],
             )
+        for row_id, position, token_id in plan.chosen_tokens:
+            row = self.rows[row_id]
+            assert position == len(row.token_ids) - 1, f"row {row_id}: not its last token"
+            assert position >= row.num_computed_tokens, f"row {row_id}: its KV is computed"
+            row.token_ids[position] = token_id
+            row.hashes = prefix_hashes(row.token_ids)
         for row, group, start, block_ids in plan.table_updates:
             assert row in self.rows, f"table update for the unused row {row}"
             table = self.rows[row].tables[group]
@@ -195,13 +214,20 @@ class FakeExecutor:
         assert len(self.rows) <= self.max_num_seqs
         assert plan.num_tokens <= self.max_num_batched_tokens, f"over budget: {plan.num_tokens}"
         self.num_computed_tokens += plan.num_tokens
-        forked = {fork.row for fork in plan.forks}
+        ends = {
+            row: start + count
+            for row, start, count in zip(
+                plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
+            )
+        }
+        parents = {fork.row: fork.parent_row for fork in plan.forks}
         for row, start, count, logits in zip(
             plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True
         ):
             assert row in self.rows, f"row {row} is scheduled but not admitted"
-            assert count > 0 or row in forked, f"row {row} computes nothing"
-            if row not in forked:
+            if count == 0:
+                assert start == ends[parents[row]], f"row {row} computes nothing"
+            else:
                 assert start == self.rows[row].num_computed_tokens, f"row {row} starts at {start}"
                 assert logits <= count, f"row {row}: {logits} logits of {count} tokens"
 
@@ -291,6 +317,9 @@ class FakeExecutor:
             assert num_logits == 1 + len(drafts), f"row {row_id}: {num_logits} logits"
             known = end - len(drafts)
             del row.token_ids[known:], row.hashes[known:]
+            if row.num_logprobs is not None:
+                found = candidates(row.hashes[-1], row.num_logprobs)
+                result.logprobs[entry] = [[TokenLogprob(-1, -1.0, 1), *found]]
             for draft in (*drafts, None):
                 token_id = self.sample(row.hashes[-1], row.seed)
                 result.token_ids[entry].append(token_id)
@@ -406,9 +435,13 @@ def expected_output(
     max_tokens: int,
     stop_ids: Iterable[int] = (EOS,),
     min_tokens: int = 0,
+    given: Sequence[int] = (),
 ) -> list[int]:
-    """The output of a sequence that runs alone, without an engine."""
-    prefix, output, stop = prefix_hashes(prompt_token_ids)[-1], [], set(stop_ids)
+    """The output of a sequence that runs alone, without an engine; `given` starts it."""
+    prefix = prefix_hashes([*prompt_token_ids, *given])[-1]
+    output, stop = list(given), set(stop_ids)
+    if len(output) >= min_tokens and stop & set(output[-1:]):
+        return output
     while len(output) < max_tokens:
         output.append(next_token(prefix, seed))
         prefix = chain(prefix, output[-1])

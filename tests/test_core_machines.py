@@ -205,6 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.broken: set[int] = set()
+        self.given: dict[int, list[int]] = {}  # seq_id of a fork -> the output it starts with
         self.under_way: StepPlan | None = None
         self.finished: list[str] = []
 
@@ -288,6 +289,30 @@ class EngineMachine(RuleBasedStateMachine):
             self.aborted.add(request_id)
         assert self.engine.abort(request_id) is None
 
+    @rule(seed=st.integers(0, 2**20), count=st.integers(1, 4))
+    @precondition(lambda self: not self.late)
+    def fork(self, seed: int, count: int) -> None:
+        """Between steps, of any unfinished sequence, with the same next token or another one."""
+        random = Random(seed)
+        for _ in range(count):
+            live = [
+                seq
+                for request in self.requests
+                for seq in request.sequences
+                if not seq.is_finished and seq.request.request_id not in self.aborted
+            ]
+            if not live:
+                return
+            parent = random.choice(live)
+            token_id = random.choice([None, None, random.randrange(50)])
+            if not parent.num_output_tokens:
+                token_id = None
+            child = self.engine.fork(
+                parent.request.request_id, index=parent.index, next_token_id=token_id
+            )
+            given = parent.output_token_ids
+            self.given[child.seq_id] = given if token_id is None else [*given[:-1], token_id]
+
     @rule(data=st.data())
     @precondition(lambda self: self.scheduler.running)
     def break_one(self, data: st.DataObject) -> None:
@@ -358,6 +383,7 @@ class EngineMachine(RuleBasedStateMachine):
                 request.params.max_tokens or 0,
                 seq.stop_ids,
                 request.params.min_tokens,
+                self.given.get(seq.seq_id, []),
             )
             output = seq.output_token_ids
             if seq.finish_reason in ("stop", "length"):

@@ -223,10 +223,15 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, index, position, (table[position],)))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child's tables become the parent's, every block shared; nothing is copied."""
-        for index, table in enumerate(parent.block_tables):
+        """The child's tables become the parent's, every block shared; nothing is copied.
+
+        Blocks without a computed token are not shared: both would fill them.
+        """
+        num_blocks = cdiv(parent.num_computed_tokens, self.block_size)
+        for index, whole in enumerate(parent.block_tables):
+            table = whole[:num_blocks]
             self.pool.share(table)
-            child.block_tables.append(list(table))
+            child.block_tables.append(table)
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
         child.block_hashes = list(parent.block_hashes)

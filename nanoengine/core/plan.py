@@ -4,7 +4,8 @@ A plan holds plain ints only. It says everything an executor needs, in the order
 and nothing more: tensor parallelism broadcasts it, the trace logs it, the simulator and the fake
 executor of the tests consume it.
 
-    released, admitted, forks, table_updates      the executor's rows are brought up to date
+    released, admitted, forks, chosen_tokens,     the executor's rows are brought up to date
+        table_updates
     transfers, block_copies                       bytes move
     rows, starts, num_scheduled_tokens            the forward
     num_logits                                    the sampling
@@ -47,13 +48,22 @@ class Fork(NamedTuple):
     """`row` becomes a copy of `parent_row` (token ids, sampling parameters) with its own seed.
 
     Its block tables come as table updates. A fork made in the step that computes the parent's last
-    token schedules no token itself: it samples from the parent's logits.
+    token schedules no token itself: it samples from the parent's logits. One made between steps is
+    scheduled like any sequence, or not at all.
     """
 
     row: int
     parent_row: int
     seq_id: int
     seed: int
+
+
+class ChosenToken(NamedTuple):
+    """The row's token at `position`, its last, was chosen outside: it replaces a sampled one."""
+
+    row: int
+    position: int
+    token_id: int
 
 
 class TableUpdate(NamedTuple):
@@ -117,6 +127,7 @@ class StepPlan:
     released: list[int] = field(default_factory=list)
     admitted: list[AdmittedSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
+    chosen_tokens: list[ChosenToken] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
 An `Executor` runs plans, a `Proposer` drafts tokens, an `Observer` watches, a `TokenSink` follows
-one sequence.
+one sequence, a `TokenChooser` decides what the sequences of one request go on with.
 `KVLayout` is what an executor reports when it has started; the Scheduler and the BlockManager are
 built from it.
 """
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.core.sequence import Sequence
+    from nanoengine.core.scheduler import Scheduler
+    from nanoengine.core.sequence import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +76,15 @@ class TokenSink(Protocol):
 
     def append(self, token_id: int) -> str | None:
         """Takes the next output token; a returned string ends the sequence: its stop reason."""
+
+
+class TokenChooser(Protocol):
+    """Decides the next tokens of one request's sequences in place of the sampler."""
+
+    def choose(self, request: Request, scheduler: Scheduler) -> None:
+        """Called by a commit once each unfinished sequence of the request rests: all its tokens are
+        computed, and its `offer` holds the most likely next ones.
+
+        Each must be given a token (`scheduler.give`), be forked (`fork`) as well, be dropped
+        (`drop`) or be ended (`finish`).
+        """

@@ -9,6 +9,9 @@ One formula for prefill, chunk, decode and verification: a sequence computes
 of a sampled token, so a step may be planned while the one before it still runs; `commit` brings the
 values, one step later if need be. Source: vLLM v1's scheduler (no phases; one budget).
 
+Between steps a sequence may be forked. Where a `TokenChooser` decides the tokens, a sequence whose
+tokens are all computed rests: the formula gives 0, so it keeps row and blocks and does nothing.
+
 Called by LLMEngine; asks the BlockManager for blocks; knows no tensors and no features.
 """
 
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.plan import (
     AdmittedSequence,
+    ChosenToken,
     Fork,
     Preemption,
     StepPlan,
@@ -98,6 +102,10 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: dict[int, list[Sequence]] = {}
         self._done: list[Request] = []
+        # Parent, child and its computed tokens, since the last plan; None: it has lost its row.
+        self._forked: list[tuple[Sequence | None, Sequence, int]] = []
+        self._chosen: list[ChosenToken] = []
+        self._undecided: list[Request] = []  # their chooser has something new to look at
         self.last_finished: list[Request] = []  # by the latest commit, for observers
         self._any_ended = False
 
@@ -122,6 +130,7 @@ class Scheduler:
         self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
     ) -> None:
         """Queues a request that the engine has validated."""
+        request.seed, request.num_sequences_made = seed, 1
         first = Sequence(
             request,
             seq_id=self._next_seq_id(),
@@ -167,6 +176,100 @@ class Scheduler:
         self._clear()
         self._released = list(range(self.max_num_seqs))
 
+    # --- between steps ------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
+        """A new sequence of the same request that goes on from the parent's tokens.
+
+        It shares all blocks of a parent that runs; the first of them to write into the shared last
+        block copies it. Without a free row, or where the parent has none, the child waits, and is
+        admitted like one that was preempted: what the prefix cache has kept is not computed again.
+
+        Args:
+            parent: not finished, and not sampled by a step that is not committed yet.
+            next_token_id: takes the place of the parent's last token, which is sampled but not
+                computed; for a resting parent it comes next. None: go on as the parent does.
+        """
+        assert not parent.is_finished, parent
+        assert parent.num_pending_tokens == 0, parent
+        child = self._make_child(parent)
+        if parent.status is Status.RUNNING and self._num_spare_rows() > 0:
+            self._place_beside(child, parent)
+        else:
+            child.num_preempted_tokens = max(
+                parent.num_computed_tokens, parent.num_preempted_tokens
+            )
+            child.status = Status.PARKED
+        if next_token_id is not None:
+            if child.offer is None:
+                child.token_ids.pop()
+                if child.logprobs is not None:
+                    sampled, *child.offer = child.logprobs.pop()
+                    child.cumulative_logprob -= sampled.logprob
+            self._follow_again(child)
+            self.give(child, next_token_id)
+        else:
+            self._follow_again(child)
+            if child.status is Status.PARKED and child.offer is None:
+                self._wait(child)
+        return child
+
+    def give(self, seq: Sequence, token_id: int) -> None:
+        """Appends the next token of a resting sequence; it may end by it."""
+        offer, seq.offer = seq.offer, None
+        logprobs = None
+        if seq.logprobs is not None and offer is not None:
+            given = next(entry for entry in offer if entry.token_id == token_id)
+            logprobs = [[given, *offer]]
+        if seq.status is Status.RUNNING:
+            self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
+        self._append(seq, [token_id], logprobs, time.perf_counter())
+        if seq.status is Status.PARKED:
+            self._wait(seq)
+        self._drop_ended()
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Ends one sequence; its request goes on with the others."""
+        self._end(seq, reason)
+        self._drop_ended()
+
+    def drop(self, seq: Sequence) -> None:
+        """Ends one sequence of several and forgets it: its request has no output of it."""
+        assert len(seq.request.sequences) > 1, seq
+        request = seq.request
+        request.sequences.remove(seq)
+        self.finish(seq, "abort")
+        if request.finished and request not in self._done:
+            self._done.append(request)
+
+    def _make_child(self, parent: Sequence) -> Sequence:
+        request = parent.request
+        index = request.num_sequences_made
+        request.num_sequences_made += 1
+        child = parent.fork(
+            seq_id=self._next_seq_id(), index=index, seed=fork_seed(request.seed, index)
+        )
+        request.sequences.append(child)
+        return child
+
+    def _place_beside(self, child: Sequence, parent: Sequence) -> None:
+        """Gives a child a row and the parent's blocks; the next plan tells the executor."""
+        child.row = self._free_rows.pop()
+        child.status = Status.RUNNING
+        self.block_manager.fork(parent, child)
+        insort(self.running, child, key=lambda s: s.order)
+        self._forked.append((parent, child, child.num_computed_tokens))
+
+    def _follow_again(self, seq: Sequence) -> None:
+        """Shows a forked sequence's sink the output it starts with."""
+        if seq.sink is not None:
+            for token_id in seq.output_token_ids:
+                seq.sink.append(token_id)
+
+    def _num_spare_rows(self) -> int:
+        """Free rows less those kept for the forks of prompts that are being computed."""
+        return len(self._free_rows) - sum(self._num_forks_due(seq) for seq in self.running)
+
     # --- schedule -----------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
@@ -180,8 +283,12 @@ class Scheduler:
         budget = self._schedule_running(plan, scheduled)
         if not plan.preempted:
             self._admit(plan, scheduled, budget)
+        if not scheduled and not self._in_flight:
+            self._make_resting_yield(plan, scheduled)
         # Why last: a fork of this step may take the row of a sequence preempted in this step.
         plan.released, self._released = self._released, []
+        plan.chosen_tokens, self._chosen = self._chosen, []
+        self._tell_forks(plan)
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
@@ -229,24 +336,55 @@ class Scheduler:
             if len(self.running) == 1:
                 self._fail(seq, self._too_small_for(seq.num_computed_tokens + num_new))
                 return False
-            self._preempt(plan, victim, needed_by=seq)
+            self._preempt(plan, victim, f"seq {seq.seq_id} needs a block and none is free")
             if victim is seq:
                 return False
         return True
 
-    def _preempt(self, plan: StepPlan, victim: Sequence, *, needed_by: Sequence) -> None:
-        """Takes the lowest-priority, latest sequence's row and blocks; it waits, tokens kept."""
+    def _make_resting_yield(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
+        """Where all that run rest for one that waits, they give up rows and blocks until it fits.
+
+        Why: nobody else would; the choice they rest for needs the waiting one's offer.
+        """
+        self._drop_ended()
+        while self._num_waiting and self.running and not scheduled:
+            victim = self.running[-1]
+            assert victim.rests, victim
+            self._preempt(plan, victim, "it rests, and those that wait need its row or blocks")
+            self._admit(plan, scheduled, self.max_num_batched_tokens)
+
+    def _tell_forks(self, plan: StepPlan) -> None:
+        """Writes the forks since the last plan into this one, in their order.
+
+        A child whose parent has lost its row meanwhile enters as an admitted sequence, its KV being
+        in the blocks that it shared.
+        """
+        for parent, child, num_computed_tokens in self._forked:
+            if parent is None:
+                self._tell_admission(plan, child, num_computed_tokens)
+            else:
+                plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
+        self._forked = []
+
+    def _preempt(self, plan: StepPlan, victim: Sequence, reason: str) -> None:
+        """Takes the lowest-priority, latest sequence's row and blocks; it waits, tokens kept.
+
+        One that rests is parked instead: there is nothing to compute until its token is chosen.
+        """
         assert self.running[-1] is victim
         self.running.pop()
-        reason = f"seq {needed_by.seq_id} needs a block and none is free"
         plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))
         self.stats.preemptions += 1
         victim.num_preempted_tokens = max(victim.num_preempted_tokens, victim.num_computed_tokens)
+        rests = victim.rests
         victim.num_computed_tokens = 0
         victim.draft_token_ids = ()
         self.block_manager.deallocate(victim)
         self._release_row(victim)
-        self._wait(victim)
+        if rests:
+            victim.status = Status.PARKED
+        else:
+            self._wait(victim)
 
     def _admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last.
@@ -302,6 +440,9 @@ class Scheduler:
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.perf_counter()
             seq.request.num_cached_tokens = num_cached_tokens
+        self._tell_admission(plan, seq, num_cached_tokens)
+
+    def _tell_admission(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
         plan.admitted.append(
             AdmittedSequence(
                 seq.row,
@@ -340,32 +481,19 @@ class Scheduler:
         seq.num_computed_tokens = end
         if end // self._block_size > seq.num_registered_blocks:
             self.block_manager.register(seq)
-        if reaches_end:
+        if reaches_end and seq.request.chooser is None:
             seq.num_pending_tokens += 1
             if seq.params.n > 1 and self._num_forks_due(seq):
-                self._fork(plan, scheduled, seq)
+                self._fork_prompt(plan, scheduled, seq)
 
-    def _fork(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
+    def _fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
         """Gives a request its other n - 1 sequences: they sample from the parent's logits."""
-        for index in range(1, parent.params.n):
-            child = Sequence(
-                parent.request,
-                seq_id=self._next_seq_id(),
-                index=index,
-                token_ids=list(parent.token_ids),
-                seed=fork_seed(parent.seed, index),
-                stop_ids=parent.stop_ids,
-                max_num_tokens=parent.max_num_tokens,
-            )
-            parent.request.sequences.append(child)
-            child.row = self._free_rows.pop()
-            self.block_manager.fork(parent, child)
-            child.status = Status.RUNNING
-            child.first_scheduled_time = parent.first_scheduled_time
+        while parent.request.num_forks_due:
+            parent.request.num_forks_due -= 1
+            child = self._make_child(parent)
+            self._place_beside(child, parent)
             child.num_pending_tokens = 1
-            insort(self.running, child, key=lambda s: s.order)
             scheduled.append(child)
-            plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
             plan.rows.append(child.row)
             plan.starts.append(child.num_computed_tokens)
             plan.num_scheduled_tokens.append(0)
@@ -385,6 +513,9 @@ class Scheduler:
                 held = [block_id for table in seq.block_tables for block_id in table]
                 self._fail(seq, result.errors[i])
                 self.block_manager.pool.evict(held)  # Why: their content may be what is wrong
+            elif plan.num_logits[i] and seq.request.chooser is not None:
+                seq.offer = result.logprobs[i][0][1:]
+                self._undecided.append(seq.request)
             elif plan.num_logits[i]:
                 num_drafts = plan.num_logits[i] - 1
                 tokens = result.token_ids[i]
@@ -393,11 +524,24 @@ class Scheduler:
                     seq.draft_token_ids = ()
                     seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
                 self._append(seq, tokens, result.logprobs.get(i), now)
+        self._let_choose()
         self._drop_ended()
         done, self._done = self._done, []
         self.last_finished = done
         self.stats.finished_requests += len(done)
         return done
+
+    def _let_choose(self) -> None:
+        """Calls the choosers whose sequences all rest; ends what a failed one leaves behind."""
+        undecided, self._undecided = self._undecided, []
+        for request in dict.fromkeys(undecided):
+            live = [seq for seq in request.sequences if not seq.is_finished]
+            if request.error is not None:  # Why: the others would rest for it for ever
+                for seq in live:
+                    self._end(seq, "error")
+            elif live and request.chooser and all(seq.offer is not None for seq in live):
+                request.chooser.choose(request, self)
+                assert all(seq.offer is None or seq.is_finished for seq in live), "left to rest"
 
     def _append(
         self,
@@ -439,9 +583,7 @@ class Scheduler:
 
     def _num_forks_due(self, seq: Sequence) -> int:
         """Sequences still to be forked from this one."""
-        if len(seq.request.sequences) > 1:
-            return 0
-        return seq.params.n - 1
+        return seq.request.num_forks_due if seq.index == 0 else 0
 
     def _end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Gives a sequence its finish reason; its row and blocks are free from now on."""
@@ -449,7 +591,7 @@ class Scheduler:
             self.block_manager.deallocate(seq)
             self._release_row(seq)
             self._any_ended = True
-        else:
+        elif seq.status is Status.WAITING:
             self._num_waiting -= 1
         self._set_finished(seq, reason, stop_reason)
         if reason != "abort" and seq.request.finished:
@@ -464,8 +606,13 @@ class Scheduler:
         seq.finish_time = time.perf_counter()
 
     def _fail(self, seq: Sequence, message: str) -> None:
-        """Ends a sequence with an error of its own; nobody else notices."""
+        """Ends a sequence with an error of its own; nobody else notices.
+
+        Where a chooser decides, the whole request ends with it, at the next commit.
+        """
         seq.request.error = message
+        if seq.request.chooser is not None:
+            self._undecided.append(seq.request)
         self._end(seq, "error")
 
     def _too_small_for(self, num_tokens: int) -> str:
@@ -484,7 +631,15 @@ class Scheduler:
 
     def _release_row(self, seq: Sequence) -> None:
         self._free_rows.append(seq.row)
-        self._released.append(seq.row)
+        # Why: of a child forked since the last plan the executor knows nothing yet.
+        if all(child is not seq for _, child, _ in self._forked):
+            self._released.append(seq.row)
+        self._forked = [
+            (None if parent is seq else parent, child, num_computed_tokens)
+            for parent, child, num_computed_tokens in self._forked
+            if child is not seq
+        ]
+        self._chosen = [chosen for chosen in self._chosen if chosen.row != seq.row]
         seq.row = NO_ROW
 
     def _wait(self, seq: Sequence) -> None:

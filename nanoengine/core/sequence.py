@@ -15,17 +15,19 @@ import enum
 from collections.abc import Callable
 
 from nanoengine.core.plan import TokenLogprob
-from nanoengine.core.protocols import TokenSink
+from nanoengine.core.protocols import TokenChooser, TokenSink
 from nanoengine.sampling_params import SamplingParams
 
 NO_ROW = -1
 
 
 class Status(enum.Enum):
-    """Where a sequence is."""
+    """Where a sequence is: in the queue, on a row, outside both until its next token is chosen, or
+    at its end."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -39,6 +41,7 @@ class Sequence:
         num_computed_tokens: tokens whose KV is in the cache, or is being computed by a step.
         num_cached_tokens: of them, found in the prefix cache at the last admission.
         draft_token_ids: proposed tokens that the next step verifies.
+        offer: the most likely next tokens, while the sequence rests until one of them is chosen.
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
         block_hashes: chained digest of each full block, computed once and kept.
         num_registered_blocks: how many of these are in the prefix-cache index.
@@ -70,6 +73,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_windowed_blocks",
+        "offer",
         "order",
         "params",
         "request",
@@ -109,6 +113,7 @@ class Sequence:
         self.num_preempted_tokens = 0
         self.num_overtaken = 0
         self.draft_token_ids: tuple[int, ...] = ()
+        self.offer: list[TokenLogprob] | None = None
         self.block_tables: list[list[int]] = []
         self.num_windowed_blocks: list[int] = []
         self.block_hashes: list[bytes] = []
@@ -144,6 +149,29 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def rests(self) -> bool:
+        """True if all tokens are computed and the next one is to be chosen: see `TokenChooser`."""
+        return self.num_computed_tokens == self.num_tokens
+
+    def fork(self, *, seq_id: int, index: int, seed: int) -> Sequence:
+        """A copy with its own id, index and seed, that has no row and no blocks yet."""
+        child = Sequence(
+            self.request,
+            seq_id=seq_id,
+            index=index,
+            token_ids=list(self.token_ids),
+            seed=seed,
+            stop_ids=self.stop_ids,
+            max_num_tokens=self.max_num_tokens,
+        )
+        child.offer = self.offer
+        child.cumulative_logprob = self.cumulative_logprob
+        child.logprobs = None if self.logprobs is None else list(self.logprobs)
+        child.first_scheduled_time = self.first_scheduled_time
+        child.first_token_time, child.last_token_time = self.first_token_time, self.last_token_time
+        return child
+
+    @property
     def is_finished(self) -> bool:
         """True once the sequence has a finish reason."""
         return self.status is Status.FINISHED
@@ -159,9 +187,12 @@ class Sequence:
 class Request:
     """One prompt with its sampling parameters, and the n sequences that answer it.
 
-    `sequences` starts with one; the others are forked from it when its prompt has been computed.
-    `arrival` numbers requests in the order they came; `arrival_time` is in seconds of
-    `time.perf_counter`. `error` says why a request failed while running.
+    `sequences` starts with one; the others, `num_forks_due` of them, are forked from it when its
+    prompt has been computed, and more may be forked later. `num_sequences_made` counts all there
+    ever were. `chooser` decides the tokens in place of the sampler. `seed` is the first sequence's,
+    from which the others' are derived. `arrival` numbers requests in the order they came;
+    `arrival_time` is in seconds of `time.perf_counter`. `error` says why a request failed while
+    running.
     """
 
     __slots__ = (
@@ -169,14 +200,18 @@ class Request:
         "arrival_time",
         "bad_word_ids",
         "cache_salt",
+        "chooser",
         "error",
         "make_sink",
         "num_cached_tokens",
+        "num_forks_due",
+        "num_sequences_made",
         "params",
         "priority",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "seed",
         "sequences",
     )
 
@@ -192,6 +227,7 @@ class Request:
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         make_sink: Callable[[int], TokenSink | None] | None = None,
+        chooser: TokenChooser | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -202,7 +238,11 @@ class Request:
         self.cache_salt = cache_salt
         self.bad_word_ids = bad_word_ids
         self.make_sink = make_sink
+        self.chooser = chooser
+        self.seed = 0
         self.sequences: list[Sequence] = []
+        self.num_sequences_made = 0
+        self.num_forks_due = params.n - 1
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[list[TokenLogprob]] | None = (
             [] if params.prompt_logprobs is not None else None
@@ -211,8 +251,8 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """True once all n sequences have finished, or the one before the fork has failed."""
-        forked = len(self.sequences) == self.params.n or self.error is not None
+        """True once all sequences have finished, or the one before the fork has failed."""
+        forked = self.num_forks_due == 0 or self.error is not None
         return forked and all(seq.is_finished for seq in self.sequences)
 
     def __repr__(self) -> str:

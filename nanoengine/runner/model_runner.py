@@ -335,6 +335,8 @@ class ModelRunner:
         for fork in plan.forks:
             self.sampler.fork(fork)
         self.rows.update(plan)
+        for row, position, _ in plan.chosen_tokens:
+            self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
 
     def _prepared(self, batch: Batch) -> Batch:
         batch.attention = self.backend.prepare(batch)

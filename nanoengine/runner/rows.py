@@ -70,6 +70,8 @@ class Rows:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
         for fork in plan.forks:
             self.token_ids[fork.row] = self.token_ids[fork.parent_row]
+        for row, position, token_id in plan.chosen_tokens:
+            self.token_ids[row, position] = token_id
         for row, group, start, block_ids in plan.table_updates:
             self.block_tables[group, row, start : start + len(block_ids)] = block_ids
         if plan.draft_token_ids:
@@ -148,8 +150,8 @@ class Rows:
         if plan.forks:  # a fork of this step samples from its parent's last position
             entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
             for fork in plan.forks:
-                child = entry_of_row[fork.row]
-                if plan.num_scheduled_tokens[child] == 0:
+                child = entry_of_row.get(fork.row)
+                if child is not None and plan.num_scheduled_tokens[child] == 0:
                     end_in_batch[child] = end_in_batch[entry_of_row[fork.parent_row]]
         entries = np.repeat(np.arange(len(rows)), num_logits)
         before = np.cumsum(num_logits) - num_logits

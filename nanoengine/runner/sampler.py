@@ -123,6 +123,7 @@ class Sampler:
         self.greedy = np.ones(max_num_seqs, dtype=bool)
         self.edited = np.zeros(max_num_seqs, dtype=bool)  # some processor has a state of this row
         self.num_logprobs = np.full(max_num_seqs, -1)  # -1: none asked for
+        self.admitted: dict[int, AdmittedSequence] = {}  # of the edited rows, as they were admitted
 
     def admit(self, sequence: AdmittedSequence) -> None:
         """Starts a row, for a new sequence or one that comes back with its output tokens.
@@ -138,11 +139,22 @@ class Sampler:
         self.min_p[row] = params.min_p
         self.greedy[row] = params.is_greedy
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._admit_states(row, sequence)
+
+    def _admit_states(self, row: int, sequence: AdmittedSequence) -> None:
         self.release(row)
         for processor, states in zip(self.processors, self.states, strict=True):
             if (state := processor.admit(sequence)) is not None:
                 states[row] = state
                 self.edited[row] = True
+        if self.edited[row]:
+            self.admitted[row] = sequence
+
+    def rewrite(self, row: int, token_ids: np.ndarray) -> None:
+        """Tells that the row's tokens are these: one was chosen in place of the sampled one."""
+        if self.edited[row]:
+            sequence = self.admitted[row]
+            self._admit_states(row, sequence._replace(token_ids=token_ids.tolist()))
 
     def fork(self, fork: Fork) -> None:
         """Makes a row a copy of its parent, with its own seed."""
@@ -161,10 +173,13 @@ class Sampler:
         for states in self.states:
             if fork.parent_row in states:
                 states[fork.row] = states[fork.parent_row].fork()
+        if fork.parent_row in self.admitted:
+            self.admitted[fork.row] = self.admitted[fork.parent_row]
 
     def release(self, row: int) -> None:
         """Forgets a row's tokens; its parameters are overwritten by the next `admit`."""
         self.edited[row] = False
+        self.admitted.pop(row, None)
         for states in self.states:
             states.pop(row, None)
 
