@@ -387,7 +387,7 @@ class EngineMachine(RuleBasedStateMachine):
             )
             output = seq.output_token_ids
             if seq.finish_reason in ("stop", "length"):
-                assert output == expected, seq
+                assert output == expected, (seq, self.given.get(seq.seq_id))
             else:
                 broken = seq.finish_reason == "error" and seq.seq_id in self.broken
                 assert broken or request.request_id in self.aborted, request.error

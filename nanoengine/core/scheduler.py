@@ -130,7 +130,7 @@ class Scheduler:
         self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
     ) -> None:
         """Queues a request that the engine has validated."""
-        request.seed, request.num_sequences_made = seed, 1
+        request.seed = seed
         first = Sequence(
             request,
             seq_id=self._next_seq_id(),
@@ -192,7 +192,8 @@ class Scheduler:
         """
         assert not parent.is_finished, parent
         assert parent.num_pending_tokens == 0, parent
-        child = self._make_child(parent)
+        child = self._make_child(parent, parent.request.next_index)
+        parent.request.next_index += 1
         if parent.status is Status.RUNNING and self._num_spare_rows() > 0:
             self._place_beside(child, parent)
         else:
@@ -242,10 +243,8 @@ class Scheduler:
         if request.finished and request not in self._done:
             self._done.append(request)
 
-    def _make_child(self, parent: Sequence) -> Sequence:
+    def _make_child(self, parent: Sequence, index: int) -> Sequence:
         request = parent.request
-        index = request.num_sequences_made
-        request.num_sequences_made += 1
         child = parent.fork(
             seq_id=self._next_seq_id(), index=index, seed=fork_seed(request.seed, index)
         )
@@ -488,9 +487,10 @@ class Scheduler:
 
     def _fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
         """Gives a request its other n - 1 sequences: they sample from the parent's logits."""
+        # Why indices below those of any other fork: who stands between may not preempt them.
         while parent.request.num_forks_due:
+            child = self._make_child(parent, parent.params.n - parent.request.num_forks_due)
             parent.request.num_forks_due -= 1
-            child = self._make_child(parent)
             self._place_beside(child, parent)
             child.num_pending_tokens = 1
             scheduled.append(child)

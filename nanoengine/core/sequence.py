@@ -188,11 +188,10 @@ class Request:
     """One prompt with its sampling parameters, and the n sequences that answer it.
 
     `sequences` starts with one; the others, `num_forks_due` of them, are forked from it when its
-    prompt has been computed, and more may be forked later. `num_sequences_made` counts all there
-    ever were. `chooser` decides the tokens in place of the sampler. `seed` is the first sequence's,
-    from which the others' are derived. `arrival` numbers requests in the order they came;
-    `arrival_time` is in seconds of `time.perf_counter`. `error` says why a request failed while
-    running.
+    prompt has been computed, and more may be forked later: their indices go on from `next_index`.
+    `chooser` decides the tokens in place of the sampler. `seed` is the first sequence's, from which
+    the others' are derived. `arrival` numbers requests in the order they came; `arrival_time` is in
+    seconds of `time.perf_counter`. `error` says why a request failed while running.
     """
 
     __slots__ = (
@@ -203,9 +202,9 @@ class Request:
         "chooser",
         "error",
         "make_sink",
+        "next_index",
         "num_cached_tokens",
         "num_forks_due",
-        "num_sequences_made",
         "params",
         "priority",
         "prompt_logprobs",
@@ -241,7 +240,7 @@ class Request:
         self.chooser = chooser
         self.seed = 0
         self.sequences: list[Sequence] = []
-        self.num_sequences_made = 0
+        self.next_index = params.n
         self.num_forks_due = params.n - 1
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[list[TokenLogprob]] | None = (

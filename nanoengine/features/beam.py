@@ -1,0 +1,239 @@
+"""Beam search: the continuations of a prompt with the best scores, found a token a step.
+
+    step       beams rest, each with its most likely next tokens ............ `Sequence.offer`
+    choose     all continuations of all beams, best first
+                 ends in EOS, or is long enough ── a hypothesis, if among the first beam_width
+                 the beam_width best others ────── give a token, fork, drop
+
+A `BeamSearch` is the `TokenChooser` of one request, whose sequences are the beams: they share the
+blocks of their common past and copy the last one when they write. Called by the Scheduler; used by
+`LLM.beam_search`. It knows neither blocks nor tensors nor text.
+
+Source: the settings and their meaning are those of transformers' `generate(num_beams=...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Request, Sequence
+from nanoengine.errors import RequestError
+from nanoengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search.
+
+    Attributes:
+        beam_width: beams kept in each step, and sequences returned.
+        max_tokens: most tokens of a sequence.
+        length_penalty: a score is the log-probability over length ** length_penalty; above 0 it
+            favours long sequences, 0 compares plain log-probabilities.
+        early_stopping: when to end once there are beam_width hypotheses. False: when the best beam,
+            at its present length, scores no better than the worst of them; True: at once; "never":
+            when no beam can catch up any more, whatever its length.
+        temperature: 0; a search takes the most likely tokens and draws none.
+        ignore_eos: go on past the model's EOS ids.
+
+    Raises:
+        RequestError: a value is out of range; the message names the field.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    temperature: float = 0.0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"{name} must be an integer of at least 1, got {value!r}")
+        penalty = self.length_penalty
+        if (
+            isinstance(penalty, bool)
+            or not isinstance(penalty, int | float)
+            or not math.isfinite(penalty)
+        ):
+            raise RequestError(f"length_penalty must be a finite number, got {penalty!r}")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(
+                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
+            )
+        if self.temperature != 0:
+            raise RequestError(
+                f"temperature must be 0, got {self.temperature!r}: a beam search draws no tokens;"
+                " use generate() with n > 1 to sample"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSequence:
+    """One result of a search.
+
+    Attributes:
+        token_ids: the generated tokens, the EOS that ended it included.
+        text: without that EOS; "" without a tokenizer.
+        cumulative_logprob: sum of the tokens' log-probabilities.
+        score: the same over len(token_ids) ** length_penalty.
+        finish_reason: "stop" for EOS, "length" for max_tokens or max_model_len.
+    """
+
+    token_ids: list[int]
+    text: str
+    cumulative_logprob: float
+    score: float
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """One prompt with its best continuations.
+
+    Attributes:
+        index: place of the prompt in the call.
+        prompt: as text, if it was given as text or chat; else None.
+        sequences: beam_width of them, best score first; none if there is an error.
+        error: why the search failed while it ran.
+    """
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSequence]
+    error: str | None = None
+
+
+class Candidate(NamedTuple):
+    """A beam with one more token."""
+
+    logprob: float
+    beam: Sequence
+    token_id: int
+
+
+class Hypothesis(NamedTuple):
+    """A finished sequence."""
+
+    score: float
+    logprob: float
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+
+
+class BeamSearch:
+    """The search for one prompt; a `TokenChooser`.
+
+    Args:
+        max_tokens: of a sequence, the model's context considered.
+        eos_token_ids: those that end a sequence; none to ignore them.
+        vocab_size: bounds the continuations of a beam.
+
+    Attributes:
+        hypotheses: the finished sequences so far, at most beam_width, best first.
+    """
+
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        *,
+        max_tokens: int,
+        eos_token_ids: SequenceOf[int],
+        vocab_size: int,
+    ) -> None:
+        self.params = params
+        self.max_tokens = max_tokens
+        self.eos_token_ids = frozenset(eos_token_ids)
+        # Why so many: if all beams can end, beam_width continuations that don't are still there.
+        self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * params.beam_width
+        self.num_offered = min(self.num_candidates, vocab_size)
+        self.hypotheses: list[Hypothesis] = []
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """What the beams run with: they end by this search, and offer as many tokens as it reads."""
+        return SamplingParams(
+            temperature=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            logprobs=self.num_offered,
+            detokenize=False,
+        )
+
+    def choose(self, request: Request, scheduler: Scheduler) -> None:
+        """Keeps the best continuations: collects those that end, goes on with the others."""
+        beams = [seq for seq in request.sequences if not seq.is_finished]
+        length = beams[0].num_output_tokens + 1
+        candidates = self._candidates(beams)
+        self._collect(candidates[: self.params.beam_width], length)
+        going_on = [c for c in candidates if not self._ends(c, length)][: self.params.beam_width]
+        if not going_on or self._is_decided(going_on[0].logprob, length):
+            for beam in beams:
+                scheduler.finish(beam, "stop")
+            return
+        continuations: dict[Sequence, list[int]] = {}
+        for candidate in going_on:
+            continuations.setdefault(candidate.beam, []).append(candidate.token_id)
+        for beam in beams:  # Why first: a dropped beam's row and blocks serve a fork.
+            if beam not in continuations:
+                scheduler.drop(beam)
+        for beam, (first, *others) in continuations.items():
+            for token_id in others:
+                scheduler.fork(beam, token_id)
+            scheduler.give(beam, first)
+
+    def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
+        """The most likely continuations of all beams; among equals those of earlier beams first."""
+        found = [
+            Candidate(beam.cumulative_logprob + entry.logprob, beam, entry.token_id)
+            for beam in beams
+            for entry in beam.offer or ()
+        ]
+        found.sort(key=lambda candidate: -candidate.logprob)
+        return found[: self.num_candidates]
+
+    def _ends(self, candidate: Candidate, length: int) -> bool:
+        return candidate.token_id in self.eos_token_ids or length >= self.max_tokens
+
+    def _collect(self, best: list[Candidate], length: int) -> None:
+        """Makes hypotheses of those that end, and keeps the beam_width best of all."""
+        for candidate in best:
+            if self._ends(candidate, length):
+                is_eos = candidate.token_id in self.eos_token_ids
+                self.hypotheses.append(
+                    Hypothesis(
+                        self._score(candidate.logprob, length),
+                        candidate.logprob,
+                        [*candidate.beam.output_token_ids, candidate.token_id],
+                        "stop" if is_eos else "length",
+                    )
+                )
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self.params.beam_width :]
+
+    def _is_decided(self, best_logprob: float, length: int) -> bool:
+        """True if the search ends: there are enough hypotheses, and as good as they will be.
+
+        A log-probability only falls, so a score can rise by length alone: "never" grants the best
+        beam all the length there can be, False none.
+        """
+        params = self.params
+        if len(self.hypotheses) < params.beam_width:
+            return False
+        if params.early_stopping is True:
+            return True
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = self.max_tokens
+        return self._score(best_logprob, length) <= self.hypotheses[-1].score
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / length**self.params.length_penalty
