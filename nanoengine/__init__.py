@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from nanoengine.errors import RequestError as RequestError
     from nanoengine.errors import UnsupportedModelError as UnsupportedModelError
     from nanoengine.errors import WeightLoadError as WeightLoadError
+    from nanoengine.features.beam import BeamSearchOutput as BeamSearchOutput
+    from nanoengine.features.beam import BeamSearchParams as BeamSearchParams
+    from nanoengine.features.beam import BeamSequence as BeamSequence
     from nanoengine.llm import LLM as LLM
     from nanoengine.outputs import CompletionOutput as CompletionOutput
     from nanoengine.outputs import Logprob as Logprob
@@ -34,6 +37,9 @@ _HOME = {
     "LLM": "llm",
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
+    "BeamSearchOutput": "features.beam",
+    "BeamSearchParams": "features.beam",
+    "BeamSequence": "features.beam",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
     "RequestMetrics": "outputs",

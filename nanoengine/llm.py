@@ -23,6 +23,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.core.protocols import TokenSink
 from nanoengine.engine import EngineInfo, EngineStats, LLMEngine
 from nanoengine.errors import CapacityError, NanoEngineError, RequestError
+from nanoengine.features.beam import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSequence
 from nanoengine.inputs import (
     PromptInput,
     conversation_list,
@@ -250,6 +251,89 @@ class LLM:
             jobs = self._prepare_lazily(prompts, sampling_params, priority, on_error)
         return self._run(jobs, kind=kind)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[BeamSearchOutput]:
+        """The beam_width best continuations of each prompt, searched side by side.
+
+        Tokens and scores are those of transformers' `generate(num_beams=beam_width,
+        do_sample=False)` with the same settings.
+
+        Args:
+            prompts: as in `generate`.
+
+        Raises:
+            RequestError, PromptTooLongError, CapacityError: a prompt can't run, or max_num_seqs is
+                below the beam width.
+            NanoEngineError: this LLM is closed.
+        """
+        info, eos = self.info, () if params.ignore_eos else self.info.eos_token_ids
+        room = self.config.max_num_seqs // params.beam_width
+        if not room:
+            raise RequestError(
+                f"beam_width={params.beam_width} sequences run together:"
+                f" max_num_seqs={self.config.max_num_seqs} must be at least that"
+            )
+        jobs = self._prepare_all(prompt_list(prompts), SamplingParams(), None, "raise")
+        waiting = [job for job in jobs if isinstance(job, Job)][::-1]
+        running: dict[str, tuple[Job, BeamSearch]] = {}
+        outputs: dict[int, BeamSearchOutput] = {}
+        self._begin_call()
+        with self._progress(use_tqdm, len(jobs)), contextlib.ExitStack() as ends:
+            ends.callback(self.engine.abort_all)
+            while waiting or running:
+                while waiting and len(running) < room:  # Why: more would only wait for rows.
+                    job = waiting.pop()
+                    search = BeamSearch(
+                        params,
+                        max_tokens=min(params.max_tokens, info.max_model_len - len(job.token_ids)),
+                        eos_token_ids=eos,
+                        vocab_size=info.vocab_size,
+                    )
+                    request = self.engine.add_request(
+                        self._next_id(),
+                        job.token_ids,
+                        search.sampling_params,
+                        cache_salt=job.cache_salt,
+                        chooser=search,
+                    )
+                    running[request.request_id] = (job, search)
+                for request in self.engine.step():
+                    job, search = running.pop(request.request_id)
+                    outputs[job.index] = self._beam_output(job, search, request.error)
+        return [outputs[job.index] for job in jobs]
+
+    def _beam_output(self, job: Job, search: BeamSearch, error: str | None) -> BeamSearchOutput:
+        tokenizer = self._tokenizer
+        sequences = [
+            BeamSequence(
+                token_ids=token_ids,
+                text=tokenizer.output_text(
+                    token_ids,
+                    job.params,
+                    prompt_token_ids=job.token_ids,
+                    end_ids=search.eos_token_ids,
+                )
+                if tokenizer is not None
+                else "",
+                cumulative_logprob=logprob,
+                score=score,
+                finish_reason=reason,
+            )
+            for score, logprob, token_ids, reason in search.hypotheses
+        ]
+        return BeamSearchOutput(
+            index=job.index,
+            prompt=job.text,
+            prompt_token_ids=job.token_ids,
+            sequences=[] if error else sequences,
+            error=error,
+        )
+
     # --- prompts to jobs ----------------------------------------------------------------------
 
     def _load_tokenizer(self) -> Tokenizer | None:
@@ -355,12 +439,9 @@ class LLM:
         """
         engine, call = self.engine, self._begin_call()
         limit = len(jobs) if isinstance(jobs, list) else self.config.max_num_seqs + LOOK_AHEAD
-        bar = None
+        bar = contextlib.ExitStack()
         if progress:
-            total = sum(isinstance(job, Job) for job in jobs)
-            make_bar = progress if callable(progress) else None
-            bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
-            engine.observers.append(bar)
+            bar.enter_context(self._progress(progress, sum(isinstance(job, Job) for job in jobs)))
         waiting, running = iter(jobs), dict[str, OutputBuilder]()
         try:
             while True:
@@ -382,11 +463,24 @@ class LLM:
                             yield builder.build()
                             self._require_current(call)
         finally:
-            if bar is not None:
-                engine.observers.remove(bar)
-                bar.close()
+            bar.close()
             if call == self._call and self._engine is engine:
                 engine.abort_all()
+
+    @contextlib.contextmanager
+    def _progress(self, progress: bool | Callable[..., Any], total: int) -> Iterator[None]:
+        """Shows a bar of `total` requests, if asked for."""
+        if not progress:
+            yield
+            return
+        engine, make_bar = self.engine, progress if callable(progress) else None
+        bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
+        engine.observers.append(bar)
+        try:
+            yield
+        finally:
+            engine.observers.remove(bar)
+            bar.close()
 
     def _begin_call(self) -> int:
         """Ends what an abandoned stream left running; its iterator may live on in a traceback."""

@@ -41,10 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"core", "engine", "config", "models.config"},
     "build": {"*"},
     "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
-            "core.protocols", "core.sequence", "observe"},
+            "core.protocols", "core.sequence", "observe", "features.beam"},
     "cli": {"*"},
     "parallel.ray_data": {"llm", "outputs", "config"},
-    "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine"},
+    "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine", "features.beam"},
 }  # fmt: skip
 
 STANDARD_LIBRARY_AND = {

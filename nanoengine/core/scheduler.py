@@ -282,7 +282,7 @@ class Scheduler:
         budget = self._schedule_running(plan, scheduled)
         if not plan.preempted:
             self._admit(plan, scheduled, budget)
-        if not scheduled and not self._in_flight:
+        if not scheduled and not any(self._in_flight.values()):
             self._make_resting_yield(plan, scheduled)
         # Why last: a fork of this step may take the row of a sequence preempted in this step.
         plan.released, self._released = self._released, []

@@ -160,7 +160,7 @@ class BeamSearch:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """What the beams run with: they end by this search, and offer as many tokens as it reads."""
+        """What the beams run with: this search ends them, and reads the tokens they offer."""
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,
