@@ -258,6 +258,8 @@ class Scheduler:
         self.block_manager.fork(parent, child)
         insort(self.running, child, key=lambda s: s.order)
         self._forked.append((parent, child, child.num_computed_tokens))
+        # Why: the executor copies the parent's row as the last plan has left it.
+        self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
 
     def _follow_again(self, seq: Sequence) -> None:
         """Shows a forked sequence's sink the output it starts with."""
