@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -36,6 +37,16 @@ COMMON: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 24,
+        },
+    ),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": 16}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),

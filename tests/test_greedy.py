@@ -10,7 +10,7 @@ import torch
 from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, reference, run, tokens
 
-FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe"]
+FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "gemma3"]
 LENGTHS = [1, 5, 16, 17, 31, 32, 33, 64, 90]
 
 

@@ -21,6 +21,7 @@ MODELS = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
+    "gemma3": ("gemma3", {}),
 }
 
 
@@ -73,7 +74,7 @@ def test_greedy_tokens_do_not_depend_on_features(options, truth):
         assert shared, "prefixes were meant to be found"
 
 
-@pytest.mark.parametrize("model", ["window", "hybrid"])
+@pytest.mark.parametrize("model", ["window", "hybrid", "gemma3"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [7, 0])
 @pytest.mark.parametrize("blocks", [40, 200])

@@ -46,7 +46,27 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 32,
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 24,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 5000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "tie_word_embeddings": True,
+}
+
 VERSION_4: dict[str, dict[str, Any]] = {
+    "gemma3": GEMMA3,
+    "gemma3 linear": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "llama 2": {"rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False},
     "llama 3": {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}},
     "linear": {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -165,6 +185,24 @@ def test_which_layers_slide() -> None:
     assert windows("qwen3_moe", use_sliding_window=True, sliding_window=5) == (5,) * 4
 
 
+def test_values_of_a_gemma_3_config() -> None:
+    config = parse_model_config({**BASE, **VERSION_4["gemma3 linear"]})
+    assert config.rope == RopeConfig(theta=1000000.0, type="linear", factor=8.0)
+    assert config.local_rope == RopeConfig(theta=5000.0)
+    assert config.sliding_windows == (512, 512, None, 512, 512, None, 512)
+    assert (config.hidden_act, config.query_pre_attn_scalar) == ("gelu_pytorch_tanh", 24)
+    optional = ("rope_theta", "rope_local_base_freq", "sliding_window", "sliding_window_pattern",
+                "head_dim", "query_pre_attn_scalar", "tie_word_embeddings")  # fmt: skip
+    raw = {key: value for key, value in {**BASE, **GEMMA3}.items() if key not in optional}
+    del raw["num_key_value_heads"], raw["max_position_embeddings"]
+    absent = parse_model_config({**raw, "tie_word_embeddings": None})
+    assert (absent.rope.theta, absent.local_rope) == (1e6, RopeConfig(theta=1e4))
+    assert absent.sliding_windows == (4096,) * 5 + (None, 4096)
+    assert (absent.head_dim, absent.query_pre_attn_scalar) == (256, 256)
+    assert (absent.num_key_value_heads, absent.max_position_embeddings) == (4, 131_072)
+    assert absent.tie_word_embeddings
+
+
 def test_mixture_of_experts_layers() -> None:
     def moe(**overrides: Any) -> MoEConfig | None:
         return parse_model_config({**BASE, **VERSION_4["qwen3_moe"], **overrides}).moe
@@ -222,6 +260,17 @@ def test_missing_keys_take_the_families_defaults() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "query_pre_attn_scalar=24": {"query_pre_attn_scalar": 24},
+    "hidden_activation='gelu_pytorch_tanh'": {"hidden_activation": "gelu_pytorch_tanh"},
+    "hidden_activation='gelu'": {**GEMMA3, "hidden_activation": "gelu"},
+    "hidden_act='silu'": {**GEMMA3, "hidden_act": "silu"},
+    "use_bidirectional_attention=True": {**GEMMA3, "use_bidirectional_attention": True},
+    "attn_logit_softcapping=30.0": {**GEMMA3, "attn_logit_softcapping": 30.0},
+    "of a Gemma 3 model has ['rope_theta']": {**GEMMA3, "rope_parameters": {"rope_theta": 1e4}},
+    "unsupported architecture Gemma3ForConditionalGeneration": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+    },
     "hidden_act='gelu'": {"hidden_act": "gelu"},
     "mlp_bias=True": {"mlp_bias": True},
     "quantization_config={'quant_method': 'gptq'}": {

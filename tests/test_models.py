@@ -49,9 +49,13 @@ def _widen(model: torch.nn.Module) -> None:
     widened, it is an oracle for far more digits."""
 
     def norm(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        centered = type(module).__name__.startswith("Gemma")
+        eps = module.eps if centered else module.variance_epsilon
+        weight = 1 + module.weight if centered else module.weight
+
         def forward(x: torch.Tensor) -> torch.Tensor:
-            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-            return module.weight * (x * scale)
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+            return weight * (x * scale)
 
         return forward
 
@@ -73,6 +77,21 @@ def _widen(model: torch.nn.Module) -> None:
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {}),
+    "gemma3 pattern": (
+        "gemma3",
+        {"layer_types": None, "num_hidden_layers": 7, "attention_bias": True, "sliding_window": 8},
+    ),
+    "gemma3 ropes": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama attention bias": ("llama", {"attention_bias": True}),
@@ -159,7 +178,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral"]
+    "case", ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral", "gemma3"]
 )
 def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
@@ -214,8 +233,9 @@ def test_a_sequence_has_the_same_logits_alone_and_with_neighbours(tmp_path: Path
     assert (together[9:30] - alone).abs().max() < 1e-12
 
 
-def test_sixteen_bit_models_stay_close_and_keep_their_dtype(tmp_path: Path) -> None:
-    reference = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_sixteen_bit_models_stay_close_and_keep_their_dtype(family: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     prompts = random_prompts(30)
     expected = oracle(reference, prompts, torch.bfloat16)
     got = all_logits(build(tmp_path, torch.bfloat16), prompts)

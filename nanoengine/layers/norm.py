@@ -8,6 +8,8 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.0
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -81,3 +83,55 @@ class HeadNorm(nn.Module):
             f"{beside}.q_norm.weight": WeightSlot(shape=shape, store=q.copy_),
             f"{beside}.k_norm.weight": WeightSlot(shape=shape, store=k.copy_),
         }
+
+
+class CenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight): the checkpoint stores how far the factor is from 1.
+
+    The factor is kept in float32 or wider, and multiplied before the result is rounded to the
+    model's dtype, as the checkpoints' own code does.
+    """
+
+    def __init__(self, size: int, eps: float, *, context: ModelContext) -> None:
+        super().__init__(size, eps, context=context)
+        self.weight = empty_parameter((size,), wide(context.dtype), context.device)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.to(self.weight.dtype), (self.size,), None, self.eps)
+        return (normed * self.weight).to(x.dtype)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        slot = WeightSlot(
+            shape=(self.size,), store=lambda weight: self.weight.copy_(weight).add_(1)
+        )
+        return {f"{path}.weight": slot}
+
+
+class CenteredHeadNorm(HeadNorm):
+    """HeadNorm with factors of 1 + weight, kept as in `CenteredRMSNorm`."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, context: ModelContext
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, eps, context=context)
+        shape = (num_heads + num_kv_heads, head_dim)
+        self.weight = empty_parameter(shape, wide(context.dtype), context.device)
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """[T, H + K, D] -> [T, H + K, D]."""
+        normed = F.rms_norm(qk.to(self.weight.dtype), (self.head_dim,), None, self.eps)
+        return (normed * self.weight).to(qk.dtype)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        slots = super().weight_slots(path)
+
+        def centered(store: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+            # Why float32 first: 1 + weight has more digits than 16 bits hold.
+            return lambda weight: store(weight.to(self.weight.dtype) + 1)
+
+        return {name: replace(slot, store=centered(slot.store)) for name, slot in slots.items()}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for a float64 model."""
+    return torch.promote_types(dtype, torch.float32)

@@ -25,11 +25,14 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
 """Supported architecture -> its model_type, which is also the name of its module here."""
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
+    "hidden_activation": ("silu",),
+    "use_bidirectional_attention": (False,),
     "mlp_bias": (False,),
     "quantization_config": (),
     "compression_config": (),
@@ -49,6 +52,29 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (0,),
 }
 """Key that would change the maths -> the values that don't; absent and null never do."""
+
+FAMILY_NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "Gemma3ForCausalLM": {
+        "query_pre_attn_scalar": None,
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+    },
+}
+"""Architecture -> where it differs from `NEUTRAL_VALUES`; None: the key is obeyed."""
+
+FAMILY_DEFAULTS: dict[str, Json] = {
+    "Qwen3ForCausalLM": {"head_dim": 128},
+    "Gemma3ForCausalLM": {
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+}
+"""Architecture -> values of absent keys, where they are not those of all families."""
 
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
@@ -120,6 +146,9 @@ class ModelConfig:
         max_position_embeddings: longest context [tokens], extended by yarn where it is configured.
         sliding_windows: per layer None, or w: a token sees itself and the w - 1 tokens before it.
         attention_bias: the q, k and v projections have biases.
+        hidden_act: of the MLP's gate, a key of `layers.activation.GATES`.
+        local_rope: the angles of layers with a window, where they have their own.
+        query_pre_attn_scalar: its inverse root scales attention; None: head_dim.
         dtype: of the stored weights, as torch names it.
         eos_token_ids: generation_config.json's, then config.json's; any of them ends a sequence.
         generation_defaults: sampling settings that the authors recommend.
@@ -140,6 +169,8 @@ class ModelConfig:
     attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     hidden_act: str = "silu"
+    local_rope: RopeConfig | None = None
+    query_pre_attn_scalar: int | None = None
     moe: MoEConfig | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
@@ -168,17 +199,20 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     """The normalised form of a parsed config.json; see `load_model_config`."""
     generation = generation or {}
     architecture = _architecture(raw)
-    for key, neutral in NEUTRAL_VALUES.items():
-        _refuse_unless(key, raw.get(key), neutral)
+    is_gemma = architecture == "Gemma3ForCausalLM"
+    for key, neutral in (NEUTRAL_VALUES | FAMILY_NEUTRAL_VALUES.get(architecture, {})).items():
+        if neutral is not None:
+            _refuse_unless(key, raw.get(key), neutral)
+    given = {key: value for key, value in raw.items() if value is not None}
+    raw = {**FAMILY_DEFAULTS.get(architecture, {}), **given}
     heads = _require(raw, "num_attention_heads")
     kv_heads = _get(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModelError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
-    # Why: Qwen3's heads are 128 wide unless said otherwise; all others split the hidden size.
     split = _require(raw, "hidden_size") // heads
-    rope = _rope(raw)
+    rope, local_rope = _gemma3_ropes(raw) if is_gemma else (_rope(raw), None)
     max_position = _require(raw, "max_position_embeddings")
     if rope.type == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position_embeddings))
@@ -190,10 +224,13 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         num_hidden_layers=_require(raw, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=_get(raw, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else split),
+        head_dim=_get(raw, "head_dim", split),
         max_position_embeddings=max_position,
         rms_norm_eps=_get(raw, "rms_norm_eps", 1e-6),
         rope=rope,
+        local_rope=local_rope,
+        hidden_act="gelu_pytorch_tanh" if is_gemma else "silu",
+        query_pre_attn_scalar=_require(raw, "query_pre_attn_scalar") if is_gemma else None,
         tie_word_embeddings=_get(raw, "tie_word_embeddings", False),
         attention_bias=_attention_bias(architecture, raw),
         sliding_windows=_sliding_windows(architecture, raw),
@@ -276,6 +313,13 @@ def _sliding_windows(architecture: str, raw: Json) -> tuple[int | None, ...]:
             f"layer_types has {len(layer_types)} entries, num_hidden_layers={num_layers}"
         )
     window = raw.get("sliding_window")
+    if architecture == "Gemma3ForCausalLM":
+        every = _require(raw, "sliding_window_pattern")
+        kinds = layer_types or [
+            "sliding_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(num_layers)
+        ]
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if architecture == "LlamaForCausalLM":
         _refuse_unless("sliding_window of a Llama model", window, ())
     elif architecture != "MistralForCausalLM" and not raw.get("use_sliding_window"):
@@ -333,6 +377,33 @@ def _rope(raw: Json) -> RopeConfig:
             given.pop("mscale_all_dim", None),
         )
     return RopeConfig(theta=theta, type=kind, **given)
+
+
+def _gemma3_ropes(raw: Json) -> tuple[RopeConfig, RopeConfig]:
+    """RoPE of full and of sliding layers; scaling, where there is any, is for the full ones."""
+    nested = raw.get("rope_parameters") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if unknown := sorted(nested.keys() - set(kinds)):
+        raise UnsupportedModelError(
+            f"rope_parameters of a Gemma 3 model has {unknown!r}; supported: {', '.join(kinds)}"
+        )
+    bases = {
+        "full_attention": ("rope_theta", 1e6),
+        "sliding_attention": ("rope_local_base_freq", 1e4),
+    }
+    scaling = {"full_attention": raw.get("rope_scaling") or {}, "sliding_attention": {}}
+    full, sliding = (
+        _rope(
+            {
+                **raw,
+                "rope_parameters": {**(nested.get(kind) or {}), **scaling[kind]},
+                "rope_scaling": None,
+                "rope_theta": _get(raw, *bases[kind]),
+            }
+        )
+        for kind in kinds
+    )
+    return full, sliding
 
 
 def _yarn_attention_factor(

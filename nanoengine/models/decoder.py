@@ -24,7 +24,7 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.errors import ConfigError
-from nanoengine.layers.activation import silu_and_mul
+from nanoengine.layers.activation import GATES
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.embedding import Embedding, OutputHead
@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             sliding_window=config.sliding_windows[layer],
         )
         self.attention = Attention(spec, context.attention_backend)
@@ -99,11 +99,12 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), with the `act` that the config names."""
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate = GATES[config.hidden_act]
         self.gate_up_proj = MergedLinear(
             f"{path}.gate_up_proj",
             hidden,
@@ -113,7 +114,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(f"{path}.down_proj", inner, hidden, context=context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -171,19 +172,22 @@ class CausalLM(nn.Module):
 
     Attributes:
         graph_safe: a forward decides nothing on the host, so it may be captured in a CUDA graph.
+        layer_class, decoder_class: what a family with other norms or another frame replaces.
 
     Raises:
         ConfigError: the ranks don't divide the heads, the MLP or the vocabulary.
     """
 
     graph_safe: ClassVar[bool] = True
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    decoder_class: ClassVar[type[Decoder]] = Decoder
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.config = config
         self._check_ranks(config, context.shard.world_size)
         layers = [
-            DecoderLayer(
+            self.layer_class(
                 self.make_attention(f"model.layers.{layer}.self_attn", layer, config, context),
                 self.make_mlp(f"model.layers.{layer}.mlp", layer, config, context),
                 config,
@@ -191,7 +195,7 @@ class CausalLM(nn.Module):
             )
             for layer in range(config.num_hidden_layers)
         ]
-        self.model = Decoder(layers, config, context)
+        self.model = self.decoder_class(layers, config, context)
         self.lm_head = OutputHead(
             "lm_head", self.model.embed_tokens, tied=config.tie_word_embeddings, context=context
         )
