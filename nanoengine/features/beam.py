@@ -236,4 +236,4 @@ class BeamSearch:
         return self._score(best_logprob, length) <= self.hypotheses[-1].score
 
     def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.params.length_penalty
+        return logprob / math.pow(length, self.params.length_penalty)
