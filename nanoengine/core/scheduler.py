@@ -20,6 +20,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanoengine.core.admission import AdmissionPolicy, WatermarkOnly
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.plan import (
     AdmittedSequence,
@@ -69,6 +70,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of one step, at least max_num_seqs.
         chunked_prefill: False computes a prompt whole or not yet.
         long_prefill_threshold: most prompt tokens of one sequence a step; 0 for no bound.
+        policy: may hold back a sequence whose blocks fit; None: admits whoever fits.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         long_prefill_threshold: int = 0,
+        policy: AdmissionPolicy | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
+        self.policy = WatermarkOnly() if policy is None else policy
         self.stats = SchedulerStats()
         self._num_seqs_made = 0
         self._clear()
@@ -111,6 +115,15 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that hold a row."""
         return len(self.running)
+
+    def num_waste_slots(self) -> int:
+        """Slots that are allocated to running sequences but hold no token (yet)."""
+        size = self.block_manager.block_size
+        return sum(
+            len(table) * size - min(seq.num_computed_tokens, len(table) * size)
+            for seq in self.running
+            for table in seq.block_tables
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -273,6 +286,11 @@ class Scheduler:
                 if len(passed_over) > MAX_LOOK_AHEAD:
                     break
                 continue
+            if self.running and not self.policy.may_admit(
+                seq, admission, self.running, self.block_manager
+            ):
+                passed_over.append(seq)  # Why break: what is full soon is so for those behind, too.
+                break
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             rows_kept += forks
             self._start(plan, seq, admission.num_cached_tokens)
@@ -453,6 +471,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         seq.finish_time = time.perf_counter()
+        self.policy.on_finish(seq)
 
     def _fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; nobody else notices."""
