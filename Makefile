@@ -15,7 +15,7 @@ demo: $(READY)  ## generate text with the small model that comes with the packag
 	@$(BIN)/python example.py
 
 test: $(READY)  ## everything that a CPU can test
-	@$(BIN)/python -m pytest --ignore=tests/gpu
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
 test-gpu: $(READY)  ## what needs an NVIDIA GPU
 	@$(BIN)/python -m pytest tests/gpu

@@ -46,7 +46,8 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else demo_model_path()
     metrics = Metrics()
     with LLM(model) as llm:
-        llm.engine.observers.append(metrics)
+        llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.engine.observers.append(metrics)  # After a warm-up: the first steps compile kernels.
 
         # One prompt is a string, several are a list. Outputs come back in the order of the prompts.
         show("A story", llm.generate("Once upon a time, there was a little fox", GREEDY))

@@ -1,5 +1,7 @@
 """The Triton kernels against the oracle: on the GPU if there is one, else interpreted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ pytestmark = [
 
 SMALL = KernelConfig(
     prefill_rows=16, prefill_keys=16, prefill_warps=4, prefill_stages=2,
-    decode_rows=16, decode_keys=16, decode_warps=4, decode_stages=2, split_tokens=32,
+    decode_rows=16, decode_keys=16, decode_warps=4, decode_stages=2, split_tokens=32, max_splits=32,
 )  # fmt: skip
 """Tiles so small that short sequences have several: what a real size does on long ones."""
 
@@ -79,15 +81,16 @@ def test_split_boundaries(small, seq_len):
     run((1, seq_len), (1, 3))
 
 
-def test_long_sequences_get_longer_splits(small, monkeypatch):
-    monkeypatch.setattr(module.kernels, "MAX_SPLITS", type(module.kernels.MAX_SPLITS)(2))
+def test_long_sequences_get_longer_splits(monkeypatch):
+    config = replace(SMALL, max_splits=2)
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
     run((1, 64), (1, 65), (1, 130))
     run((1, 140), (1, 5), sliding_window=90)
 
 
 def test_more_splits_than_one_step_of_the_combine(small, monkeypatch):
-    config = dict(zip(KernelConfig.__slots__, (16, 16, 4, 2, 16, 16, 4, 2, 16), strict=True))
-    monkeypatch.setattr(module, "kernel_config", lambda *shape: KernelConfig(**config))
+    config = replace(SMALL, split_tokens=16)
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
     case = make_case((1, 280))
     # The last key, in the second step, gets the greatest score: the first step's sums must shrink.
     case.k.copy_(0.6 * case.q)
@@ -108,10 +111,7 @@ def test_blocks_before_the_window_may_be_gone(small, window):
 
 
 def test_window_with_keys_wider_than_a_block(monkeypatch):
-    wide = KernelConfig(
-        prefill_rows=16, prefill_keys=64, prefill_warps=4, prefill_stages=2,
-        decode_rows=16, decode_keys=64, decode_warps=4, decode_stages=2, split_tokens=64,
-    )  # fmt: skip
+    wide = replace(SMALL, prefill_keys=64, decode_keys=64, split_tokens=64)
     monkeypatch.setattr(module, "kernel_config", lambda *shape: wide)
     case = make_case((1, 75), (20, 70), sliding_window=20, block_size=16)
     case.batch.block_tables[1, 0, :3] = 0
@@ -176,7 +176,7 @@ def test_padding_rows_of_length_zero_give_zeros(small):
     assert torch.isfinite(out[0]).all()
 
 
-def test_store_writes_its_slots_and_nothing_else():
+def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
     case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values a token
     before = case.k_cache.clone(), case.v_cache.clone()
     slots = case.batch.slot_mapping[1]

@@ -361,3 +361,15 @@ def test_blocks_are_freed_tail_first():
     manager.deallocate(seq)
     assert manager.pool.counts() == {"empty": 4, "cached": 4, "active": 0}
     assert manager.pool.allocate(8)[4:] == table[3::-1]
+
+
+def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly():
+    manager = make_manager(num_blocks=25, block_size=2, windows=(None, None), max_chunk=64)
+    seq = make_sequence(list(range(20)))
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.deallocate(seq)
+    manager.pool.allocate(4)  # the empty ones
+    for left in (9, 8, 7):
+        manager.pool.allocate(2)
+        assert cached(manager, [*range(20), 30]) == 2 * left

@@ -369,7 +369,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 QUICK = settings(
-    max_examples=200,
+    max_examples=70,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

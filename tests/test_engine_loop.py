@@ -437,3 +437,14 @@ def test_no_configuration_shows_in_the_output(loop, windows, options):
     assert len(loop(engine)) == 9
     assert_outputs(*requests)
     assert engine.stats().active_blocks == 0
+
+
+def test_drafts_wait_until_the_forks_are_made():
+    engine = make_engine(long_prefill_threshold=8)
+    request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
+    engine.step()
+    (seq,) = request.sequences
+    assert seq.num_computed_tokens == seq.num_tokens - 1
+    seq.draft_token_ids = (1, 2)
+    run(engine)
+    assert_outputs(request)

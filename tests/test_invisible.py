@@ -8,6 +8,7 @@ or fake one. A new feature adds a line to `VARIANTS`.
 import itertools
 
 import pytest
+import torch
 
 from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -137,7 +138,7 @@ def test_drafts_right_or_wrong_do_not_show(truth):
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def test_seeded_samples_are_the_same_alone_and_among_31_neighbours():
+def test_peer_bug_28_seeded_samples_are_the_same_alone_and_among_31_neighbours():
     prompt = prompts()[3]
     engine = make_engine(checkpoint("qwen3"))
     (expected,) = tokens(run(engine, [prompt], SEEDED))
@@ -159,3 +160,17 @@ def test_seeded_samples_are_the_same_after_preemption():
     small = make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=22)
     assert tokens(run(small, inputs, params)) == expected
     assert small.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu", "triton"])
+def test_what_a_block_held_before_does_not_show(backend):
+    """NaN left in freed blocks must not reach their next owner, not even multiplied by zero."""
+    small = {"head_dim": 64, "num_hidden_layers": 1}
+    options = {"block_size": 16, "num_kv_blocks": 20, "max_num_seqs": 4, "dtype": "float32"}
+    engine = make_engine(checkpoint("qwen3", **small), attention_backend=backend, **options)
+    inputs = random_prompts(3, [5, 17, 33])
+    expected = tokens(run(engine, inputs, greedy(4)))
+    engine.reset_prefix_cache()
+    with torch.inference_mode():
+        engine.executor.kv_cache.kv.fill_(float("nan"))
+    assert tokens(run(engine, inputs, greedy(4))) == expected

@@ -12,7 +12,7 @@ Both split the keys of a decode by what the whole batch looks like, so a row's l
 on its neighbours; the triton backend's don't.
 
 The argument mapping is tested against the documented signatures in plain torch; the packages
-themselves have not been run here, as they need a GPU.
+themselves need a GPU and have not been run with it yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.runner.batch import Batch
 
 FA2_BLOCK_MULTIPLE = 256
-"""FlashAttention-2 loads keys in tiles of up to 256 and wants each within one block."""
+"""The block sizes that FlashAttention-2 accepts for a paged cache are its multiples [tokens]."""
 
 
 class FlashAttnBackend:

@@ -55,6 +55,7 @@ class KernelConfig:
         prefill_warps, decode_warps: warps of 32 threads that share a tile.
         prefill_stages, decode_stages: key tiles in flight, the one in use included.
         split_tokens: keys of one split of a decode, a multiple of `decode_keys`.
+        max_splits: splits of a sequence at most; longer sequences have longer splits.
     """
 
     prefill_rows: int
@@ -66,6 +67,7 @@ class KernelConfig:
     decode_warps: int
     decode_stages: int
     split_tokens: int
+    max_splits: int
 
 
 @functools.cache
@@ -104,6 +106,7 @@ def kernel_config(
         decode_warps=decode[1],
         decode_stages=decode[2],
         split_tokens=256,
+        max_splits=32,  # 8 KV heads then give 256 programs for one long sequence.
     )
 
 
@@ -246,7 +249,7 @@ class TritonBackend:
         table = batch.block_tables[spec.group]
         num_seqs, heads = batch.num_decodes, spec.num_heads
         seen = min(batch.max_seq_len, spec.sliding_window or batch.max_seq_len)
-        max_splits = min(triton.cdiv(seen, config.split_tokens), kernels.MAX_SPLITS.value)
+        max_splits = min(triton.cdiv(seen, config.split_tokens), config.max_splits)
         max_splits += spec.sliding_window is not None
         # Why not a program a split: a captured graph has the splits of the longest sequence that
         # may come, and programs that only exit take time too. 32 an SM are several full waves.
@@ -260,13 +263,14 @@ class TritonBackend:
             table.stride(0), max_splits,
             **attention_constants(q, k_cache, v_cache, spec),
             M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,
+            MAX_SPLITS=config.max_splits,
             num_warps=config.decode_warps, num_stages=config.decode_stages,
         )  # fmt: skip
         kernels.combine_kernel[(num_seqs, heads)](
             out, part_out, part_lse, batch.seq_lens, max_splits,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1), WINDOW=spec.sliding_window or 0,
             HEAD_DIM=spec.head_dim, DIM=triton.next_power_of_2(spec.head_dim),
-            SPLIT=config.split_tokens, num_warps=4,
+            SPLIT=config.split_tokens, MAX_SPLITS=config.max_splits, num_warps=4,
         )  # fmt: skip
 
 

@@ -34,8 +34,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MAX_SPLITS = tl.constexpr(32)
-"""Splits of a sequence, at most. 8 KV heads then give 256 programs for one long sequence."""
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
 
@@ -273,7 +271,7 @@ def varlen_kernel(
 
 
 @triton.jit
-def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """How the keys that a sequence's last token sees are split.
 
     A split is SPLIT tokens, or so many times SPLIT that MAX_SPLITS of them hold all: the size
@@ -304,7 +302,7 @@ def decode_kernel(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One query token over some of its sequence's splits, for one KV head. Grid: [S, K, programs].
 
@@ -314,7 +312,7 @@ def decode_kernel(
     """
     seq, kv_head = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens + seq)
-    low, size, first_split, num_splits = split_keys(seq_len, WINDOW, SPLIT)
+    low, size, first_split, num_splits = split_keys(seq_len, WINDOW, SPLIT, MAX_SPLITS)
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)[None, :]
     mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
@@ -343,7 +341,8 @@ def decode_kernel(
 def combine_kernel(
     out, part_out, part_lse, seq_lens, max_splits,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Adds up the splits of one sequence and query head, weighted by their sums. Grid: [S, H].
 
@@ -352,7 +351,7 @@ def combine_kernel(
     """
     STEP: tl.constexpr = 16
     seq, head = tl.program_id(0), tl.program_id(1)
-    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), WINDOW, SPLIT)
+    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), WINDOW, SPLIT, MAX_SPLITS)
     part = (seq.to(tl.int64) * tl.num_programs(1) + head) * max_splits
     dims = tl.arange(0, DIM)
     acc = tl.zeros([DIM], tl.float32)

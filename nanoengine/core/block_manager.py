@@ -88,10 +88,12 @@ class BlockManager:
     copies: list[BlockCopy] = field(init=False)
     block_size: int = field(init=False)
     num_watermark_blocks: int = field(init=False)
+    _has_windows: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.discard_all()
         self.block_size = self.layout.block_size
+        self._has_windows = any(group.sliding_window for group in self.layout.groups)
         self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
 
     # --- admission ----------------------------------------------------------------------------
@@ -180,11 +182,12 @@ class BlockManager:
         start = seq.num_computed_tokens
         num_blocks = cdiv(start + num_new_tokens, self.block_size)
         partial = start // self.block_size if start % self.block_size else None
+        if self._has_windows:
+            self._drop_outside_windows(seq)
         needed = 0
-        for index, table in enumerate(seq.block_tables):
-            if self.layout.groups[index].sliding_window is not None:
-                self._drop_outside_window(seq, index)
-            needed += max(0, num_blocks - len(table))
+        for table in seq.block_tables:
+            if num_blocks > len(table):
+                needed += num_blocks - len(table)
             if partial is not None and self.pool.blocks[table[partial]].ref_count > 1:
                 needed += 1
         if needed == 0:
@@ -200,16 +203,16 @@ class BlockManager:
                 table += new
         return True
 
-    def _drop_outside_window(self, seq: Sequence, index: int) -> None:
-        table, before = seq.block_tables[index], seq.num_windowed_blocks[index]
-        group = self.layout.groups[index]
-        dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
-        if dropped <= before:
-            return
-        self.pool.free(reversed(table[before:dropped]))
-        table[before:dropped] = [NULL_BLOCK] * (dropped - before)
-        self.updates.append(TableUpdate(seq.row, index, before, tuple(table[before:dropped])))
-        seq.num_windowed_blocks[index] = dropped
+    def _drop_outside_windows(self, seq: Sequence) -> None:
+        for index, group in enumerate(self.layout.groups):
+            table, before = seq.block_tables[index], seq.num_windowed_blocks[index]
+            dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
+            if dropped > before:
+                self.pool.free(reversed(table[before:dropped]))
+                nulls = [NULL_BLOCK] * (dropped - before)
+                table[before:dropped] = nulls
+                self.updates.append(TableUpdate(seq.row, index, before, tuple(nulls)))
+                seq.num_windowed_blocks[index] = dropped
 
     def _copy_on_write(self, seq: Sequence, index: int, position: int) -> None:
         table = seq.block_tables[index]
@@ -232,8 +235,12 @@ class BlockManager:
 
     def deallocate(self, seq: Sequence) -> None:
         """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
-        for table in seq.block_tables:
-            self.pool.free(reversed(table))
+        tables = seq.block_tables
+        longest = max(map(len, tables), default=0)
+        # Why side by side: a hit needs its blocks in every group, so they should go together.
+        self.pool.free(
+            table[i] for i in reversed(range(longest)) for table in tables if i < len(table)
+        )
         # Why: a sequence preempted while it grows has a row no longer.
         self.updates = [update for update in self.updates if update.row != seq.row]
         self.forget(seq)

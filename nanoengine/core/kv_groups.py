@@ -56,16 +56,14 @@ def longest_hit(group: KVGroup, found: Sequence[bool], block_size: int, at_most:
     >>> longest_hit(KVGroup(layers=(0,), sliding_window=17), [False, False, True, True], 16, 4)
     4
     """
-    if group.sliding_window is None:
-        length = 0
-        while length < at_most and found[length]:
-            length += 1
-        return length
-    needed = cdiv(group.sliding_window - 1, block_size)
-    for length in range(at_most, 0, -1):
-        if all(found[max(0, length - needed) : length]):
-            return length
-    return 0
+    window = group.sliding_window
+    needed = at_most if window is None else cdiv(window - 1, block_size)
+    longest, in_a_row = 0, 0
+    for length in range(1, at_most + 1):
+        in_a_row = in_a_row + 1 if found[length - 1] else 0
+        if in_a_row >= min(needed, length):
+            longest = length
+    return longest
 
 
 def longest_common_hit(

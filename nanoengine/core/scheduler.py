@@ -84,6 +84,7 @@ class Scheduler:
         policy: AdmissionPolicy | None = None,
     ) -> None:
         self.block_manager = block_manager
+        self._block_size = block_manager.block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
@@ -203,14 +204,14 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
         """Gives each running sequence its tokens, by priority; returns the budget left."""
-        budget = self.max_num_batched_tokens
+        budget, may_append = self.max_num_batched_tokens, self.block_manager.may_append
         before = tuple(self.running)  # Why: forks of this step join `running`, and wait their turn.
         for i, seq in enumerate(before):
             if seq.status is not Status.RUNNING:
                 continue  # preempted by one before it
-            num_drafts = len(seq.draft_token_ids)
-            num_new = seq.num_tokens + num_drafts - seq.num_computed_tokens
-            if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
+            num_tokens, num_drafts = seq.num_tokens, len(seq.draft_token_ids)
+            num_new = num_tokens + num_drafts - seq.num_computed_tokens
+            if num_new <= 0 or num_tokens >= seq.max_num_tokens:
                 continue  # its last token is still under way
             if num_new > 1:
                 # Why: a token is kept for each sequence behind, so no prompt stalls a decode.
@@ -219,7 +220,7 @@ class Scheduler:
                     num_new = min(num_new, self.long_prefill_threshold)
                 if num_drafts:
                     num_new = self._trim_drafts(seq, num_new)
-            if not self._make_room(plan, seq, num_new):
+            if not may_append(seq, num_new) and not self._make_room(plan, seq, num_new):
                 continue
             self._schedule_one(plan, scheduled, seq, num_new)
             budget -= num_new
@@ -229,6 +230,8 @@ class Scheduler:
         """Keeps the drafts that fit this step and the sequence; returns the tokens to compute."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
+        if self._num_forks_due(seq):
+            num_drafts = 0  # Why: its forks sample from the last position of the prompt
         seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
         return min(num_new, num_known + len(seq.draft_token_ids))
 
@@ -264,8 +267,10 @@ class Scheduler:
         Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them
         MAX_OVERTAKEN times at most.
         """
+        if not self._num_waiting:
+            return
         passed_over: list[Sequence] = []
-        rows_kept = sum(self._num_forks_due(seq) for seq in self.running)
+        rows_kept = sum(self._num_forks_due(seq) for seq in self.running if seq.params.n > 1)
         while self._num_waiting and budget > 0:
             if any(other.num_overtaken >= MAX_OVERTAKEN for other in passed_over):
                 break
@@ -334,7 +339,8 @@ class Scheduler:
         """Writes one sequence into the plan and advances its counters."""
         start = seq.num_computed_tokens
         num_drafts = len(seq.draft_token_ids)
-        reaches_end = start + num_new == seq.num_tokens + num_drafts
+        end = start + num_new
+        reaches_end = end == seq.num_tokens + num_drafts
         scheduled.append(seq)
         plan.rows.append(seq.row)
         plan.starts.append(start)
@@ -347,13 +353,14 @@ class Scheduler:
         else:
             self.stats.prefill_tokens += num_new
         if start < seq.num_preempted_tokens:
-            again = min(start + num_new, seq.num_preempted_tokens) - start
+            again = min(end, seq.num_preempted_tokens) - start
             self.stats.recomputed_tokens += again
-        seq.num_computed_tokens = start + num_new
-        self.block_manager.register(seq)
+        seq.num_computed_tokens = end
+        if end // self._block_size > seq.num_registered_blocks:
+            self.block_manager.register(seq)
         if reaches_end:
             seq.num_pending_tokens += 1
-            if self._num_forks_due(seq):
+            if seq.params.n > 1 and self._num_forks_due(seq):
                 self._fork(plan, scheduled, seq)
 
     def _fork(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
@@ -393,7 +400,9 @@ class Scheduler:
             if i in result.prompt_logprobs:
                 self._extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
             if i in result.errors:
+                held = [block_id for table in seq.block_tables for block_id in table]
                 self._fail(seq, result.errors[i])
+                self.block_manager.pool.evict(held)  # Why: their content may be what is wrong
             elif plan.num_logits[i]:
                 num_drafts = plan.num_logits[i] - 1
                 tokens = result.token_ids[i]

@@ -105,7 +105,7 @@ class KVCache:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor; on a CPU its pages are mapped only when they are first written.
 
-    Why zeros at all: masked positions are read and multiplied by 0, which NaN would survive.
+    Why zeros at all: padding rows read the null block, and numbers of chance might be NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

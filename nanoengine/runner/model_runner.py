@@ -28,6 +28,7 @@ from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
 from nanoengine.runner import kv_cache
 from nanoengine.runner.batch import Batch
+from nanoengine.runner.cuda_graph import CudaGraphs, GraphedForward
 from nanoengine.runner.kv_cache import GIB, KVCache
 from nanoengine.runner.rows import Rows, SampleLines
 from nanoengine.runner.sampler import Sampler, prompt_logprobs
@@ -81,7 +82,6 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self._directory = directory
-        self._backend_name = backend
         default = backend_class(backend).default_block_size
         self.block_size = config.block_size or default
         self.backend = make_backend(
@@ -121,6 +121,7 @@ class ModelRunner:
         )
         self.memory = self._size(bytes_a_block, asked, context_len)
         self.kv_cache = self._allocate(self.memory.num_blocks)
+        self.forward = self._capture() if self._uses_graphs else self.model
         self.rows = Rows(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.memory.max_model_len,
@@ -161,6 +162,24 @@ class ModelRunner:
         parameters = list(self.model.parameters())
         self.num_parameters = sum(p.numel() for p in parameters)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+
+    @property
+    def _uses_graphs(self) -> bool:
+        """On a GPU, unless eager is asked for or something decides on the host."""
+        safe = self.backend.graph_safe and self.model.graph_safe
+        return self.device.type == "cuda" and safe and not self.config.enforce_eager
+
+    def _capture(self) -> GraphedForward:
+        return GraphedForward(
+            self.model,
+            self.backend.prepare,
+            num_groups=len(self.groups),
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.memory.max_model_len,
+            block_size=self.block_size,
+            device=self.device,
+            graphs=CudaGraphs(),
+        )
 
     def _allocate(self, num_blocks: int) -> KVCache:
         cache = KVCache(
@@ -213,31 +232,43 @@ class ModelRunner:
         )
 
     def _profile(self) -> int:
-        """Peak bytes of activations, logits and sampling at the largest step, measured."""
-        cache = self._allocate(2)
+        """Peak bytes of activations, logits, sampling and graphs, measured at the largest step."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        config, vocab_size = self.config, self.model_config.vocab_size
-        batch = self._largest_batch()
+        self._run_largest_step()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        if self._uses_graphs:
+            # Why: their pool holds the activations of one batch of decodes beside all others.
+            peak += peak * self.config.max_num_seqs // self.config.max_num_batched_tokens
+        torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
+        return peak
+
+    def _run_largest_step(self) -> None:
+        """The largest forwards, all rows' logits, and sampling with every filter on."""
+        self._allocate(2)  # every slot is in the null block
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        total, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        # Why twice: prompts have the widest activations, decodes a scratch for split contexts.
+        self.model(self._full_batch([1] * num_seqs, seq_len=longest))
+        prompts = [min(longest, total - done) for done in range(0, total, longest)]
+        batch = self._full_batch(prompts)
         hidden = self.model(batch)
         logits = self.model.logits(hidden[batch.logits_indices])
-        sampler = Sampler(vocab_size, config.max_num_seqs)
+        sampler = Sampler(self.model_config.vocab_size, num_seqs)
         num_lines = logits.shape[0]
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
         sampler.sample(logits, range(num_lines), range(num_lines)).fetch()
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        del cache
-        return peak
 
-    def _largest_batch(self) -> Batch:
-        """A batch of max_num_batched_tokens in as few sequences as the context allows."""
-        total = self.config.max_num_batched_tokens
-        longest = self.config.max_model_len or self.model_config.max_position_embeddings
-        counts = [min(longest, total - done) for done in range(0, total, longest)]
-        num_blocks = -(-max(counts) // self.block_size)
-        num_lines = min(self.config.max_num_seqs, total)
-        counts.sort(key=lambda n: n != 1)
+    def _full_batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
+        """Sequences of `counts` query tokens, all in the null block; logits of max_num_seqs rows.
+
+        `seq_len` is the context of each; None: its query tokens alone.
+        """
+        counts = sorted(counts, key=lambda n: n != 1)
+        seq_lens = [seq_len or count for count in counts]
+        total = sum(counts)
+        num_blocks = -(-max(seq_lens) // self.block_size)
 
         def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.as_tensor(values, dtype=dtype, device=self.device)
@@ -249,12 +280,12 @@ class ModelRunner:
                 positions=ints(np.concatenate([np.arange(n) for n in counts])),
                 slot_mapping=ints(np.zeros((groups, total))),
                 query_start_loc=ints(np.cumsum([0, *counts]), torch.int32),
-                seq_lens=ints(counts, torch.int32),
+                seq_lens=ints(seq_lens, torch.int32),
                 block_tables=ints(np.zeros((groups, len(counts), num_blocks)), torch.int32),
-                logits_indices=ints(np.arange(num_lines)),
+                logits_indices=ints(np.arange(min(self.config.max_num_seqs, total))),
                 num_decodes=sum(n == 1 for n in counts),
                 max_query_len=max(counts),
-                max_seq_len=max(counts),
+                max_seq_len=max(seq_lens),
             )
         )
 
@@ -278,7 +309,7 @@ class ModelRunner:
         batch, lines = self.rows.make_batch(plan)
         self._prepared(batch)
         prepared = time.perf_counter()
-        hidden = self.model(batch)  # [T, hidden_size]
+        hidden = self.forward(batch)  # [T, hidden_size]
         logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
         self._synchronize()
         forwarded = time.perf_counter()
@@ -359,7 +390,7 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
-        for name in ("model", "kv_cache", "rows", "sampler"):
+        for name in ("model", "forward", "kv_cache", "rows", "sampler"):
             if hasattr(self, name):
                 delattr(self, name)
         gc.collect()
