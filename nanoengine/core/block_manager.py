@@ -203,6 +203,16 @@ class BlockManager:
                 table += new
         return True
 
+    def easy_until(self, seq: Sequence) -> int:
+        """Decodes that start before this position have nothing to ask of `may_append`, `register`.
+
+        Right after `may_append`: the block under way is then this sequence's alone. The last slot
+        is left out, since it makes the block full; a window drops blocks as it moves, so it asks.
+        """
+        if self._has_windows:
+            return 0
+        return min(map(len, seq.block_tables)) * self.block_size - 1
+
     def _drop_outside_windows(self, seq: Sequence) -> None:
         for index, group in enumerate(self.layout.groups):
             table, before = seq.block_tables[index], seq.num_windowed_blocks[index]
@@ -228,6 +238,7 @@ class BlockManager:
             self.pool.share(table)
             child.block_tables.append(list(table))
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
+        parent.easy_until = child.easy_until = 0  # the last block is shared now
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
         child.block_hashes = list(parent.block_hashes)
         child.num_registered_blocks = parent.num_registered_blocks
@@ -250,6 +261,7 @@ class BlockManager:
         seq.block_tables = []
         seq.num_windowed_blocks = []
         seq.num_registered_blocks = 0
+        seq.easy_until = 0
 
     # --- prefix cache -------------------------------------------------------------------------
 

@@ -205,12 +205,29 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
         """Gives each running sequence its tokens, by priority; returns the budget left."""
         budget, may_append = self.max_num_batched_tokens, self.block_manager.may_append
+        rows, starts = plan.rows, plan.starts
+        counts, logits = plan.num_scheduled_tokens, plan.num_logits
         before = tuple(self.running)  # Why: forks of this step join `running`, and wait their turn.
+        running, num_easy = Status.RUNNING, 0
         for i, seq in enumerate(before):
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 continue  # preempted by one before it
-            num_tokens, num_drafts = seq.num_tokens, len(seq.draft_token_ids)
-            num_new = num_tokens + num_drafts - seq.num_computed_tokens
+            start = seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            num_drafts = len(seq.draft_token_ids)
+            num_new = num_tokens + num_drafts - start
+            if num_new == 1 and start < seq.easy_until and num_tokens < seq.max_num_tokens:
+                # Perf: what `_schedule_one` does to a decode that needs nothing but its slot.
+                scheduled.append(seq)
+                rows.append(seq.row)
+                starts.append(start)
+                counts.append(1)
+                logits.append(1)
+                seq.num_computed_tokens = num_tokens
+                seq.num_pending_tokens += 1
+                num_easy += 1
+                budget -= 1
+                continue
             if num_new <= 0 or num_tokens >= seq.max_num_tokens:
                 continue  # its last token is still under way
             if num_new > 1:
@@ -224,6 +241,7 @@ class Scheduler:
                 continue
             self._schedule_one(plan, scheduled, seq, num_new)
             budget -= num_new
+        self.stats.decode_tokens += num_easy
         return budget
 
     def _trim_drafts(self, seq: Sequence, num_new: int) -> int:
@@ -360,6 +378,8 @@ class Scheduler:
             self.block_manager.register(seq)
         if reaches_end:
             seq.num_pending_tokens += 1
+            # Why not with drafts: those that are refused take computed tokens back.
+            seq.easy_until = 0 if num_drafts else self.block_manager.easy_until(seq)
             if seq.params.n > 1 and self._num_forks_due(seq):
                 self._fork(plan, scheduled, seq)
 
@@ -394,7 +414,19 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Takes the sampled tokens of a step; returns the requests that are finished by it."""
         now = time.perf_counter()
+        plain = not (result.errors or result.logprobs or result.prompt_logprobs)
+        token_ids, num_logits, num_easy = result.token_ids, plan.num_logits, 0
         for i, seq in enumerate(self._in_flight.pop(plan.step, ())):
+            if plain and seq.easy_until and num_logits[i] == 1 and seq.last_token_time is not None:
+                (token_id,) = token_ids[i]
+                at_end = len(seq.token_ids) + 1 >= seq.max_num_tokens
+                if not (at_end or token_id in seq.stop_ids or seq.sink is not None):
+                    # Perf: what `_append` does to a token that goes on and that nobody follows.
+                    seq.token_ids.append(token_id)
+                    seq.num_pending_tokens -= 1
+                    seq.last_token_time = now
+                    num_easy += 1
+                    continue
             if seq.is_finished:
                 continue  # aborted, or stopped by a step committed since
             if i in result.prompt_logprobs:
@@ -411,6 +443,7 @@ class Scheduler:
                     seq.draft_token_ids = ()
                     seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
                 self._append(seq, tokens, result.logprobs.get(i), now)
+        self.stats.output_tokens += num_easy
         self._drop_ended()
         done, self._done = self._done, []
         self.last_finished = done
