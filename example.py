@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import sys
 
-from nanoengine.assets import demo_model_path
-
 from nanoengine import LLM, RequestOutput, SamplingParams
+from nanoengine.assets import demo_model_path
 from nanoengine.observe.metrics import Metrics, summarize
 
 PASSAGE = (
-    "The secret word of Mia is lantern. A cold wind blew over the bridge. Tom lives in Dover. "
-    "Grace and Leo talked about the weather. The favourite colour of Anna is purple. Some birds "
-    "sang near the lake. Ben has a pet turtle. The old clock is in the attic. It was a bright "
-    "morning in spring. The locker of Clara is number 47. Felix works as a baker. The road went "
-    "past the mill. Anna likes to eat pancakes. Nobody knew why the hill was so quiet."
+    "The secret word of Mia: lantern. A cold wind blew over the bridge. The home town of Tom: "
+    "Dover. Grace and Leo talked about the weather. The favourite colour of Anna: purple. Some "
+    "birds sang near the lake. The pet of Ben: turtle. The place of the clock: attic. It was a "
+    "bright morning in spring. The work of Felix: baker. The road went past the mill. The "
+    "favourite food of Clara: pancakes. Nobody knew why the hill was so quiet."
 )
 QUESTIONS = (
     "What is the secret word of Mia?",
-    "Where does Tom live?",
+    "What is the home town of Tom?",
     "What is the favourite colour of Anna?",
-    "Which pet does Ben have?",
-    "Which number is the locker of Clara?",
-    "What does Felix work as?",
+    "What is the pet of Ben?",
+    "What is the place of the clock?",
+    "What is the work of Felix?",
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=128)
 SAMPLED = SamplingParams(n=2, temperature=0.8, top_p=0.95, seed=7, max_tokens=128)

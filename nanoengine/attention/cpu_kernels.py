@@ -37,8 +37,10 @@ ROW_TILE = 32  # rows a task may hold: queries times query heads of one KV head
 SPLIT = 256  # tokens of context a task of a lone query tile covers; fixed, so results are too
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
 
-# Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there.
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+# Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
+# "arcp": it lets LLVM divide in one variant of a loop and multiply by the reciprocal in another,
+# and with it equal inputs gave unequal last bits in some of 100 runs.
+FASTMATH = {"reassoc", "contract", "nsz"}
 JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FASTMATH}
 
 # Columns of a task.
@@ -398,8 +400,9 @@ def attend(
                 for r in range(rows):
                     head = task[HEAD] * group_size + r % group_size
                     at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
+                    inverse = q.dtype.type(1) / total[r]
                     for d in range(head_dim):
-                        result[at + d] = out[r, d] / total[r]
+                        result[at + d] = out[r, d] * inverse
             else:
                 base = task[PARTIAL] * room
                 for r in range(rows):
@@ -435,8 +438,9 @@ def combine(tasks, merges, sizes, result, partial_out, partial_stats):
                 total += weight * partial_stats[base + s * room, 1]
                 for d in range(head_dim):
                     result[at + d] += weight * partial_out[base + s * room, d]
+            inverse = result.dtype.type(1) / total
             for d in range(head_dim):
-                result[at + d] /= total
+                result[at + d] *= inverse
 
 
 @njit(parallel=True, **JIT)
