@@ -176,4 +176,4 @@ def make_policy(
             0.95 if preempt_above is None else preempt_above,
             0.80 if admit_below is None else admit_below,
         )
-    return {"watermark": WatermarkOnly, "predictive": Predictive}[name]()
+    return Predictive() if name == "predictive" else WatermarkOnly()
