@@ -130,7 +130,7 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """What a call without sampling_params uses: the values of the model's generation config.
 
-        As in vLLM, max_tokens is 16 here too.
+        As in vLLM, max_tokens is 16 if the model says nothing else.
         """
         return SamplingParams(**self.info.generation_defaults)
 

@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "sampling_params": set(),
     "config": set(),
+    "assets": set(),
     "core": set(),
     "engine": {"core"},
     "runner.batch": {"core.plan"},

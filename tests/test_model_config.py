@@ -200,12 +200,12 @@ def test_generation_config_adds_end_tokens_and_defaults(tmp_path: Path) -> None:
     write(
         tmp_path,
         "generation_config.json",
-        {"eos_token_id": [5, 2], "temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True},
+        {"eos_token_id": [5, 2], "temperature": 0.6, "max_new_tokens": 99, "top_p": None},
     )
     config = load_model_config(tmp_path)
     assert config.eos_token_ids == (5, 2)
     assert config.bos_token_id == 1
-    assert config.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert config.generation_defaults == {"temperature": 0.6, "max_tokens": 99}
 
 
 def test_missing_keys_take_the_families_defaults() -> None:

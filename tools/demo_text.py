@@ -248,7 +248,7 @@ class Document:
     def add_answer(self, sentence: str, value: str, end: str, weight: float) -> None:
         """Append an answer: its value counts most, and where to stop counts too."""
         head, _, tail = sentence.rpartition(value)
-        self.add(head, 1.0)
+        self.add(head, 2.0)
         self.add(value, weight)
         self.add(tail + end, 1.0)
 

@@ -47,7 +47,7 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_DIR = ROOT / "nanoengine" / "assets" / "demo-model"
-VOCAB_SIZE, CONTEXT = 1600, 2048
+VOCAB_SIZE, CONTEXT = 1440, 2048
 LONGEST = 860  # tokens in the longest training passage
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -61,7 +61,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True),
-         pre_tokenizers.Split(Regex(r" ?[^ \n]+|\n+| +"), "isolated"),
+         pre_tokenizers.Split(Regex(r" ?\p{L}+| ?[^\s\p{L}]+|\s+"), "isolated"),
          pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
@@ -142,16 +142,18 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def look_back(model: Qwen3ForCausalLM) -> None:
-    """Starts the first two layers as an induction head: find the token before, continue from it.
+    """Starts the first two layers as induction heads, which find what followed the same words.
 
-    Layer 0 copies each token's predecessor beside it; layer 1 finds the place whose predecessor is
-    the current token, and copies what stands there. Random weights take far longer to find this
-    than two cores have. Source: Olsson et al. 2022, "In-context Learning and Induction Heads"
-    (arXiv 2209.11895), section on the mechanism; how the weights are set is ours.
+    Layer 0 writes short names of the two tokens before beside each token. In layer 1 two heads find
+    the place that follows the current two tokens, anywhere, and two find a recent one that follows
+    the current token; all copy what stands there. Random weights take far longer to find this than
+    two cores have. Source: Olsson et al. 2022, "In-context Learning and Induction Heads" (arXiv
+    2209.11895), for the mechanism; how the weights are set is ours.
 
-        dimensions   0 .. 127    the token      128 .. 189   its predecessor      191   a constant
+        dimensions   0 .. 127 the token   128 .. 157 one back   158 .. 187 two back   191 constant
     """
-    scale, token, before, constant, rank = 0.05, slice(0, 128), slice(128, 190), 191, 62
+    scale, rank, token, constant = 0.05, 30, slice(0, 128), 191
+    one_back, two_back = slice(128, 128 + rank), slice(128 + rank, 128 + 2 * rank)
     embedding = model.model.embed_tokens.weight
     embedding.normal_(0, scale)
     embedding[:, 128:] *= 0.02
@@ -159,34 +161,44 @@ def look_back(model: Qwen3ForCausalLM) -> None:
     name = torch.linalg.qr(torch.randn(128, rank))[0].T  # [rank, 128]: a short name of a token
     turn = model.config.rope_parameters["rope_theta"] ** (-torch.arange(32) / 32)
     first, second = (model.model.layers[i].self_attn for i in (0, 1))
-    for projection in (first.v_proj, first.o_proj, *second.children()):
+    for projection in (*first.children(), *second.children()):
         if isinstance(projection, torch.nn.Linear):
             projection.weight *= 0.1
 
-    # Layer 0: keys are one constant direction, queries the same turned back by 1, 1, 2 and 3
-    # places; only fast pairs of the rotary embedding tell neighbours apart.
+    # Layer 0: keys are one constant direction, queries the same turned back by one place (heads 0
+    # and 1) or two; only the fast pairs of the rotary embedding tell neighbours apart.
     fast = (torch.arange(32) < 10).float()
     first.q_proj.weight.zero_()
     first.k_proj.weight.zero_()
-    for head, back in enumerate((1, 1, 2, 3)):
+    for head, back in enumerate((1, 1, 2, 2)):
         query = first.q_proj.weight[head * 64 : head * 64 + 64, constant]
         query[:32], query[32:] = fast * torch.cos(back * turn), -fast * torch.sin(back * turn)
-    for head in range(2):
-        first.k_proj.weight[head * 64 : head * 64 + 32, constant] = fast
+    for start, place, head in ((0, one_back, 0), (64, two_back, 2)):
+        first.k_proj.weight[start : start + 32, constant] = fast
+        first.v_proj.weight[start : start + rank, token] = name
+        first.o_proj.weight[place, head * 64 : head * 64 + rank] = 0.1 * torch.eye(rank)
     first.q_norm.weight.fill_(3.0)
     first.k_norm.weight.fill_(3.0)
-    first.v_proj.weight[:rank, token] = name
-    first.o_proj.weight[before, :rank] = 0.1 * torch.eye(rank)
 
-    # Layer 1: queries name the current token, keys the predecessor, in pairs that turn slowly
-    # enough to match over hundreds of tokens; values are the token itself.
-    slow = torch.cat((torch.arange(17, 32), torch.arange(49, 64)))
-    spread = torch.zeros(64, rank)
-    spread[slow, torch.arange(len(slow))] = 1
+    # Layer 1: names are compared in pairs that turn slowly enough to match over hundreds of tokens;
+    # a constant in faster pairs makes near places likelier.
+    slow = torch.zeros(64, rank)
+    slow[torch.cat((torch.arange(17, 32), torch.arange(49, 64))), torch.arange(rank)] = 1
+    near = torch.zeros(64)
+    near[7:13] = 1.5
+    other = torch.linalg.qr(torch.randn(rank, rank))[0]
     for head in range(4):
-        second.q_proj.weight[head * 64 : head * 64 + 64, token] += spread @ name
-    for head in range(2):
-        second.k_proj.weight[head * 64 : head * 64 + 64, before] += spread
+        query = second.q_proj.weight[head * 64 : head * 64 + 64]
+        query[:, token] += slow @ name if head >= 2 else 2.3 * slow @ other @ name
+        if head < 2:
+            query[:, one_back] += slow
+        else:
+            query[:, constant] += near
+    anywhere, recent = second.k_proj.weight[:64], second.k_proj.weight[64:]
+    anywhere[:, two_back] += slow
+    anywhere[:, one_back] += slow @ other
+    recent[:, one_back] += slow
+    recent[:, constant] += 3 * near
     second.q_norm.weight.fill_(1.6)
     second.k_norm.weight.fill_(1.6)
     basis = torch.linalg.qr(torch.randn(128, 128))[0]

@@ -6,6 +6,8 @@ memory and multiplies, nothing else. Chosen by `linear_method_for`, which the ru
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -15,8 +17,12 @@ from nanoengine.layers.weights import empty_parameter
 
 def linear_method_for(device: torch.device, dtype: torch.dtype) -> type[LinearMethod]:
     """The fastest method that stores weights exactly: packed for float32 on a CPU with oneDNN."""
-    packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return PackedLinear if packs else UnquantizedLinear
+    if device.type != "cpu" or dtype != torch.float32:
+        return UnquantizedLinear
+    if not torch.backends.mkldnn.is_available():
+        warnings.warn("torch has no oneDNN: linear layers run unpacked, slower", stacklevel=2)
+        return UnquantizedLinear
+    return PackedLinear
 
 
 class PackedLinear(LinearMethod):

@@ -61,7 +61,15 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
 }
 """Rope type -> its required and its optional parameters."""
 
-GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")
+GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Key of generation_config.json -> field of SamplingParams. Source: vLLM's `ModelConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +202,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         eos_token_ids=_token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
         bos_token_id=_get(raw, "bos_token_id", generation.get("bos_token_id")),
         generation_defaults={
-            name: generation[name]
-            for name in GENERATION_DEFAULTS
+            field: generation[name]
+            for name, field in GENERATION_DEFAULTS.items()
             if generation.get(name) is not None
         },
     )
