@@ -44,23 +44,29 @@ def main() -> None:
     """A story, questions on one passage, a chat, two samples of one prompt, and the figures."""
     model = sys.argv[1] if len(sys.argv) > 1 else demo_model_path()
     metrics = Metrics()
-    with LLM(model) as llm:
+    with LLM(model, block_size=16) as llm:  # small blocks: short prompts share more of them
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
         llm.engine.observers.append(metrics)  # After a warm-up: the first steps compile kernels.
 
         # One prompt is a string, several are a list. Outputs come back in the order of the prompts.
-        show("A story", llm.generate("Once upon a time, there was a little fox", GREEDY))
+        show(
+            "A story",
+            llm.generate("Once upon a time, there was a little fox", GREEDY, use_tqdm=False),
+        )
 
         # All prompts begin with the passage. Its KV blocks are computed once and then shared.
         prompts = [f"{PASSAGE}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
-        show("Questions on one passage", llm.generate(prompts, GREEDY))
+        show("Questions on one passage", llm.generate(prompts, GREEDY, use_tqdm=False))
 
         # A chat is a list of messages; the model's own template makes the prompt of it.
         talk = [{"role": "user", "content": "Tell a story about a brave rabbit."}]
-        show("A chat", llm.chat(talk, GREEDY))
+        show("A chat", llm.chat(talk, GREEDY, use_tqdm=False))
 
         # n = 2 prefills the prompt once and forks it; a seed makes it come out the same again.
-        show("Two samples of one prompt", llm.generate("Long ago, a kind owl named", SAMPLED))
+        show(
+            "Two samples of one prompt",
+            llm.generate("Long ago, a kind bear named", SAMPLED, use_tqdm=False),
+        )
 
         stats, run, info = llm.stats(), summarize(metrics.records), llm.info
         print(

@@ -312,7 +312,8 @@ def make_recital(rng: random.Random, facts: list[Fact]) -> Document:
 
 def make_document(rng: random.Random, longest: int) -> Document:
     """One training document, with a passage of at most about `longest` tokens."""
-    if rng.random() < (0.85 if longest < 200 else 0.6):  # by documents; by tokens it is far more
+    # Shares by documents; by tokens they are far more, since a story has about 110 tokens.
+    if rng.random() < (0.85 if longest < 200 else 0.6 if longest < 800 else 0.25):
         # Facts of the same kind differ in the name alone: with all kinds in each passage the
         # kind would nearly always be enough to find the value, and names would not be learned.
         kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3, 5, 7)))

@@ -266,7 +266,7 @@ def train(args: argparse.Namespace) -> None:
     start = last_report = time.monotonic()
     while done < 1.0:
         if not queue:
-            queue = batches(tokenizer, rng, 2048 if longest < 200 else 4096, longest)
+            queue = batches(tokenizer, rng, 2048 if longest < 200 else 3072, longest)
         batch = queue.pop()
         rate = args.lr * min(1.0, (step + 1) / 50, (1 - done) / 0.6 + 0.01)
         logits, targets, weights = forward(model, batch)
@@ -370,9 +370,9 @@ def write_recall(path: Path, tokenizer: Tokenizer) -> None:
 def main() -> None:
     """Parse the command line and do what it asks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=24.0, help="how long to train")
+    parser.add_argument("--minutes", type=float, default=16.0, help="how long to train")
     parser.add_argument("--steps", type=int, help="train this many steps instead")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=MODEL_DIR)
