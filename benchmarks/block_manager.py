@@ -1,6 +1,7 @@
 """Microseconds of the block manager's operations by size of the pool.
 
-Run it as `python benchmarks/block_manager.py`.
+Run it as `python benchmarks/block_manager.py`; with `--peer PATH`, a checkout of nano-vllm, the
+same operations on its block manager run in turn with ours.
 
 Each pool is first churned until every block holds cached content, so that allocation evicts, as it
 does in a long run. A prompt has 256 tokens, 16 blocks of 16. Medians of single calls.
@@ -9,11 +10,16 @@ does in a long run. A prompt has 256 tokens, 16 blocks of 16. Medians of single 
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import statistics
+import sys
 import time
+import types
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.protocols import KVGroup, KVLayout
@@ -23,6 +29,7 @@ from nanoengine.sampling_params import SamplingParams
 BLOCK_SIZE = 16
 PROMPT_LEN = 256
 PARAMS = SamplingParams()
+Columns = dict[str, dict[str, float]]
 
 
 def make_sequence(token_ids: list[int]) -> Sequence:
@@ -48,55 +55,153 @@ def admit(manager: BlockManager, seq: Sequence) -> None:
     manager.register(seq)
 
 
-def measure(num_blocks: int, num_rounds: int) -> dict[str, float]:
+class Ours:
+    """The operations on our block manager."""
+
+    name = "nanoengine"
+
+    def __init__(self, num_blocks: int) -> None:
+        layout = KVLayout(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            block_bytes=1,
+            groups=(KVGroup(layers=(0,)),),
+        )
+        self.manager = BlockManager(layout)
+
+    def make(self, token_ids: list[int]) -> Any:
+        """A new sequence."""
+        return make_sequence(token_ids)
+
+    def admit(self, seq: Any) -> None:
+        """Looks up, takes, indexes."""
+        admit(self.manager, seq)
+
+    def append(self, seq: Any) -> None:
+        """Room for one more token."""
+        self.manager.may_append(seq, 1)
+
+    def advance(self, seq: Any) -> None:
+        """The token is there."""
+        seq.num_computed_tokens += 1
+
+    def deallocate(self, seq: Any) -> None:
+        """Gives the blocks back."""
+        self.manager.deallocate(seq)
+        self.manager.updates.clear()
+
+
+class Peer:
+    """The same on the block manager of a nano-vllm checkout, as its scheduler calls it."""
+
+    name = "nano-vllm"
+
+    def __init__(self, num_blocks: int) -> None:
+        module = importlib.import_module("nanovllm.engine.block_manager")
+        self.sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
+        self.sequence.block_size = BLOCK_SIZE
+        self.manager = module.BlockManager(num_blocks, BLOCK_SIZE)
+
+    def make(self, token_ids: list[int]) -> Any:
+        """A new sequence."""
+        return self.sequence(token_ids)
+
+    def admit(self, seq: Any) -> None:
+        """Looks up, takes, indexes."""
+        self.manager.allocate(seq, self.manager.can_allocate(seq))
+        seq.num_scheduled_tokens = seq.num_tokens - seq.num_cached_tokens
+        self.manager.hash_blocks(seq)
+
+    def append(self, seq: Any) -> None:
+        """Room for one more token, which the peer appends before it asks."""
+        if self.manager.can_append(seq):
+            self.manager.may_append(seq)
+
+    def advance(self, seq: Any) -> None:
+        """The token is there."""
+        seq.append_token(1)
+
+    def deallocate(self, seq: Any) -> None:
+        """Gives the blocks back."""
+        self.manager.deallocate(seq)
+
+
+def find_peer(path: Path) -> str | None:
+    """Makes the peer importable without what its package imports; or says why it can't be."""
+    if not (path / "nanovllm" / "engine" / "block_manager.py").is_file():
+        return f"no nanovllm/engine/block_manager.py in {path}"
+    package = types.ModuleType("nanovllm")
+    package.__path__ = [str(path / "nanovllm")]
+    sys.modules["nanovllm"] = package
+    try:
+        manager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
+    except ImportError as error:
+        return f"it can't be imported: {error}"
+    if not hasattr(manager, "hash_blocks"):
+        return "its block manager has another interface than the version compared with (bb823b3)"
+    return None
+
+
+def measure(sides: list[type[Ours] | type[Peer]], num_blocks: int, num_rounds: int) -> Columns:
     """Median microseconds of each operation in a pool of `num_blocks`; building it in seconds."""
     draw = random.Random(0)
-    times: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, dict[str, list[float]]] = {side.name: defaultdict(list) for side in sides}
+    pools: list[Ours | Peer] = []
+    for side in sides:
+        start = time.perf_counter()
+        pools.append(side(num_blocks))
+        times[side.name]["construct the pool [s]"].append(time.perf_counter() - start)
 
-    def timed(name: str, call: Callable[..., object], *args: object) -> None:
+    def timed(pool: Ours | Peer, name: str, call: Callable[..., object], *args: object) -> None:
         start = time.perf_counter_ns()
         call(*args)
-        times[name].append((time.perf_counter_ns() - start) / 1e3)
+        times[pool.name][name].append((time.perf_counter_ns() - start) / 1e3)
 
-    start = time.perf_counter()
-    layout = KVLayout(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        block_bytes=1,
-        groups=(KVGroup(layers=(0,)),),
-    )
-    manager = BlockManager(layout)
-    construct_s = time.perf_counter() - start
-    for _ in range(num_blocks * BLOCK_SIZE // PROMPT_LEN + 1):
-        seq = make_sequence([draw.getrandbits(17) for _ in range(PROMPT_LEN)])
-        admit(manager, seq)
-        manager.deallocate(seq)
-        manager.updates.clear()
+    for pool in pools:
+        for _ in range(num_blocks * BLOCK_SIZE // PROMPT_LEN + 1):
+            seq = pool.make([draw.getrandbits(17) for _ in range(PROMPT_LEN)])
+            pool.admit(seq)
+            pool.deallocate(seq)
     for _ in range(num_rounds):
-        seq = make_sequence([draw.getrandbits(17) for _ in range(PROMPT_LEN)])
-        timed("allocate 16 blocks, none cached", admit, manager, seq)
-        timed("may_append that takes a block", manager.may_append, seq, 1)
-        seq.num_computed_tokens += 1
-        timed("may_append inside a block", manager.may_append, seq, 1)
-        timed("deallocate 17 blocks", manager.deallocate, seq)
-        again = make_sequence(seq.token_ids)
-        timed("allocate 16 blocks, 15 cached", admit, manager, again)
-        manager.deallocate(again)
-        manager.updates.clear()
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return {"construct the pool [s]": construct_s, **medians}
+        prompt = [draw.getrandbits(17) for _ in range(PROMPT_LEN)]
+        for pool in pools:
+            seq = pool.make(prompt)
+            timed(pool, "allocate 16 blocks, none cached", pool.admit, seq)
+            if isinstance(pool, Peer):
+                pool.advance(seq)
+            timed(pool, "may_append that takes a block", pool.append, seq)
+            pool.advance(seq)
+            timed(pool, "may_append inside a block", pool.append, seq)
+            timed(pool, "deallocate 17 blocks", pool.deallocate, seq)
+            again = pool.make(prompt)
+            timed(pool, "allocate 16 blocks, 15 cached", pool.admit, again)
+            pool.deallocate(again)
+    return {
+        side: {name: statistics.median(values) for name, values in found.items()}
+        for side, found in times.items()
+    }
 
 
 def main() -> None:
-    """Prints a table: operations by size of the pool."""
+    """Prints a table: operations by size of the pool, ours and the peer's in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=1_000, help="calls of each operation")
+    parser.add_argument("--peer", type=Path, help="a checkout of nano-vllm")
     args = parser.parse_args()
-    columns = [measure(size, args.rounds) for size in args.sizes]
-    print(f"{'median us':<34}" + "".join(f"{size:>12,}" for size in args.sizes) + "   blocks")
-    for name in columns[0]:
-        print(f"{name:<34}" + "".join(f"{column[name]:>12.2f}" for column in columns))
+    sides: list[type[Ours] | type[Peer]] = [Ours]
+    if args.peer:
+        reason = find_peer(args.peer)
+        if reason is None:
+            sides.append(Peer)
+        else:
+            print(f"without the peer: {reason}")
+    columns = [measure(sides, size, args.rounds) for size in args.sizes]
+    print(f"{'median us':<44}" + "".join(f"{size:>12,}" for size in args.sizes) + "   blocks")
+    for name in columns[0][Ours.name]:
+        for side in sides:
+            values = "".join(f"{column[side.name][name]:>12.2f}" for column in columns)
+            print(f"{name:<33}{side.name:<11}{values}")
 
 
 if __name__ == "__main__":

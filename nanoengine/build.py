@@ -13,6 +13,7 @@ import torch
 
 from nanoengine.attention import resolve_backend
 from nanoengine.config import EngineConfig
+from nanoengine.core.admission import make_policy
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
@@ -56,6 +57,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.enable_chunked_prefill,
         long_prefill_threshold=config.long_prefill_threshold,
+        policy=make_policy(config.admission, config.preempt_above, config.admit_below),
     )
     info = EngineInfo(
         model_name=config.model,

@@ -70,6 +70,13 @@ class EngineConfig:
     watermark_frac: float = 0.01
     """Share of blocks that admission leaves free while something runs, so that decodes don't
     preempt at once."""
+    admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
+    """predictive: admit while the blocks of all running sequences will fit at their predicted peak;
+    watermark: whoever fits now; hysteresis: between the two pressures below."""
+    preempt_above: float | None = None
+    """Hysteresis: share of blocks in use at which admission stops; None: 0.95."""
+    admit_below: float | None = None
+    """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
 
@@ -99,7 +106,9 @@ class EngineConfig:
         for name in ("max_model_len", "block_size", "num_kv_blocks", "long_prefill_threshold"):
             if getattr(self, name) is not None:
                 self._require_int(name)
-        for name in ("kv_cache_gib", "memory_fraction", "watermark_frac"):
+        for name in (
+            "kv_cache_gib", "memory_fraction", "watermark_frac", "preempt_above", "admit_below"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float)
@@ -153,10 +162,26 @@ class EngineConfig:
             raise ConfigError(
                 "long_prefill_threshold chunks prompts: it needs enable_chunked_prefill"
             )
+        bounds = (self.preempt_above, self.admit_below)
+        if bounds != (None, None) and self.admission != "hysteresis":
+            raise ConfigError(
+                f"preempt_above and admit_below belong to admission='hysteresis', got"
+                f" admission={self.admission!r}"
+            )
+        stop, start = (
+            0.95 if bounds[0] is None else bounds[0],
+            0.8 if bounds[1] is None else bounds[1],
+        )
+        if not 0 < start <= stop <= 1:
+            raise ConfigError(
+                f"0 < admit_below <= preempt_above <= 1 must hold, got admit_below={start},"
+                f" preempt_above={stop}"
+            )
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "float64", "bfloat16", "float16"),
+    "admission": ("predictive", "watermark", "hysteresis"),
     "attention_backend": ("auto", "naive", "cpu", "triton", "flash_attn"),
 }

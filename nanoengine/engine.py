@@ -54,7 +54,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the start, and block counts now."""
+    """Counters since the start, and block counts now.
+
+    `cache_recent_hit_rate` looks back on 1,000 admissions; `cache_readmit_*` are sequences that
+    came back from preemption; `cache_misses` counts reasons (see `CacheStats`); `waste_slots` are
+    allocated to running sequences and hold no token (yet).
+    """
 
     steps: int
     num_waiting: int
@@ -70,6 +75,12 @@ class EngineStats:
     empty_blocks: int
     cached_blocks: int
     active_blocks: int
+    cache_recent_hit_rate: float
+    cache_readmit_queried_tokens: int
+    cache_readmit_hit_tokens: int
+    cache_misses: dict[str, int]
+    evicted_blocks: int
+    waste_slots: int
 
     @property
     def cache_hit_rate(self) -> float:
@@ -325,6 +336,18 @@ class LLMEngine:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
+    def evict(self, block_ids: Iterable[int]) -> int:
+        """Drops the cached content of those given blocks that nobody uses; returns how many were.
+
+        Raises:
+            RequestError: an id is not one of the pool's blocks.
+        """
+        block_ids, last = list(block_ids), self.info.num_kv_blocks - 1
+        for block_id in block_ids:
+            if not 1 <= block_id <= last:
+                raise RequestError(f"block ids must be in [1, {last}], got {block_id}")
+        return self.scheduler.block_manager.evict(block_ids)
+
     # --- the rest -----------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -346,6 +369,12 @@ class LLMEngine:
             empty_blocks=counts["empty"],
             cached_blocks=counts["cached"],
             active_blocks=counts["active"],
+            cache_recent_hit_rate=cache.recent_hit_rate,
+            cache_readmit_queried_tokens=cache.readmit_queried_tokens,
+            cache_readmit_hit_tokens=cache.readmit_hit_tokens,
+            cache_misses=dict(cache.misses),
+            evicted_blocks=scheduler.block_manager.pool.num_evicted,
+            waste_slots=scheduler.num_waste_slots(),
         )
 
     def close(self) -> None:

@@ -139,6 +139,14 @@ class LLM:
         """Counters since the start: tokens, cache hits, preemptions, blocks."""
         return self.engine.stats()
 
+    def reset_prefix_cache(self) -> bool:
+        """Drops all cached prefixes; refuses (False) while blocks are in use."""
+        return self.engine.reset_prefix_cache()
+
+    def evict(self, block_ids: Iterable[int]) -> int:
+        """Drops the cached content of those given KV blocks that nobody uses; returns how many."""
+        return self.engine.evict(block_ids)
+
     # --- calls --------------------------------------------------------------------------------
 
     def generate(

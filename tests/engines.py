@@ -43,7 +43,9 @@ def make_engine(directory: str, **options: Any) -> LLMEngine:
     """A small engine that checks its invariants after each step."""
     if "num_kv_blocks" not in options:
         options.setdefault("kv_cache_gib", 0.02)
-    options = {"dtype": "float64", "attention_backend": "naive", "debug_checks": True} | options
+    defaults = {"dtype": "float64", "attention_backend": "naive", "debug_checks": True}
+    # Why: tests want preemptions, and the default policy avoids them.
+    options = defaults | {"admission": "watermark"} | options
     return build_engine(EngineConfig(model=directory, **options))
 
 

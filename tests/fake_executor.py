@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.protocols import KVGroup, KVLayout
@@ -359,6 +360,7 @@ def make_engine(
     eos_token_ids: tuple[int, ...] = (EOS,),
     debug_checks: bool = True,
     observers: Iterable[object] = (),
+    policy: AdmissionPolicy | None = None,
 ) -> LLMEngine:
     """An LLMEngine over a FakeExecutor: tokens run, nothing is computed."""
     layout = make_layout(num_blocks, block_size, windows)
@@ -377,6 +379,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         chunked_prefill=chunked_prefill,
         long_prefill_threshold=long_prefill_threshold,
+        policy=policy,
     )
     info = EngineInfo(
         model_name="fake",

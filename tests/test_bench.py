@@ -336,7 +336,14 @@ def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nanoengine.observe.metrics", "nanoengine.observe.trace", "nanoengine.cli.workload", "loc"],
+    [
+        "nanoengine.observe.metrics",
+        "nanoengine.observe.trace",
+        "nanoengine.observe.simulator",
+        "nanoengine.observe.kv_events",
+        "nanoengine.cli.workload",
+        "loc",
+    ],
 )
 def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "tools")

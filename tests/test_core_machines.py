@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Request
@@ -166,6 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 3, 8]),
         watermark=st.sampled_from([0.0, 0.1]),
         late=st.booleans(),
+        admission=st.sampled_from(["watermark", "watermark", "hysteresis", "predictive"]),
         seed=st.integers(0, 3),
     )
     def start(
@@ -180,6 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         threshold: int,
         watermark: float,
         late: bool,
+        admission: str,
         seed: int,
     ) -> None:
         self.late = late
@@ -197,6 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunked_prefill=chunked,
             long_prefill_threshold=threshold if chunked else 0,
             watermark_frac=watermark,
+            policy=make_policy(admission),
         )
         assert isinstance(self.engine.executor, FakeExecutor)
         self.executor = self.engine.executor

@@ -101,6 +101,8 @@ def test_windows_do_not_show(model, caching, chunk, blocks, truth):
         {"max_num_seqs": 3, "max_num_batched_tokens": 16},
         {"enable_chunked_prefill": False, "max_model_len": 128, "max_num_batched_tokens": 256},
         {"watermark_frac": 0.2, "num_kv_blocks": 30, "block_size": 8},
+        {"admission": "predictive", "num_kv_blocks": 25, "block_size": 8},
+        {"admission": "hysteresis", "num_kv_blocks": 25, "block_size": 8},
     ],
 )
 def test_other_settings_do_not_show(options, truth):

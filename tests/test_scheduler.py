@@ -259,3 +259,12 @@ def test_rows_are_kept_for_the_forks_of_running_prompts():
         engine.add_request(str(i), [i + 1] * 2, params(9))
     assert len(run(engine)) == 4
     assert admission_order(engine)[:2] == [0, 1]
+
+
+def test_a_block_that_the_last_step_fills_is_found_again():
+    engine = make_engine(block_size=4)
+    first = engine.add_request("first", [1, 2], params(7))  # 8 of its 9 tokens are computed
+    run(engine)
+    second = engine.add_request("second", first.sequences[0].token_ids, params(1))
+    run(engine)
+    assert second.num_cached_tokens == 8

@@ -19,7 +19,7 @@ import torch
 
 from nanoengine.cli.workload import WorkItem
 from nanoengine.observe.cost import ModelCost
-from nanoengine.observe.metrics import StepRecord, percentiles, summarize
+from nanoengine.observe.metrics import StepRecord, percentiles, step_seconds, summarize
 from nanoengine.observe.peak import Peaks
 
 PACKAGES = ("nanoengine", "torch", "transformers", "numba", "triton", "flash-attn")
@@ -66,6 +66,7 @@ def summarize_rounds(
         "counters": count,
         "latency": {name: percentiles(values) for name, values in latencies.items()},
         "step_times_s": asdict(summary.times),
+        "step_records": step_records(median.records),
         "outside_steps_s": median.seconds - summary.prefill_s - summary.decode_s,
         "achieved": {
             "gbs": nbytes / median.seconds / 1e9,
@@ -74,6 +75,15 @@ def summarize_rounds(
             "compute_frac": flops / median.seconds / 1e9 / peaks.gemm_gflops,
         },
         "peaks": asdict(peaks),
+    }
+
+
+def step_records(records: SequenceOf[StepRecord]) -> dict[str, list[Any]]:
+    """Size and time of each step, in columns: what `nanoengine simulate --fit` reads."""
+    return {
+        "tokens": [sum(record.num_scheduled) for record in records],
+        "context_tokens": [sum(r.starts) + sum(r.num_scheduled) for r in records],
+        "seconds": [round(step_seconds(record.times), 7) for record in records],
     }
 
 

@@ -23,6 +23,7 @@ T = TypeVar("T")
 COMMANDS = {
     "generate": ("GenerateArgs", "complete prompts, answer chats, or run a file of either"),
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
+    "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
 }
 """Command -> its options class in `nanoengine.cli.COMMAND`, and what it does."""

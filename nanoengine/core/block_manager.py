@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import xxhash
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
+from nanoengine.core.cache_stats import CacheStats
 from nanoengine.core.kv_groups import (
     cdiv,
     longest_common_hit,
@@ -52,21 +54,6 @@ class Admission:
     num_needed_blocks: int
 
 
-@dataclass(slots=True, kw_only=True)
-class CacheStats:
-    """Tokens looked up in the prefix cache at admission, and found; readmissions apart."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    readmit_queried_tokens: int = 0
-    readmit_hit_tokens: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of queried tokens that were found, readmissions not counted."""
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
-
-
 @dataclass(slots=True)
 class BlockManager:
     """Block tables of all sequences over one pool.
@@ -89,9 +76,13 @@ class BlockManager:
     block_size: int = field(init=False)
     num_watermark_blocks: int = field(init=False)
     _has_windows: bool = field(init=False)
+    # Unsalted digest of a first block -> the root key that it was last indexed under.
+    _roots: dict[bytes, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.discard_all()
+        self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
+        self.updates, self.copies = [], []
+        self._roots = {}
         self.block_size = self.layout.block_size
         self._has_windows = any(group.sliding_window for group in self.layout.groups)
         self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
@@ -168,8 +159,25 @@ class BlockManager:
             self.stats.readmit_queried_tokens += seq.num_tokens
             self.stats.readmit_hit_tokens += num_cached
         else:
-            self.stats.queried_tokens += seq.num_tokens
-            self.stats.hit_tokens += num_cached
+            self.stats.count(seq.num_tokens, num_cached, miss=self._miss(seq, num_cached))
+
+    def _miss(self, seq: Sequence, num_cached: int) -> str | None:
+        """Why the prefix cache did not have all full blocks before the last token."""
+        num_hits, at_most = num_cached // self.block_size, (seq.num_tokens - 1) // self.block_size
+        if at_most == 0:
+            return "short"
+        if num_hits == at_most:
+            return None
+        if self.pool.was_evicted(self._hash_blocks(seq, at_most)[num_hits]):
+            return "evicted"
+        known_root = self._roots.get(self._unsalted(seq)) if num_hits == 0 else None
+        return "cold" if known_root in (None, root_key(seq)) else "salt"
+
+    def _unsalted(self, seq: Sequence) -> bytes:
+        """Digest of the first block as it is without a salt."""
+        if seq.request.cache_salt is None:
+            return seq.block_hashes[0]
+        return hash_block(b"", seq.token_ids[: self.block_size])
 
     # --- growth -------------------------------------------------------------------------------
 
@@ -203,6 +211,16 @@ class BlockManager:
                 table += new
         return True
 
+    def easy_until(self, seq: Sequence) -> int:
+        """Decodes that start before this position have nothing to ask of `may_append`, `register`.
+
+        Right after `may_append`: the block under way is then this sequence's alone. The last slot
+        is left out, since it makes the block full; a window drops blocks as it moves, so it asks.
+        """
+        if self._has_windows:
+            return 0
+        return min(map(len, seq.block_tables)) * self.block_size - 1
+
     def _drop_outside_windows(self, seq: Sequence) -> None:
         for index, group in enumerate(self.layout.groups):
             table, before = seq.block_tables[index], seq.num_windowed_blocks[index]
@@ -233,6 +251,7 @@ class BlockManager:
             self.pool.share(table)
             child.block_tables.append(table)
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
+        parent.easy_until = child.easy_until = 0  # the last block is shared now
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
         child.block_hashes = list(parent.block_hashes)
         child.num_registered_blocks = parent.num_registered_blocks
@@ -255,6 +274,7 @@ class BlockManager:
         seq.block_tables = []
         seq.num_windowed_blocks = []
         seq.num_registered_blocks = 0
+        seq.easy_until = 0
 
     # --- prefix cache -------------------------------------------------------------------------
 
@@ -268,6 +288,10 @@ class BlockManager:
         if not self.enable_prefix_caching or full <= seq.num_registered_blocks:
             return
         hashes = self._hash_blocks(seq, full)
+        if seq.num_registered_blocks == 0:
+            self._roots[self._unsalted(seq)] = root_key(seq)
+            if len(self._roots) > self.layout.num_blocks:
+                del self._roots[next(iter(self._roots))]
         for i in range(seq.num_registered_blocks, full):
             parent = hashes[i - 1] if i else root_key(seq)
             tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
@@ -282,9 +306,18 @@ class BlockManager:
         """Drops all cached content; refuses (False) while blocks are in use."""
         return self.pool.reset()
 
+    def evict(self, block_ids: Iterable[int]) -> int:
+        """Drops the content of those given blocks that nobody uses; returns how many were."""
+        return self.pool.evict(block_ids)
+
     def discard_all(self) -> None:
         """Starts from a new pool: after a failed step neither counts nor content can be trusted."""
+        observers = self.pool.observers
         self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
+        self.pool.observers = observers
+        self._roots.clear()
+        for observer in observers:
+            observer.on_block("cleared", self.pool.blocks[NULL_BLOCK])
         self.updates, self.copies = [], []
 
     def _reads_cache(self, seq: Sequence) -> bool:

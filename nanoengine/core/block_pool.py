@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 NULL_BLOCK = 0
 
@@ -45,6 +46,17 @@ class Block:
     def __repr__(self) -> str:
         name = self.hash.hex()[:8] if self.hash else "-"
         return f"Block({self.block_id}, refs={self.ref_count}, hash={name})"
+
+
+class BlockObserver(Protocol):
+    """Watches blocks; it may not change anything."""
+
+    def on_block(self, event: str, block: Block) -> None:
+        """Told, in causal order, of content that is
+
+        "stored" (may be hit), "freed" (nobody uses it), "reused" (a hit has revived it), "removed"
+        (called while the block still has it), and of all of it "cleared" (with the null block).
+        """
 
 
 class BlockPool:
@@ -76,6 +88,8 @@ class BlockPool:
         # Why: lists, since two blocks may hold one content: tables are append-only.
         self._index: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.num_evicted = 0
+        self._gone: dict[bytes, None] = {}  # digests evicted lately, oldest first
+        self.observers: list[BlockObserver] = []
 
     # --- counts -------------------------------------------------------------------------------
 
@@ -127,6 +141,8 @@ class BlockPool:
         block = self.blocks[block_id]
         if block.ref_count == 0:
             del self._cached[block_id]
+            if self.observers:
+                self._tell("reused", block)
         block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
@@ -147,6 +163,8 @@ class BlockPool:
                     self._empty.append(block_id)
                 else:
                     self._cached[block_id] = None
+                    if self.observers:
+                        self._tell("freed", block)
 
     # --- content index ------------------------------------------------------------------------
 
@@ -167,6 +185,8 @@ class BlockPool:
         block.parent_hash = parent
         block.token_ids = token_ids
         self._index[group].setdefault(digest, []).append(block_id)
+        if self.observers:
+            self._tell("stored", block)
 
     def lookup(
         self, group: int, digest: bytes, parent: bytes | None, token_ids: Sequence[int]
@@ -196,11 +216,29 @@ class BlockPool:
         """Drops all indexed content; refuses (False) while any block is active."""
         if self.num_free != self.num_usable:
             return False
+        # Why set aside: one event says it all.
+        observers, self.observers = self.observers, []
         self.evict(list(self._cached))
+        self._gone.clear()
+        self.observers = observers
+        self._tell("cleared", self.blocks[NULL_BLOCK])
         return True
+
+    def was_evicted(self, digest: bytes) -> bool:
+        """True if content of this digest was here not long ago: a larger pool would have it."""
+        return digest in self._gone
+
+    def _tell(self, event: str, block: Block) -> None:
+        for observer in self.observers:
+            observer.on_block(event, block)
 
     def _forget(self, block: Block) -> None:
         assert block.hash is not None
+        if self.observers:
+            self._tell("removed", block)
+        self._gone[block.hash] = None
+        if len(self._gone) > self.num_blocks:
+            del self._gone[next(iter(self._gone))]
         index = self._index[block.group]
         same = index[block.hash]
         same.remove(block.block_id)

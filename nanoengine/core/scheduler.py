@@ -23,6 +23,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanoengine.core.admission import AdmissionPolicy, WatermarkOnly
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.plan import (
     AdmittedSequence,
@@ -73,6 +74,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of one step, at least max_num_seqs.
         chunked_prefill: False computes a prompt whole or not yet.
         long_prefill_threshold: most prompt tokens of one sequence a step; 0 for no bound.
+        policy: may hold back a sequence whose blocks fit; None: admits whoever fits.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         long_prefill_threshold: int = 0,
+        policy: AdmissionPolicy | None = None,
     ) -> None:
         self.block_manager = block_manager
         self._block_size = block_manager.block_size
@@ -90,6 +93,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
+        self.policy = WatermarkOnly() if policy is None else policy
         self.stats = SchedulerStats()
         self._num_seqs_made = 0
         self._clear()
@@ -120,6 +124,15 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that hold a row."""
         return len(self.running)
+
+    def num_waste_slots(self) -> int:
+        """Slots that are allocated to running sequences but hold no token (yet)."""
+        size = self.block_manager.block_size
+        return sum(
+            len(table) * size - min(seq.num_computed_tokens, len(table) * size)
+            for seq in self.running
+            for table in seq.block_tables
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -300,12 +313,29 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
         """Gives each running sequence its tokens, by priority; returns the budget left."""
         budget, may_append = self.max_num_batched_tokens, self.block_manager.may_append
+        rows, starts = plan.rows, plan.starts
+        counts, logits = plan.num_scheduled_tokens, plan.num_logits
         before = tuple(self.running)  # Why: forks of this step join `running`, and wait their turn.
+        running, num_easy = Status.RUNNING, 0
         for i, seq in enumerate(before):
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 continue  # preempted by one before it
-            num_tokens, num_drafts = seq.num_tokens, len(seq.draft_token_ids)
-            num_new = num_tokens + num_drafts - seq.num_computed_tokens
+            start = seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            num_drafts = len(seq.draft_token_ids)
+            num_new = num_tokens + num_drafts - start
+            if num_new == 1 and start < seq.easy_until and num_tokens < seq.max_num_tokens:
+                # Perf: what `_schedule_one` does to a decode that needs nothing but its slot.
+                scheduled.append(seq)
+                rows.append(seq.row)
+                starts.append(start)
+                counts.append(1)
+                logits.append(1)
+                seq.num_computed_tokens = num_tokens
+                seq.num_pending_tokens += 1
+                num_easy += 1
+                budget -= 1
+                continue
             if num_new <= 0 or num_tokens >= seq.max_num_tokens:
                 continue  # its last token is still under way
             if num_new > 1:
@@ -319,6 +349,7 @@ class Scheduler:
                 continue
             self._schedule_one(plan, scheduled, seq, num_new)
             budget -= num_new
+        self.stats.decode_tokens += num_easy
         return budget
 
     def _trim_drafts(self, seq: Sequence, num_new: int) -> int:
@@ -417,6 +448,11 @@ class Scheduler:
                 if len(passed_over) > MAX_LOOK_AHEAD:
                     break
                 continue
+            if self.running and not self.policy.may_admit(
+                seq, admission, self.running, self.block_manager
+            ):
+                passed_over.append(seq)  # Why break: what is full soon is so for those behind, too.
+                break
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             rows_kept += forks
             self._start(plan, seq, admission.num_cached_tokens)
@@ -484,6 +520,8 @@ class Scheduler:
             self.block_manager.register(seq)
         if reaches_end and seq.request.chooser is None:
             seq.num_pending_tokens += 1
+            # Why not with drafts: those that are refused take computed tokens back.
+            seq.easy_until = 0 if num_drafts else self.block_manager.easy_until(seq)
             if seq.params.n > 1 and self._num_forks_due(seq):
                 self._fork_prompt(plan, scheduled, seq)
 
@@ -506,7 +544,19 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Takes the sampled tokens of a step; returns the requests that are finished by it."""
         now = time.perf_counter()
+        plain = not (result.errors or result.logprobs or result.prompt_logprobs)
+        token_ids, num_logits, num_easy = result.token_ids, plan.num_logits, 0
         for i, seq in enumerate(self._in_flight.pop(plan.step, ())):
+            if plain and seq.easy_until and num_logits[i] == 1 and seq.last_token_time is not None:
+                (token_id,) = token_ids[i]
+                at_end = len(seq.token_ids) + 1 >= seq.max_num_tokens
+                if not (at_end or token_id in seq.stop_ids or seq.sink is not None):
+                    # Perf: what `_append` does to a token that goes on and that nobody follows.
+                    seq.token_ids.append(token_id)
+                    seq.num_pending_tokens -= 1
+                    seq.last_token_time = now
+                    num_easy += 1
+                    continue
             if seq.is_finished:
                 continue  # aborted, or stopped by a step committed since
             if i in result.prompt_logprobs:
@@ -526,6 +576,7 @@ class Scheduler:
                     seq.draft_token_ids = ()
                     seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
                 self._append(seq, tokens, result.logprobs.get(i), now)
+        self.stats.output_tokens += num_easy
         self._let_choose()
         self._drop_ended()
         done, self._done = self._done, []
@@ -606,6 +657,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         seq.finish_time = time.perf_counter()
+        self.policy.on_finish(seq)
 
     def _fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; nobody else notices.

@@ -45,6 +45,8 @@ class Sequence:
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
         block_hashes: chained digest of each full block, computed once and kept.
         num_registered_blocks: how many of these are in the prefix-cache index.
+        easy_until: a decode that starts before this position needs its slot only: no block, no
+            copy, no indexing.
         max_num_tokens: prompt and output together end here.
         min_num_tokens: stop ids and strings don't count before this many tokens.
         stop_ids: EOS ids (unless ignored) and stop_token_ids.
@@ -56,6 +58,7 @@ class Sequence:
         "block_tables",
         "cumulative_logprob",
         "draft_token_ids",
+        "easy_until",
         "finish_reason",
         "finish_time",
         "first_scheduled_time",
@@ -118,6 +121,7 @@ class Sequence:
         self.num_windowed_blocks: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        self.easy_until = 0
         self.stop_ids = stop_ids
         self.max_num_tokens = max_num_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens

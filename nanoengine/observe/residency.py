@@ -1,0 +1,75 @@
+"""Residency: how long cached content lives, lies idle, and waits for its next use.
+
+Enters `BlockPool.observers`; watches a sample of the blocks. Long idle times before removal say
+that the pool is larger than it need be; reuse gaps as long as lifetimes say that it is too small.
+
+    stored ──── in use ──── freed ─────────► reused ──── freed ──────────► removed
+    │                         └─ reuse gap ─┘              └── idle time ──┘ │
+    └──────────────────────────────── lifetime ──────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from nanoengine.core.block_pool import Block
+
+
+class Residency:
+    """Histograms of seconds in powers of two.
+
+    Args:
+        every: watches the blocks whose id it divides; 1 watches all.
+        clock: seconds; tests bring their own.
+
+    A key of a histogram is its upper bound: `{0.5: 3}` counts three times in (0.25, 0.5] seconds.
+    """
+
+    def __init__(self, every: int = 16, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.lifetime_s: dict[float, int] = {}
+        self.idle_s: dict[float, int] = {}
+        self.reuse_gap_s: dict[float, int] = {}
+        self._every = every
+        self._clock = clock
+        self._stored: dict[int, float] = {}
+        self._freed: dict[int, float] = {}
+
+    def on_block(self, event: str, block: Block) -> None:
+        """Notes the time of the event, and the span that it ends."""
+        if event == "cleared":
+            self._stored.clear()
+            self._freed.clear()
+            return
+        block_id = block.block_id
+        if block_id % self._every:
+            return
+        now = self._clock()
+        if event == "stored":
+            self._stored[block_id] = now
+        elif event == "freed":
+            self._freed[block_id] = now
+        elif event == "reused":
+            self._count(self.reuse_gap_s, now, self._freed.pop(block_id, None))
+        elif event == "removed":
+            self._count(self.idle_s, now, self._freed.pop(block_id, None))
+            self._count(self.lifetime_s, now, self._stored.pop(block_id, None))
+
+    def _count(self, histogram: dict[float, int], now: float, start: float | None) -> None:
+        if start is not None:
+            bound = 2.0 ** math.ceil(math.log2(max(now - start, 2**-20)))
+            histogram[bound] = histogram.get(bound, 0) + 1
+
+    def __str__(self) -> str:
+        """One line a histogram."""
+        rows = (
+            ("lifetime", self.lifetime_s),
+            ("idle before removal", self.idle_s),
+            ("reuse gap", self.reuse_gap_s),
+        )
+        return "\n".join(
+            f"{name:<20}"
+            + "  ".join(f"<= {bound:g} s: {count}" for bound, count in sorted(histogram.items()))
+            for name, histogram in rows
+        )
