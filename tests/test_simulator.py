@@ -118,3 +118,13 @@ def test_text_prompts_need_a_tokenizer(tmp_path, capsys):
     path.write_text('{"prompt": "text", "max_tokens": 3}\n')
     assert main(["simulate", "--num-blocks", "20", "--workload", str(path)]) == 2
     assert "prompt_token_ids" in capsys.readouterr().err
+
+
+def test_peer_bug_14_a_pool_of_a_third_of_the_demand_wastes_little_prefill():
+    """The closest peer wastes 46 % of its prefill on this workload and pool."""
+    items = random_workload(256, (100, 1024), (100, 1024), seed=0)
+    scheduler = make_scheduler(num_blocks=171, block_size=256, policy=Predictive())
+    report = simulate(items, scheduler)
+    assert (report.requests, report.failed) == (256, 0)
+    assert report.preemptions > 0, "the pool was meant to be too small"
+    assert report.prefill_waste_frac < 0.1
