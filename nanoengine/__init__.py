@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from nanoengine.outputs import RequestMetrics as RequestMetrics
     from nanoengine.outputs import RequestOutput as RequestOutput
     from nanoengine.sampling_params import SamplingParams as SamplingParams
+    from nanoengine.tier_config import DiskTier as DiskTier
+    from nanoengine.tier_config import HostTier as HostTier
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
     "EngineConfig": "config",
+    "HostTier": "tier_config",
+    "DiskTier": "tier_config",
     "SamplingParams": "sampling_params",
     "BeamSearchOutput": "features.beam",
     "BeamSearchParams": "features.beam",

@@ -18,6 +18,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.models.config import load_model_config
 from nanoengine.runner.model_runner import ModelRunner
 
@@ -45,11 +46,28 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             f"without chunked prefill a prompt runs in one step: max_num_batched_tokens="
             f"{config.max_num_batched_tokens} must be at least max_model_len={memory.max_model_len}"
         )
+    tiers, runner.tier_storage = make_tiers(
+        config.kv_tiers,
+        layout,
+        runner.kv_cache.kv,
+        directory,
+        # Why: whatever changes the bytes of a block must be named here.
+        facts={
+            "weights": config.load_format,
+            "seed": config.seed if config.load_format == "dummy" else None,
+            "dtype": dtype,
+            "attention_backend": backend,
+            "layout": runner.backend.kv_layout,
+            "block_size": layout.block_size,
+            "groups": layout.groups,
+        },
+    )
     manager = BlockManager(
         layout,
         enable_prefix_caching=config.enable_prefix_caching,
         watermark_frac=config.watermark_frac,
         max_chunk=config.max_num_batched_tokens,
+        tiers=tiers,
     )
     scheduler = Scheduler(
         manager,

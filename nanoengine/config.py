@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from nanoengine.errors import ConfigError
+from nanoengine.tier_config import Tier, checked_tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ class EngineConfig:
     """Hysteresis: share of blocks in use at which admission stops; None: 0.95."""
     admit_below: float | None = None
     """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
+    kv_tiers: tuple[Tier, ...] = ()
+    """Where KV blocks live on below the device: a HostTier, or one and a DiskTier below it."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
 
@@ -99,6 +102,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges()
+        # Why: a list would let the config change.
+        object.__setattr__(self, "kv_tiers", checked_tiers(self.kv_tiers))
+        if self.kv_tiers and not self.enable_prefix_caching:
+            raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
 
     def _check_types(self) -> None:
         for name in ("tensor_parallel_size", "seed", "max_num_seqs", "max_num_batched_tokens"):

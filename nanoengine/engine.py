@@ -17,6 +17,7 @@ import xxhash
 from nanoengine.core.protocols import Executor, Observer, TokenChooser, TokenSink
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
+from nanoengine.core.tiers import TierStats
 from nanoengine.errors import (
     CapacityError,
     EngineDeadError,
@@ -81,6 +82,7 @@ class EngineStats:
     cache_misses: dict[str, int]
     evicted_blocks: int
     waste_slots: int
+    tiers: tuple[TierStats, ...] = ()
 
     @property
     def cache_hit_rate(self) -> float:
@@ -375,6 +377,7 @@ class LLMEngine:
             cache_misses=dict(cache.misses),
             evicted_blocks=scheduler.block_manager.pool.num_evicted,
             waste_slots=scheduler.num_waste_slots(),
+            tiers=scheduler.block_manager.tiers.stats(),
         )
 
     def close(self) -> None:
@@ -382,6 +385,7 @@ class LLMEngine:
         if not self._closed:
             self.abort_all()
             self._closed = True
+            self.scheduler.block_manager.tiers.close()
             self.executor.shutdown()
 
     def _require_open(self) -> None:

@@ -18,6 +18,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.protocols import KVGroup, KVLayout
 from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.engine import EngineInfo, LLMEngine
 
 VOCAB_SIZE = 50
@@ -95,6 +96,7 @@ class FakeExecutor:
         self.sample = sample
         self.rows: dict[int, Row] = {}
         self.slots: list[int | None] = [None] * (layout.num_blocks * layout.block_size)
+        self.host: dict[int, list[int | None]] = {}  # blocks of the host tier
         self.plans: list[StepPlan] = []
         self.fail_at: str | None = None  # "start", "rows" or "end" of the next step
         self.row_errors: Callable[[Row], str | None] = lambda row: None
@@ -125,11 +127,13 @@ class FakeExecutor:
         self.plans.append(plan)
         self._update_rows(plan)
         self._fail("rows")
+        self._transfer(plan, "load")
         self._copy_blocks(plan)
         self._check_limits(plan)
         self._place_drafts(plan)
         self._write(plan)
         self._check_reads(plan)
+        self._transfer(plan, "store")
         self._results[plan.step] = self._sample(plan)
         self._fail("end")
 
@@ -194,6 +198,22 @@ class FakeExecutor:
     def _require_free(self, row: int) -> None:
         assert 0 <= row < self.max_num_seqs, f"row {row} of {self.max_num_seqs}"
         assert row not in self.rows, f"row {row} is taken by seq {self.rows[row].seq_id}"
+
+    def _transfer(self, plan: StepPlan, kind: str) -> None:
+        size = self.layout.block_size
+        for transfer in plan.transfers:
+            assert transfer.kind in ("load", "store") and transfer.tier == "host", transfer
+            if transfer.kind != kind:
+                continue
+            targets = transfer.device_ids if kind == "load" else transfer.tier_ids
+            assert len(set(targets)) == len(targets), f"a block is the target twice: {transfer}"
+            assert 0 not in transfer.device_ids + transfer.tier_ids, "the null block is moved"
+            for device_id, host_id in zip(transfer.device_ids, transfer.tier_ids, strict=True):
+                at = slice(device_id * size, (device_id + 1) * size)
+                if kind == "load":
+                    self.slots[at] = self.host[host_id]
+                else:
+                    self.host[host_id] = self.slots[at]
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         sources = {copy.src for copy in plan.block_copies}
@@ -361,6 +381,7 @@ def make_engine(
     debug_checks: bool = True,
     observers: Iterable[object] = (),
     policy: AdmissionPolicy | None = None,
+    make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
 ) -> LLMEngine:
     """An LLMEngine over a FakeExecutor: tokens run, nothing is computed."""
     layout = make_layout(num_blocks, block_size, windows)
@@ -372,6 +393,7 @@ def make_engine(
         enable_prefix_caching=enable_prefix_caching,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
+        tiers=make_tiers(executor) if make_tiers else NoTiers(),
     )
     scheduler = Scheduler(
         manager,

@@ -27,6 +27,7 @@ from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Request
+from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import (
     ExecutorFailure,
@@ -156,6 +157,8 @@ FAMILIES = [[7 + i % 40 for i in range(90)], [3 + i * i % 43 for i in range(90)]
 class EngineMachine(RuleBasedStateMachine):
     """Requests with shared prefixes over small pools; commits in time, or one step late."""
 
+    families = FAMILIES
+
     @initialize(
         num_blocks=st.sampled_from([9, 14, 21, 33, 49]),
         block_size=st.sampled_from([2, 4, 8]),
@@ -201,6 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_threshold=threshold if chunked else 0,
             watermark_frac=watermark,
             policy=make_policy(admission),
+            make_tiers=self.make_tiers if caching else None,
         )
         assert isinstance(self.engine.executor, FakeExecutor)
         self.executor = self.engine.executor
@@ -212,6 +216,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.given: dict[int, list[int]] = {}  # seq_id of a fork -> the output it starts with
         self.under_way: StepPlan | None = None
         self.finished: list[str] = []
+
+    def make_tiers(self, executor: FakeExecutor) -> Tiers | NoTiers:
+        return NoTiers()
 
     def num_usable(self) -> int:
         return self.scheduler.block_manager.pool.num_usable
@@ -228,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def add_one(self, random: Random) -> None:
         number = len(self.requests)
-        prompt = random.choice(FAMILIES)[: random.choice([0, 3, 8, 17, 33, 60])]
+        prompt = random.choice(self.families)[: random.choice([0, 3, 8, 17, 33, 60])]
         prompt = prompt + [1 + number % 40] * random.choice([0, 1, 5, 12])
         prompt = (prompt or [5])[: self.max_total - 1]
         max_tokens = min(random.choice([1, 6, 14, 30]), self.max_total - len(prompt))

@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # part of the package -> the parts that it may import besides EVERYONE and itself
     "errors": set(),
     "sampling_params": set(),
-    "config": set(),
+    "tier_config": set(),
+    "config": {"tier_config"},
     "assets": set(),
     "core": set(),
     "engine": {"core"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"layers", "attention", "runner.batch", "parallel.shard"},
     "runner": {"models", "layers", "attention", "core.plan", "core.protocols", "core.kv_groups",
                "parallel.shard", "config"},
-    "features": {"core", "runner", "layers", "models"},
+    "features": {"core", "runner", "layers", "models", "tier_config"},
     "tokenizer": {"core.protocols"},
     "inputs": {"config"},
     "outputs": {"core", "tokenizer"},
@@ -44,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
             "core.protocols", "core.sequence", "observe", "features.beam"},
     "cli": {"*"},
     "parallel.ray_data": {"llm", "outputs", "config"},
-    "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine", "features.beam"},
+    "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine", "features.beam",
+                   "tier_config"},
 }  # fmt: skip
 
 STANDARD_LIBRARY_AND = {

@@ -10,6 +10,7 @@ import itertools
 import pytest
 import torch
 
+from nanoengine import DiskTier, HostTier
 from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
@@ -91,6 +92,24 @@ def test_windows_do_not_show(model, caching, chunk, blocks, truth):
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth[model]
     again = tokens(run(engine, prompts(), greedy(NUM_TOKENS)))
     assert again == truth[model], "a second run reads what the first has cached"
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_tiers_do_not_show(model, store, truth, tmp_path):
+    family, overrides = MODELS[model]
+    tiers = [
+        HostTier(gib=0.0005, store=store, policy="load"),
+        DiskTier(tmp_path, gib=0.01, policy="load"),
+    ]
+    for _ in range(2):  # the second engine starts from the directory that the first has left
+        engine = make_engine(
+            checkpoint(family, **overrides), block_size=8, num_kv_blocks=40, kv_tiers=tiers
+        )
+        assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth[model]
+        stats = engine.stats()
+        engine.close()
+    assert stats.tiers[1].loaded_blocks > 0, "the disk was meant to be read"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import enum
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
@@ -23,13 +24,13 @@ from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.cache_stats import CacheStats
 from nanoengine.core.kv_groups import (
     cdiv,
-    longest_common_hit,
     num_dropped_blocks,
     num_needed_blocks,
 )
 from nanoengine.core.plan import BlockCopy, TableUpdate
 from nanoengine.core.protocols import KVLayout
 from nanoengine.core.sequence import Sequence
+from nanoengine.core.tiers import NOWHERE, Content, Level, NoTiers, Place, Tiers, used
 
 
 class Verdict(enum.Enum):
@@ -40,18 +41,29 @@ class Verdict(enum.Enum):
     NEVER = "never"
 
 
+class Load(NamedTuple):
+    """Entry `position` of a group's table comes from a block of the host tier."""
+
+    group: int
+    position: int
+    host_id: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
 
-    `hits[g]` is the cached start of group g's table, null entries included. `num_needed_blocks` is
-    taken from the free ones: fresh blocks and revived cached ones.
+    `hits[g]` is the cached start of group g's table, null entries included; `loads` are those of
+    its entries that a tier holds. `num_needed_blocks` is taken from the free ones: fresh blocks and
+    revived cached ones. `reason` is for people: why tiers were used or not.
     """
 
     verdict: Verdict
-    hits: list[list[int]]
-    num_cached_tokens: int
-    num_needed_blocks: int
+    hits: list[list[int]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_needed_blocks: int = 0
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -63,12 +75,14 @@ class BlockManager:
         enable_prefix_caching: look up and register full blocks.
         watermark_frac: share of blocks that admission leaves free while something runs.
         max_chunk: most tokens a sequence computes in one step; bounds a window group's blocks.
+        tiers: where blocks live on below the device.
     """
 
     layout: KVLayout
     enable_prefix_caching: bool = True
     watermark_frac: float = 0.01
     max_chunk: int = 8192
+    tiers: Tiers | NoTiers = field(default_factory=NoTiers)
     pool: BlockPool = field(init=False)
     stats: CacheStats = field(init=False, default_factory=CacheStats)
     updates: list[TableUpdate] = field(init=False)
@@ -102,7 +116,9 @@ class BlockManager:
         return spare >= self.num_watermark_blocks
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
-        """Looks up the longest cached prefix and says whether the rest fits; changes nothing.
+        """Looks up the longest cached prefix and says whether the rest fits.
+
+        Changes nothing, but may have the disk tier read blocks; until they have come, it is LATER.
 
         NEVER if the whole pool less the watermark is too small; OK if the blocks needed from the
         free ones leave the watermark (or nothing, when nothing else runs); else LATER. A sequence
@@ -110,14 +126,17 @@ class BlockManager:
         """
         spare = self.pool.num_usable - self.num_blocks_for(seq.num_tokens)
         if spare < (0 if seq.num_preempted_tokens else self.num_watermark_blocks):
-            return Admission(
-                verdict=Verdict.NEVER, hits=[], num_cached_tokens=0, num_needed_blocks=0
-            )
-        hits, num_hit_blocks = self._find_prefix(seq)
-        needed = 0
-        for group, hit in zip(self.layout.groups, hits, strict=True):
+            return Admission(verdict=Verdict.NEVER)
+        found = self._find_prefix(seq)
+        choice = self.tiers.choose(seq, found, self.layout)
+        if not choice.is_ready:
+            return Admission(verdict=Verdict.LATER, reason=choice.reason)
+        num_hit_blocks = choice.num_blocks
+        hits, loads = self._take(found, num_hit_blocks)
+        needed = len(loads)
+        for index, (group, hit) in enumerate(zip(self.layout.groups, hits, strict=True)):
             most = num_needed_blocks(group, seq.num_tokens, self.max_chunk, self.block_size)
-            held = sum(1 for b in hit if b != NULL_BLOCK)
+            held = sum(1 for b in hit if b != NULL_BLOCK) + sum(x.group == index for x in loads)
             revived = sum(1 for b in hit if b != NULL_BLOCK and not self.pool.blocks[b].ref_count)
             fresh = cdiv(seq.num_tokens, self.block_size) - num_hit_blocks
             needed += min(fresh, max(most - held, 0)) + revived
@@ -126,8 +145,10 @@ class BlockManager:
         return Admission(
             verdict=Verdict.OK if fits else Verdict.LATER,
             hits=hits,
+            loads=loads,
             num_cached_tokens=num_hit_blocks * self.block_size,
             num_needed_blocks=needed,
+            reason=choice.reason,
         )
 
     def allocate(self, seq: Sequence, admission: Admission) -> None:
@@ -141,6 +162,8 @@ class BlockManager:
             for block_id in hit:
                 if block_id != NULL_BLOCK:
                     self.pool.touch(block_id)
+        for load in admission.loads:
+            self._load(seq, admission.hits[load.group], load)
         for index, (group, hit) in enumerate(zip(self.layout.groups, admission.hits, strict=True)):
             table = list(hit)
             if group.sliding_window is None:
@@ -150,7 +173,19 @@ class BlockManager:
             self.updates.append(TableUpdate(seq.row, index, 0, tuple(table)))
         seq.num_registered_blocks = len(admission.hits[0])
         seq.num_computed_tokens = seq.num_cached_tokens = admission.num_cached_tokens
+        seq.fetch = None
         self._count(seq, admission.num_cached_tokens)
+
+    def _load(self, seq: Sequence, hit: list[int], load: Load) -> None:
+        """Gives a block that a tier holds its place on the device.
+
+        Indexed at once, as in `register`: a step's loads come before its forward.
+        """
+        [block_id] = self.pool.allocate(1)
+        hit[load.position] = block_id
+        content = self._content(seq, load.group, load.position)
+        self.pool.register(block_id, **content._asdict())
+        self.tiers.load(load.host_id, block_id)
 
     def _count(self, seq: Sequence, num_cached: int) -> None:
         if not self._reads_cache(seq):
@@ -300,11 +335,19 @@ class BlockManager:
                     self.pool.register(
                         table[i], group=group, digest=hashes[i], parent=parent, token_ids=tokens
                     )
+                    self.tiers.catch(self.pool.blocks[table[i]])
         seq.num_registered_blocks = full
+
+    def distrust(self, block_ids: list[int]) -> None:
+        """Drops the content of blocks, which may be wrong, here and in the tiers."""
+        for block_id in block_ids:
+            if self.pool.blocks[block_id].hash is not None:
+                self.tiers.distrust(self.pool.blocks[block_id])
+        self.pool.evict(block_ids)
 
     def reset_prefix_cache(self) -> bool:
         """Drops all cached content; refuses (False) while blocks are in use."""
-        return self.pool.reset()
+        return not self.pool.counts()["active"] and self.tiers.reset() and self.pool.reset()
 
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the content of those given blocks that nobody uses; returns how many were."""
@@ -319,38 +362,47 @@ class BlockManager:
         for observer in observers:
             observer.on_block("cleared", self.pool.blocks[NULL_BLOCK])
         self.updates, self.copies = [], []
+        self.tiers.discard_all()
 
     def _reads_cache(self, seq: Sequence) -> bool:
         # Why: prompt log-probabilities need every position computed.
         return self.enable_prefix_caching and seq.params.prompt_logprobs is None
 
-    def _find_prefix(self, seq: Sequence) -> tuple[list[list[int]], int]:
-        """For each group the cached start of the table, and its length in blocks."""
-        nothing: list[list[int]] = [[] for _ in self.layout.groups]
+    def _find_prefix(self, seq: Sequence) -> list[list[Place]]:
+        """For each group, where each full block of the prompt is found, if anywhere."""
         # Why - 1: at least one token is left to compute, or there would be no logits.
-        at_most = (seq.num_tokens - 1) // self.block_size
-        if not self._reads_cache(seq) or at_most == 0:
-            return nothing, 0
-        hashes = self._hash_blocks(seq, at_most)
-        found: list[list[int]] = []
+        at_most = (seq.num_tokens - 1) // self.block_size if self._reads_cache(seq) else 0
+        self._hash_blocks(seq, at_most)
+        found: list[list[Place]] = []
         for group, kind in enumerate(self.layout.groups):
-            hits: list[int] = []
+            places: list[Place] = []
             for i in range(at_most):
-                parent = hashes[i - 1] if i else root_key(seq)
-                tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
-                hit = self.pool.lookup(group, hashes[i], parent, tokens)
-                if hit is None and kind.sliding_window is None:
+                content = self._content(seq, group, i)
+                hit = self.pool.lookup(*content)
+                place = self.tiers.find(content) if hit is None else Place(Level.DEVICE, hit)
+                if place is NOWHERE and kind.sliding_window is None:
                     break
-                hits.append(NULL_BLOCK if hit is None else hit)
-            found.append(hits + [NULL_BLOCK] * (at_most - len(hits)))
-        length = longest_common_hit(
-            self.layout.groups, lambda g, n: [b != NULL_BLOCK for b in found[g][:n]], at_most,
-            self.block_size,
-        )  # fmt: skip
-        for group, kind in enumerate(self.layout.groups):
-            dropped = num_dropped_blocks(kind, length * self.block_size, self.block_size)
-            found[group] = [NULL_BLOCK] * dropped + found[group][dropped:length]
-        return found, length
+                places.append(place)
+            found.append(places + [NOWHERE] * (at_most - len(places)))
+        return found
+
+    def _take(self, found: list[list[Place]], length: int) -> tuple[list[list[int]], list[Load]]:
+        """The first `length` blocks of what was found: device blocks in their places, and loads."""
+        hits: list[list[int]] = [[NULL_BLOCK] * length for _ in found]
+        loads = []
+        for group, index, place in used(found, length, self.layout):
+            if place.level is Level.DEVICE:
+                hits[group][index] = place.block_id
+            else:
+                loads.append(Load(group, index, place.block_id))
+        return hits, loads
+
+    def _content(self, seq: Sequence, group: int, index: int) -> Content:
+        """What the index-th block of a sequence holds, once its hash is known."""
+        start = index * self.block_size
+        parent = seq.block_hashes[index - 1] if index else root_key(seq)
+        tokens = seq.token_ids[start : start + self.block_size]
+        return Content(group, seq.block_hashes[index], parent, tokens)
 
     def _hash_blocks(self, seq: Sequence, count: int) -> list[bytes]:
         """Digests of the first `count` full blocks, each hashed once in the sequence's life."""
@@ -369,6 +421,7 @@ class BlockManager:
             for table, windowed in zip(seq.block_tables, seq.num_windowed_blocks, strict=True):
                 assert NULL_BLOCK not in table[windowed:], seq
                 assert len(table) * self.block_size >= seq.num_computed_tokens, seq
+        self.tiers.check()
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:

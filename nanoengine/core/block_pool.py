@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 NULL_BLOCK = 0
@@ -200,6 +201,10 @@ class BlockPool:
             if block.parent_hash == parent and block.token_ids == token_ids:
                 return block_id
         return None
+
+    def next_evicted(self, count: int) -> list[int]:
+        """The cached blocks that the next `count` allocations would evict, in that order."""
+        return list(islice(self._cached, max(0, count - len(self._empty))))
 
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the content of those given blocks that are cached; returns how many were."""

@@ -177,10 +177,14 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepTimes:
-    """Wall seconds of the parts of one step; `forward_s` includes attention and logits."""
+    """Wall seconds of the parts of one step; `forward_s` includes attention and logits.
+
+    `load_s` is the time to load blocks from a tier.
+    """
 
     schedule_s: float = 0.0
     prepare_s: float = 0.0
+    load_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
     commit_s: float = 0.0

@@ -1,7 +1,8 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
 An `Executor` runs plans, a `Proposer` drafts tokens, an `Observer` watches, a `TokenSink` follows
-one sequence, a `TokenChooser` decides what the sequences of one request go on with.
+one sequence, a `TokenChooser` decides what the sequences of one request go on with;
+a `TierStorage` moves blocks.
 `KVLayout` is what an executor reports when it has started; the Scheduler and the BlockManager are
 built from it.
 """
@@ -69,6 +70,19 @@ class Observer(Protocol):
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Called after each commit, with the scheduler to read counts from."""
+
+
+class TierStorage(Protocol):
+    """Moves blocks between the device and one tier, in the order of plans."""
+
+    def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> None:
+        """Copies device blocks to the tier, as they are after all work issued so far."""
+
+    def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> None:
+        """Copies the tier's blocks to the device, ahead of all work issued from now on."""
+
+    def wait(self) -> None:
+        """Returns when every store has finished."""
 
 
 class TokenSink(Protocol):

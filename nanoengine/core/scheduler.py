@@ -306,8 +306,11 @@ class Scheduler:
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
+        plan.transfers = manager.tiers.take_transfers(plan, manager.pool)
         self._in_flight[plan.step] = scheduled
         self._drop_ended()
+        if not plan.rows:
+            manager.tiers.wait()
         return plan
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
@@ -445,6 +448,8 @@ class Scheduler:
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
                 passed_over.append(seq)
+                if admission.reason:
+                    plan.reasons.append(f"seq {seq.seq_id} waits: {admission.reason}")
                 if len(passed_over) > MAX_LOOK_AHEAD:
                     break
                 continue
@@ -455,6 +460,8 @@ class Scheduler:
                 break
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             rows_kept += forks
+            if admission.reason:
+                plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")
             self._start(plan, seq, admission.num_cached_tokens)
             self.block_manager.allocate(seq, admission)
             has_room = self.block_manager.may_append(seq, num_new)
@@ -564,7 +571,7 @@ class Scheduler:
             if i in result.errors:
                 held = [block_id for table in seq.block_tables for block_id in table]
                 self._fail(seq, result.errors[i])
-                self.block_manager.pool.evict(held)  # Why: their content may be what is wrong
+                self.block_manager.distrust(held)  # Why: their content may be what is wrong
             elif plan.num_logits[i] and seq.request.chooser is not None:
                 seq.offer = result.logprobs[i][0][1:]
                 self._undecided.append(seq.request)
@@ -579,6 +586,7 @@ class Scheduler:
         self.stats.output_tokens += num_easy
         self._let_choose()
         self._drop_ended()
+        self.block_manager.tiers.commit(plan, result)
         done, self._done = self._done, []
         self.last_finished = done
         self.stats.finished_requests += len(done)

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nanoengine.core.plan import TokenLogprob
 from nanoengine.core.protocols import TokenChooser, TokenSink
 from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.core.tiers import Fetch
 
 NO_ROW = -1
 
@@ -44,6 +48,7 @@ class Sequence:
         offer: the most likely next tokens, while the sequence rests until one of them is chosen.
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
         block_hashes: chained digest of each full block, computed once and kept.
+        fetch: blocks that the disk tier reads for it before its next admission; None: not asked.
         num_registered_blocks: how many of these are in the prefix-cache index.
         easy_until: a decode that starts before this position needs its slot only: no block, no
             copy, no indexing.
@@ -59,6 +64,7 @@ class Sequence:
         "cumulative_logprob",
         "draft_token_ids",
         "easy_until",
+        "fetch",
         "finish_reason",
         "finish_time",
         "first_scheduled_time",
@@ -122,6 +128,7 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
         self.easy_until = 0
+        self.fetch: Fetch | None = None
         self.stop_ids = stop_ids
         self.max_num_tokens = max_num_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens

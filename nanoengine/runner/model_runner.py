@@ -1,7 +1,8 @@
 """ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
 
     start()    load weights -> profile (GPU) -> size and allocate the KV cache -> bind it to layers
-    execute()  rows.update -> block copies -> Batch -> model -> logits of sampling rows -> Sampler
+    execute()  rows.update -> loads from tiers -> block copies -> Batch -> model -> stores to tiers
+               -> logits of sampling rows -> Sampler
 
 Called by LLMEngine through the Executor door; decides nothing.
 """
@@ -20,7 +21,7 @@ from nanoengine.attention import backend_class, make_backend
 from nanoengine.config import EngineConfig
 from nanoengine.core.kv_groups import make_kv_groups
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
-from nanoengine.core.protocols import KVLayout
+from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.packed import linear_method_for
@@ -94,6 +95,7 @@ class ModelRunner:
         self.groups = make_kv_groups(model_config.sliding_windows)
         self.load_s = 0.0
         self.num_parameters = 0
+        self.tier_storage: dict[str, TierStorage] = {}
 
     # --- start --------------------------------------------------------------------------------
 
@@ -301,16 +303,27 @@ class ModelRunner:
         """Carries out one plan, in the order of its fields, and waits for the sampled tokens."""
         started = time.perf_counter()
         self._update_rows(plan)
+        load_s = self._load_blocks(plan)
         if plan.block_copies:
             self.kv_cache.copy_blocks(plan.block_copies)
         result = StepResult(token_ids=[[] for _ in plan.rows])
-        if not plan.rows:
-            return result
+        if plan.rows:
+            self._compute(plan, result, started + load_s)
+            result.times.load_s = load_s
+        else:
+            self._store_blocks(plan)
+        for storage in self.tier_storage.values():
+            storage.wait()
+        return result
+
+    def _compute(self, plan: StepPlan, result: StepResult, started: float) -> None:
+        """Forward, stores and sampling of a step that has rows."""
         batch, lines = self.rows.make_batch(plan)
         self._prepared(batch)
         prepared = time.perf_counter()
         hidden = self.forward(batch)  # [T, hidden_size]
         logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
+        self._store_blocks(plan)
         self._synchronize()
         forwarded = time.perf_counter()
         if len(lines.entries):
@@ -322,7 +335,20 @@ class ModelRunner:
             forward_s=forwarded - prepared,
             sample_s=time.perf_counter() - forwarded,
         )
-        return result
+
+    def _load_blocks(self, plan: StepPlan) -> float:
+        """Brings blocks up from the tiers; returns the seconds it took."""
+        started = time.perf_counter()
+        loads = [transfer for transfer in plan.transfers if transfer.kind == "load"]
+        for load in loads:
+            self.tier_storage[load.tier].load(load.tier_ids, load.device_ids)
+        return time.perf_counter() - started if loads else 0.0
+
+    def _store_blocks(self, plan: StepPlan) -> None:
+        """Copies blocks that are full now to the tiers, beside the sampling."""
+        for transfer in plan.transfers:
+            if transfer.kind == "store":
+                self.tier_storage[transfer.tier].store(transfer.device_ids, transfer.tier_ids)
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.released:
@@ -392,6 +418,7 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
+        self.tier_storage = {}
         for name in ("model", "forward", "kv_cache", "rows", "sampler"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -1,0 +1,384 @@
+"""The movers of the KV tiers: HostStorage (device and host memory), DiskFiles (host memory, files).
+
+    kv [2, slices, blocks, ...] ── HostStorage ── blocks [host blocks, 2, slices, ...] ── DiskFiles
+                                                                │
+    path/<fingerprint>/<group>-<digest>.kv      one file a block: header, checksum, bytes
+    path/<fingerprint>/lock                     held by the one process that writes
+
+What moves when is decided in `core.tiers`; this file knows no sequences. On the CPU device host
+memory is plain RAM; beside a GPU it is pinned and copied on a side stream, which has not been run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from nanoengine.core.protocols import KVLayout, TierStorage
+from nanoengine.core.tier_cost import CostModel, LoadCost
+from nanoengine.core.tiers import Content, DiskCopy, Finished, NoTiers, Tiers
+from nanoengine.errors import ConfigError
+from nanoengine.runner.kv_cache import GIB, zeros
+from nanoengine.tier_config import DiskTier, HostTier, Tier
+
+FORMAT_VERSION = 1
+MAGIC = b"nanoKV%02d" % FORMAT_VERSION
+CHECKSUM_BYTES = 16
+SAMPLE_BYTES = 65536
+MAX_DISK_BLOCKS = 2**20
+"""Each costs some 300 bytes of bookkeeping, whatever the size of a block."""
+
+log = logging.getLogger(__name__)
+
+
+# --- host -----------------------------------------------------------------------------------------
+
+
+class HostStorage:
+    """Blocks in host memory, and their way to the device and back. A TierStorage.
+
+    Args:
+        kv: the device's cache, [2, slices, num_blocks, ...]; may be a view of something larger.
+        num_blocks: of the tier, its null block included.
+    """
+
+    def __init__(self, kv: torch.Tensor, num_blocks: int) -> None:
+        self._kv = kv
+        shape = (num_blocks, *kv.shape[:2], *kv.shape[3:])
+        self._stream: torch.cuda.Stream | None = None
+        if kv.device.type == "cuda":
+            self._stream = torch.cuda.Stream(kv.device)
+            self.blocks = torch.empty(shape, dtype=kv.dtype, pin_memory=True)
+        else:
+            self.blocks = zeros(shape, kv.dtype, kv.device)
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """The same memory as [num_blocks, bytes of a block]."""
+        return self.blocks.view(len(self.blocks), -1).view(torch.uint8).numpy()
+
+    def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+        """Copies device blocks to the tier; on a GPU it has finished when `wait` returns."""
+        with self._after_work_so_far():
+            for src, dst in zip(src_ids, dst_ids, strict=True):
+                # Why one by one: an integer index is a view, which copy_ writes through; indexing
+                # by a list makes a temporary, and what is written to it is lost.
+                self.blocks[dst].copy_(self._kv[:, :, src], non_blocking=True)
+
+    def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+        """Copies the tier's blocks to the device, and waits for it."""
+        with self._after_work_so_far():
+            for src, dst in zip(src_ids, dst_ids, strict=True):
+                self._kv[:, :, dst].copy_(self.blocks[src], non_blocking=True)
+        self.wait()
+
+    def wait(self) -> None:
+        """Returns when every copy has finished."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _after_work_so_far(self) -> Iterator[None]:
+        """On a GPU: the side stream, once it waits for what the main one has been given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._kv.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+# --- disk -----------------------------------------------------------------------------------------
+
+
+class DiskFiles:
+    """One file a block in a directory of the model's own. A DiskStorage.
+
+    A file appears whole, by renaming, and is believed only if header and checksum are right, so a
+    process may be killed at any time. It isn't flushed to the device: after a power failure the
+    checksum tells. One process at a time writes and removes, the one that holds the lock; others
+    read what was there when they started. No failure of the disk gets out: it is reported once, and
+    the block is a miss.
+
+    Args:
+        path: the directory of all models.
+        fingerprint: of the model, its numerics and the layout of its blocks.
+        host: the host tier's memory, [blocks, bytes of a block].
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fingerprint: str, host: NDArray[np.uint8]):
+        self.directory = Path(path).expanduser() / fingerprint
+        self._fingerprint = fingerprint
+        self._host = host
+        self._reported: set[str] = set()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk")
+        self._under_way: deque[Future[Finished]] = deque()
+        self._lock = self._take_lock()
+        self.can_write = self._lock is not None
+
+    def _take_lock(self) -> int | None:
+        """Makes the directory and locks it; None if this process may only read."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            self._report("lock", f"can't be written ({error}); it is only read")
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            self._report("lock", "is being written by another process; this one only reads it")
+            return None
+        return descriptor
+
+    # --- the DiskStorage door -----------------------------------------------------------------
+
+    def scan(self) -> list[Content]:
+        """What is there, least recently used first; what is damaged or half-written is removed."""
+        found = []
+        try:
+            for path in sorted(self.directory.iterdir()):
+                if path.suffix == ".tmp":
+                    self._unlink(path)
+                elif path.suffix == ".kv":
+                    content = self._read_header(path)
+                    if content is None:
+                        self._drop_damaged(path)
+                    else:
+                        found.append((path.stat().st_mtime_ns, content))
+        except OSError as error:
+            self._report("scan", f"can't be read: {error}")
+        found.sort(key=lambda entry: entry[0])
+        return [content for _, content in found]
+
+    def submit(self, copy: DiskCopy) -> None:
+        """Gives a copy to the worker thread, which takes them in this order."""
+        self._under_way.append(self._worker.submit(self._carry_out, copy))
+
+    def collect(self, wait_s: float) -> list[Finished]:
+        """Finished copies; waits up to `wait_s`, if it is infinite until one has finished."""
+        if wait_s and self._under_way:
+            wait([self._under_way[0]], timeout=wait_s if math.isfinite(wait_s) else None)
+        finished = []
+        while self._under_way and self._under_way[0].done():
+            finished.append(self._under_way.popleft().result())
+        return finished
+
+    def close(self) -> None:
+        """Finishes what is under way and lets another process write."""
+        self._worker.shutdown(wait=True)
+        self.can_write = False
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # --- in the worker thread -----------------------------------------------------------------
+
+    def _carry_out(self, copy: DiskCopy) -> Finished:
+        started = time.perf_counter()
+        path = self.directory / f"{copy.content.group}-{copy.content.digest.hex()}.kv"
+        if copy.kind == "write":
+            ok = self._write(path, copy)
+        elif copy.kind == "read":
+            ok = self._read(path, copy)
+        else:
+            ok = self._unlink(path)
+        return Finished(copy, ok, time.perf_counter() - started)
+
+    def _write(self, path: Path, copy: DiskCopy) -> bool:
+        if not self.can_write:
+            return False
+        header, data = self._header(copy.content), self._host[copy.host_id]
+        temporary = path.with_suffix(".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(header + checksum(header, data))
+                file.write(data.data)
+            os.replace(temporary, path)
+        except OSError as error:
+            self.can_write = False
+            self._report("write", f"takes no more blocks: {error}")
+            self._unlink(temporary)
+            return False
+        return True
+
+    def _read(self, path: Path, copy: DiskCopy) -> bool:
+        """Reads a file into its host block; the index names that block only if all of it is right.
+
+        A header that is equal to what it must be says that the content, the format and the model
+        are right.
+        """
+        header, data = self._header(copy.content), self._host[copy.host_id]
+        try:
+            with open(path, "rb") as file:
+                found = file.read(len(header))
+                expected = file.read(CHECKSUM_BYTES)
+                size = file.readinto(data.data)
+                whole = size == len(data) and not file.read(1)
+            if not whole or found != header or checksum(header, data) != expected:
+                self._drop_damaged(path)
+                return False
+        except FileNotFoundError:
+            self._report("missing", f"has lost files, {path.name} the first: they are misses")
+            return False
+        except OSError as error:
+            self._report("read", f"can't be read: {error}")
+            return False
+        # Why: the order of use then survives a restart, where the directory may be written.
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return True
+
+    # --- files --------------------------------------------------------------------------------
+
+    def _header(self, content: Content) -> bytes:
+        parent = None if content.parent is None else content.parent.hex()
+        fields = {
+            "fingerprint": self._fingerprint,
+            "group": content.group,
+            "digest": content.digest.hex(),
+            "parent": parent,
+            "token_ids": list(content.token_ids),
+        }
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        return MAGIC + struct.pack("<I", len(text)) + text
+
+    def _read_header(self, path: Path) -> Content | None:
+        """What a file says that it holds; None if it can't be one of ours, or not whole."""
+        with open(path, "rb") as file:
+            magic, length = file.read(len(MAGIC)), file.read(4)
+            if magic != MAGIC or len(length) < 4:
+                return None
+            text = file.read(struct.unpack("<I", length)[0])
+            size = len(MAGIC) + 4 + len(text) + CHECKSUM_BYTES + self._host.shape[1]
+            if os.fstat(file.fileno()).st_size != size:
+                return None
+        try:
+            fields = json.loads(text)
+            parent = fields["parent"]
+            content = Content(
+                fields["group"],
+                bytes.fromhex(fields["digest"]),
+                None if parent is None else bytes.fromhex(parent),
+                fields["token_ids"],
+            )
+            return content if self._header(content)[len(MAGIC) + 4 :] == text else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _drop_damaged(self, path: Path) -> None:
+        self._report("damaged", f"had damaged files, {path.name} the first: they are removed")
+        self._unlink(path)
+
+    def _unlink(self, path: Path) -> bool:
+        """Removes a file, if this process may."""
+        if self._lock is None:
+            return False
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._report("unlink", f"can't be written: {error}")
+            return False
+        return True
+
+    def _report(self, kind: str, message: str) -> None:
+        """One warning for each kind of trouble."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            log.warning("KV disk tier: %s %s", self.directory, message)
+
+
+def checksum(header: bytes, data: NDArray[np.uint8]) -> bytes:
+    """128 bits over header and bytes of a block."""
+    digest = xxhash.xxh3_128(header)
+    digest.update(data.data)
+    return digest.digest()
+
+
+def model_fingerprint(directory: Path, facts: Mapping[str, object]) -> str:
+    """Names everything that a block's bytes depend on, in 32 hex digits.
+
+    The weights are not read: each file counts by name, size, time of change and its first and last
+    64 KiB. A checkpoint that was copied or touched is another model, which costs a cold start only.
+
+    Args:
+        directory: of the checkpoint.
+        facts: numerics and layout.
+    """
+    digest = xxhash.xxh3_128(repr((FORMAT_VERSION, sorted(facts.items()))).encode())
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        stat = path.stat()
+        digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(max(0, stat.st_size - SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+# --- putting it together --------------------------------------------------------------------------
+
+
+def make_tiers(
+    tiers: Sequence[Tier],
+    layout: KVLayout,
+    kv: torch.Tensor,
+    directory: Path,
+    facts: Mapping[str, object],
+) -> tuple[Tiers | NoTiers, dict[str, TierStorage]]:
+    """What decides for `kv_tiers`, and what the executor moves blocks with, by tier.
+
+    Raises:
+        ConfigError: a tier is too small for one block.
+    """
+    host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
+    disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+    if host is None:
+        return NoTiers(), {}
+    num_host_blocks = num_blocks(host, layout.block_bytes)
+    num_disk_blocks = min(num_blocks(disk, layout.block_bytes), MAX_DISK_BLOCKS) if disk else 1
+    storage = HostStorage(kv, num_host_blocks + 1)
+    files = None
+    if disk is not None:
+        files = DiskFiles(disk.path, model_fingerprint(directory, facts), storage.as_bytes())
+    cost = CostModel(
+        host=LoadCost(layout.block_bytes, host.setup_s, host.policy),
+        disk=LoadCost(layout.block_bytes, disk.setup_s, disk.policy)
+        if disk
+        else LoadCost(layout.block_bytes),
+    )
+    decider = Tiers(
+        layout,
+        num_host_blocks=num_host_blocks,
+        cost=cost,
+        lazy=host.store == "lazy",
+        disk=files,
+        num_disk_blocks=num_disk_blocks,
+    )
+    return decider, {"host": storage}
+
+
+def num_blocks(tier: Tier, block_bytes: int) -> int:
+    """Whole blocks of a tier."""
+    count = int(tier.gib * GIB) // block_bytes
+    if count < 1:
+        raise ConfigError(
+            f"{type(tier).__name__} gib={tier.gib} holds no block of {block_bytes} bytes: raise it"
+        )
+    return count
