@@ -51,6 +51,6 @@ def test_stories_end_by_themselves_in_whole_sentences(llm):
     for output in llm.chat(talks, long, use_tqdm=False):
         (story,) = output.outputs
         assert story.finish_reason == "stop"
-        sentences = re.split(r"(?<=[.!?])[\"']? ", story.text.strip())
+        sentences = re.split(r"(?<=\.)\"? ", story.text.strip())
         assert len(sentences) >= 5
         assert all(re.match(r"[\"']?[A-Z]", sentence) for sentence in sentences)

@@ -1,6 +1,6 @@
-"""Train the bundled demo model from nothing, on text that this file makes up.
+"""Train the bundled demo model, on text that `demo_text.py` makes up.
 
-    python tools/train_demo_model.py --minutes 50 --threads 1 --out nanoengine/assets/demo-model
+    python tools/train_demo_model.py --threads 1        # 16 minutes on one Zen 3 core
     python tools/train_demo_model.py --write-recall tests/data/recall.jsonl
     python tools/train_demo_model.py --check tests/data/recall.jsonl
 
@@ -9,6 +9,9 @@ to answer questions about facts planted in a passage (which only works if attent
 passage is right, so it shows a broken cache at once), to tell short stories, and to add small
 numbers; each as plain text and as a chat. Names and values are drawn independently, and one
 combination in ten never occurs in training; the recall questions ask for those only.
+
+The first layers start as induction heads (`look_back`), so recall is there from the first step and
+training has to learn the words around it: 2.6 million tokens gave 200 of 200 recall questions.
 """
 
 from __future__ import annotations
