@@ -24,6 +24,7 @@ from nanoengine.engine import EngineInfo, LLMEngine
 VOCAB_SIZE = 50
 EOS = 0
 ROOT = 0x5EED
+STEP, FIRST = 1, 2  # Why ints: the hash of a string changes from process to process
 
 
 def chain(before: int, token_id: int) -> int:
@@ -47,8 +48,8 @@ def next_token(prefix: int, seed: int) -> int:
 
 def candidates(prefix: int, count: int) -> list[TokenLogprob]:
     """The `count` most likely next tokens after a prefix, with made-up log-probabilities."""
-    step = 0.05 + (hash((prefix, "step")) % 1000) / 2000
-    first = hash((prefix, "first"))
+    step = 0.05 + (hash((prefix, STEP)) % 1000) / 2000
+    first = hash((prefix, FIRST))
     return [
         TokenLogprob((first + 7 * rank) % VOCAB_SIZE, -step * (rank + 1), rank + 1)
         for rank in range(count)

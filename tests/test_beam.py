@@ -293,11 +293,12 @@ def test_an_aborted_search_leaves_nothing_behind():
 
 def test_a_search_too_large_for_the_pool_says_so():
     engine = make_engine(num_blocks=5)
-    search, request = add_search(engine, "a", list(range(1, 13)), PARAMS)
+    _, request = add_search(engine, "a", list(range(1, 13)), PARAMS)
     assert run(engine) == ["a"]
     assert request.error is not None
     assert "raise num_kv_blocks" in request.error
-    assert search.hypotheses == []
+    assert all(seq.finish_reason in ("error", "stop") for seq in request.sequences)
+    assert engine.stats().active_blocks == 0
 
 
 # --- parameters -----------------------------------------------------------------------------------
