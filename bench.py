@@ -1,8 +1,8 @@
 """Benchmark nanoengine: `python bench.py`, `python bench.py --smoke`, `python bench.py --help`."""
 
-import tyro
+import sys
 
-from nanoengine.cli.bench import BenchArgs, main
+from nanoengine.cli.main import main
 
 if __name__ == "__main__":
-    main(tyro.cli(BenchArgs, description=__doc__))
+    sys.exit(main(["bench", *sys.argv[1:]]))

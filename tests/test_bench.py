@@ -350,3 +350,8 @@ def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        bench.main(BenchArgs(smoke=True, json=tmp_path / "missing" / "report.json"))

@@ -94,6 +94,8 @@ def main(args: BenchArgs) -> None:
     Raises:
         ConfigError: the options contradict each other, or the workload does not fit the model.
     """
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"json={str(args.json)!r} lies in a directory that does not exist")
     from nanoengine.llm import LLM
 
     with tempfile.TemporaryDirectory() as scratch:
