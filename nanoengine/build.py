@@ -6,6 +6,7 @@ decided here, and the answers are returned in EngineInfo; the config itself neve
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.models.config import load_model_config
 from nanoengine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
@@ -95,6 +98,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         memory_plan=str(memory),
         generation_defaults=dict(model_config.generation_defaults),
     )
+    logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)
+    logger.info("%s", memory)
     return LLMEngine(runner, scheduler, info, seed=config.seed, debug_checks=config.debug_checks)
 
 

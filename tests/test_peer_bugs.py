@@ -137,3 +137,11 @@ def test_a_backend_says_what_it_can_do():
         make_backend(
             "cpu", device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64, block_size=16
         )
+
+
+def test_a_start_reports_what_auto_chose_and_the_memory_plan(caplog):
+    with caplog.at_level("INFO", logger="nanoengine"):
+        make_engine(checkpoint("qwen3"), attention_backend="auto", device="cpu")
+    assert "float64 on cpu, attention cpu" in caplog.text
+    assert "KV cache" in caplog.text
+    assert "sequences of 512" in caplog.text
