@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import AttentionBackend, AttentionSpec
 from nanoengine.layers.context import ModelContext
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
@@ -18,7 +18,7 @@ from nanoengine.models.loader import load_model
 from nanoengine.runner.batch import Batch
 
 
-class DenseAttention:
+class DenseAttention(AttentionBackend):
     """Attention over whole prompts without a cache: each sequence's keys are all in its batch."""
 
     name, kv_layout, default_block_size, graph_safe = "dense", "PKD", 16, False
@@ -26,22 +26,31 @@ class DenseAttention:
     def prepare(self, batch: Batch) -> None:
         return None
 
-    def forward(
+    def store(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: Batch,
         spec: AttentionSpec,
-    ) -> torch.Tensor:
+    ) -> None:
         assert k_cache.numel() == v_cache.numel() == 0
+        self.stored = k, v  # of this layer only: the next one stores before it attends
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
         out = []
         for start, end in itertools.pairwise(batch.query_start_loc.tolist()):
             distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
             mask = (distance >= 0) & (distance < (spec.sliding_window or end))
-            heads = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+            heads = [x[start:end].transpose(0, 1) for x in (q, *self.stored)]
             attended = F.scaled_dot_product_attention(
                 *heads, attn_mask=mask, scale=spec.scale, enable_gqa=True
             )

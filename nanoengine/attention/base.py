@@ -1,20 +1,20 @@
-"""AttentionBackend: the protocol of a paged attention kernel, and what a layer tells it.
+"""AttentionBackend: the base of a paged attention kernel, and what a layer tells it.
 
-Every backend does the same two things in `forward`: it stores this step's keys and values into the
-paged cache at
-`batch.slot_mapping`, then attends each query over its sequence's whole context *through the cache*.
-Because all
-tokens of a step are stored before any is read, a sequence may read blocks that another one writes
-in the same step.
+A layer calls two methods in a step. `rotate_and_store` makes queries ready and writes this step's
+keys and values into the paged cache at `batch.slot_mapping`; `attend` lets each query see its
+sequence's whole context *through the cache*. Because all tokens of a step are stored before any is
+read, a sequence may read blocks that another one writes in the same step.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 
+from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
 from nanoengine.runner.batch import Batch
 
 KVLayoutName = Literal["PKD", "KPD"]
@@ -42,7 +42,7 @@ class AttentionSpec:
     group: int = 0
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """A paged attention kernel with its cache layout.
 
     Class attributes:
@@ -53,8 +53,8 @@ class AttentionBackend(Protocol):
         graph_safe: its launches may be captured in a CUDA graph.
 
     An instance is made by `attention.make_backend` and serves all layers of one engine; it keeps no
-    state between
-    steps, so two batches may be in flight.
+    state between steps, so two batches may be in flight. In what follows k_cache and v_cache are
+    one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`.
     """
 
     name: ClassVar[str]
@@ -62,8 +62,56 @@ class AttentionBackend(Protocol):
     default_block_size: ClassVar[int]
     graph_safe: ClassVar[bool]
 
+    @abstractmethod
     def prepare(self, batch: Batch) -> object:
         """Computes once what all layers of a step share, for `batch.attention`."""
+
+    @abstractmethod
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> None:
+        """Writes k, v [T, K, D], contiguous in the last dimension, to the step's slots."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Queries [T, H, D] over the contexts of their sequences -> [T, H, D]."""
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNormWeights | None,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Norms and rotates queries and keys, stores keys and values; a backend may fuse this.
+
+        Args:
+            heads: [T, H + 2 K, D], the fused projection: query heads, key heads, value heads.
+
+        Returns:
+            The queries [T, H, D], ready for `attend`.
+        """
+        turned, kept = spec.num_heads + spec.num_kv_heads, spec.num_kv_heads
+        qk, v = heads.split((turned, kept), dim=1)
+        q, k = rotate(qk, rotation, norm).split((spec.num_heads, kept), dim=1)
+        self.store(k, v, k_cache, v_cache, batch, spec)
+        return q
 
     def forward(
         self,
@@ -75,12 +123,6 @@ class AttentionBackend(Protocol):
         batch: Batch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """Stores k, v and attends.
-
-        Args:
-            q: [T, H, D]; k, v: [T, K, D], contiguous in the last dimension, of the model's dtype.
-            k_cache, v_cache: one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`.
-
-        Returns:
-            [T, H, D], the dtype of q.
-        """
+        """Stores k, v [T, K, D] as they are, then attends q [T, H, D] -> [T, H, D]."""
+        self.store(k, v, k_cache, v_cache, batch, spec)
+        return self.attend(q, k_cache, v_cache, batch, spec)

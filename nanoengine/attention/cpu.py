@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nanoengine.attention import cpu_kernels as kernels
-from nanoengine.attention.base import AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.errors import ConfigError
 from nanoengine.runner.batch import Batch
 
@@ -77,7 +77,7 @@ def share_threads_with_torch() -> None:
         )
 
 
-class CPUBackend:
+class CPUBackend(AttentionBackend):
     """Attention that walks block tables in place, parallel over sequences, heads and context.
 
     A sequence's result has the same bits alone and in any batch: tasks are cut by the sequence's
@@ -131,31 +131,35 @@ class CPUBackend:
             num_workers=workers,
         )
 
-    def forward(
+    def store(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: Batch,
         spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Stores k, v and attends; shapes as in `AttentionBackend.forward`, caches [B, K, P, D].
-
-        The caches must be contiguous; q, k, v may be views of one fused projection.
-        """
-        step: CPUStep = batch.attention
-        sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size)
-        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        q_flat, q_stride = _flat(q)
+    ) -> None:
         k_flat, k_stride = _flat(k)
         v_flat, v_stride = _flat(v)
         keys, values = k_cache.view(-1).numpy(), v_cache.view(-1).numpy()
-        kernels.store(
-            k_flat, k_stride, v_flat, v_stride, step.slots[spec.group], keys, values, sizes
-        )
+        slots = batch.attention.slots[spec.group]
+        kernels.store(k_flat, k_stride, v_flat, v_stride, slots, keys, values, self._sizes(spec))
 
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """The caches must be contiguous; q may be a view of something wider."""
+        step: CPUStep = batch.attention
+        sizes = self._sizes(spec)
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        q_flat, q_stride = _flat(q)
+        keys, values = k_cache.view(-1).numpy(), v_cache.view(-1).numpy()
         plan = self._tasks(step, spec, window, q_flat.dtype)
         real = q_flat.dtype.type
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -170,6 +174,9 @@ class CPUBackend:
                 plan.tasks, plan.merges, sizes, result, plan.partial_out, plan.partial_stats
             )
         return out
+
+    def _sizes(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
+        return (spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size)
 
     def _tasks(self, step: CPUStep, spec: AttentionSpec, window: int, dtype: np.dtype) -> _Tasks:
         """The step's tasks for layers like this one, planned when the first of them asks."""

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.attention.triton import store_kv
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.runner.batch import Batch
@@ -32,7 +32,7 @@ FA2_BLOCK_MULTIPLE = 256
 """The block sizes that FlashAttention-2 accepts for a paged cache are its multiples [tokens]."""
 
 
-class FlashAttnBackend:
+class FlashAttnBackend(AttentionBackend):
     """FlashAttention-2 or -3 over the paged cache.
 
     Raises:
@@ -84,18 +84,25 @@ class FlashAttnBackend:
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
-    def forward(
+    def store(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: Batch,
         spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Stores k, v [T, K, D] and attends q [T, H, D]; see `AttentionBackend.forward`."""
+    ) -> None:
         store_kv(k, v, k_cache, v_cache, batch.slot_mapping[spec.group])
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
         table = batch.block_tables[spec.group]
         window = spec.sliding_window
         # Both versions count the window's tokens before and after a query, without itself.

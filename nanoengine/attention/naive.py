@@ -18,11 +18,11 @@ from typing import ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.runner.batch import Batch
 
 
-class NaiveBackend:
+class NaiveBackend(AttentionBackend):
     """Dense masked attention over gathered blocks.
 
     Why: it is short enough to be checked by eye, so other kernels can be checked against it.
@@ -45,21 +45,27 @@ class NaiveBackend:
         starts = batch.query_start_loc.tolist()
         return list(zip(starts[:-1], starts[1:], batch.seq_lens.tolist(), strict=True))
 
-    def forward(
+    def store(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: Batch,
         spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Stores k, v and attends; shapes as in `AttentionBackend.forward`, caches [B, P, K, D]."""
+    ) -> None:
         slots = batch.slot_mapping[spec.group]
         k_cache[slots // self.block_size, slots % self.block_size] = k
         v_cache[slots // self.block_size, slots % self.block_size] = v
 
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for table, (start, end, seq_len) in zip(
             batch.block_tables[spec.group], batch.attention, strict=True

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.runner.batch import Batch
 
@@ -157,7 +157,7 @@ def store_kv(
     )
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Paged FlashAttention in Triton: one varlen kernel, one split-KV decode kernel.
 
     Head dims that are no power of two are computed in tiles of the next one, so 80 and 96 cost
@@ -188,18 +188,25 @@ class TritonBackend:
     def prepare(self, batch: Batch) -> None:
         """Nothing: the kernels find their sequences by `query_start_loc`, without a host's help."""
 
-    def forward(
+    def store(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         batch: Batch,
         spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """Stores k, v [T, K, D] and attends q [T, H, D]; see `AttentionBackend.forward`."""
+    ) -> None:
         store_kv(k, v, k_cache, v_cache, batch.slot_mapping[spec.group])
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.num_decodes:
             self._decode(out, q, k_cache, v_cache, batch, spec)

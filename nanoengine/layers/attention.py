@@ -16,6 +16,7 @@ from nanoengine.runner.batch import Batch
 
 if TYPE_CHECKING:
     from nanoengine.attention.base import AttentionBackend, AttentionSpec
+    from nanoengine.attention.rotate import HeadNormWeights, Rotation
 
 
 class Attention(nn.Module):
@@ -38,7 +39,16 @@ class Attention(nn.Module):
         self.spec = replace(self.spec, group=group)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNormWeights | None,
+        batch: Batch,
     ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, K, D] -> [T, H, D]; stores k and v on the way."""
-        return self.backend.forward(q, k, v, self.k_cache, self.v_cache, batch, self.spec)
+        """Projected query, key and value heads, [T, H + 2 K, D] -> [T, H, D].
+
+        Queries and keys are normed and rotated, keys and values stored, on the way.
+        """
+        caches = self.k_cache, self.v_cache
+        q = self.backend.rotate_and_store(heads, rotation, norm, *caches, batch, self.spec)
+        return self.backend.attend(q, *caches, batch, self.spec)

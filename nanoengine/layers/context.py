@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.ops import LayerOps, TorchOps
 from nanoengine.parallel.shard import Shard
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class ModelContext:
     Attributes:
         dtype, device: of parameters and activations.
         attention_backend: serves all attention layers.
+        ops: norms, gates and rotations, plain or fused.
         shard: the part of the model that this rank holds.
         linear_method_factory: makes the method of one linear layer, given its full name, say
             "model.layers.0.mlp.down_proj": how its weights are stored and multiplied.
@@ -42,6 +44,7 @@ class ModelContext:
     dtype: torch.dtype
     device: torch.device
     attention_backend: AttentionBackend
+    ops: LayerOps = field(default_factory=TorchOps)
     shard: Shard = field(default_factory=Shard)
     linear_method_factory: Callable[[str], LinearMethod] = UnquantizedLinear
     all_reduce: Callable[[torch.Tensor], torch.Tensor] = one_rank

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoengine.layers.activation import silu_and_mul
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Experts(nn.Module):
         local, where = self.part.stop - self.part.start, (context.dtype, context.device)
         self.gate_up_proj = empty_parameter((num_experts, 2 * local, hidden_size), *where)
         self.down_proj = empty_parameter((num_experts, hidden_size, local), *where)
-        self.all_reduce = context.all_reduce
+        self.all_reduce, self.ops = context.all_reduce, context.ops
 
     def forward(
         self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
@@ -84,7 +83,7 @@ class Experts(nn.Module):
                 continue
             group = slice(start, start + count)
             inputs = hidden.index_select(0, tokens[group])
-            gated = silu_and_mul(F.linear(inputs, self.gate_up_proj[expert]))
+            gated = self.ops.gate(F.linear(inputs, self.gate_up_proj[expert]), "silu")
             result = F.linear(gated, self.down_proj[expert]) * weights[group]
             out.index_add_(0, tokens[group], result)
             start = group.stop

@@ -1,7 +1,7 @@
-"""RMSNorm, over the hidden size and over each head.
+"""RMSNorm, over the hidden size and over each head: the weights, and how checkpoints name them.
 
-Statistics are float32 or wider, and the weight is multiplied in the model's dtype after rounding,
-as the checkpoints' own code does: tokens stay equal to it. float64 stays float64.
+The arithmetic is `LayerOps.rms_norm`; where a weight's dtype is wider than the model's, it is
+multiplied before rounding.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, *, context: ModelContext) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
+        self.size, self.eps, self.ops = size, eps, context.ops
         self.weight = empty_parameter((size,), context.dtype, context.device)
 
     @overload
@@ -46,22 +46,18 @@ class RMSNorm(nn.Module):
         The pair is what a pre-norm decoder needs at each norm, so the sum lives in one place.
         """
         if residual is None:
-            return self._norm(x)
-        residual = x + residual
-        return self._norm(residual), residual
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
+            return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return {f"{path}.weight": WeightSlot(shape=(self.size,), store=self.weight.copy_)}
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of each query and key head, with one weight for all query and one for all key heads.
+    """The weights of the norm of each query and key head, which the attention backend applies.
 
-    Queries and keys lie side by side in [T, H + K, D] and are normed in one go; the two weights of
-    the checkpoint, `q_norm` and `k_norm` beside this module, are kept repeated for every head.
+    One for all query and one for all key heads, `q_norm` and `k_norm` beside this module in the
+    checkpoint, kept repeated for every head: [H + K, D].
     """
 
     def __init__(
@@ -72,9 +68,9 @@ class HeadNorm(nn.Module):
         shape = (num_heads + num_kv_heads, head_dim)
         self.weight = empty_parameter(shape, context.dtype, context.device)
 
-    def forward(self, qk: torch.Tensor) -> torch.Tensor:
-        """[T, H + K, D] -> [T, H + K, D]."""
-        return F.rms_norm(qk, (self.head_dim,), None, self.eps) * self.weight
+    @property
+    def weights(self) -> HeadNormWeights:
+        return HeadNormWeights(weight=self.weight, eps=self.eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         beside, shape = path.rpartition(".")[0], (self.head_dim,)
@@ -96,10 +92,6 @@ class CenteredRMSNorm(RMSNorm):
         super().__init__(size, eps, context=context)
         self.weight = empty_parameter((size,), wide(context.dtype), context.device)
 
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.to(self.weight.dtype), (self.size,), None, self.eps)
-        return (normed * self.weight).to(x.dtype)
-
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slot = WeightSlot(
             shape=(self.size,), store=lambda weight: self.weight.copy_(weight).add_(1)
@@ -116,11 +108,6 @@ class CenteredHeadNorm(HeadNorm):
         super().__init__(num_heads, num_kv_heads, head_dim, eps, context=context)
         shape = (num_heads + num_kv_heads, head_dim)
         self.weight = empty_parameter(shape, wide(context.dtype), context.device)
-
-    def forward(self, qk: torch.Tensor) -> torch.Tensor:
-        """[T, H + K, D] -> [T, H + K, D]."""
-        normed = F.rms_norm(qk.to(self.weight.dtype), (self.head_dim,), None, self.eps)
-        return (normed * self.weight).to(qk.dtype)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slots = super().weight_slots(path)

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from nanoengine.attention.rotate import Rotation
 from nanoengine.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanoengine.layers.context import ModelContext
     from nanoengine.models.config import RopeConfig
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of one step's positions, each [T, 1, D / 2]."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -49,17 +47,6 @@ class RotaryEmbedding(nn.Module):
         """positions [T] -> cos, sin."""
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turns the pairs (x[i], x[i + D / 2]) of every head of [T, heads, D] by their angles."""
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return out
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -146,7 +146,7 @@ class ModelConfig:
         max_position_embeddings: longest context [tokens], extended by yarn where it is configured.
         sliding_windows: per layer None, or w: a token sees itself and the w - 1 tokens before it.
         attention_bias: the q, k and v projections have biases.
-        hidden_act: of the MLP's gate, a key of `layers.activation.GATES`.
+        hidden_act: of the MLP's gate, a key of `layers.ops.GATES`.
         local_rope: the angles of layers with a window, where they have their own.
         query_pre_attn_scalar: its inverse root scales attention; None: head_dim.
         dtype: of the stored weights, as torch names it.

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 
 from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.rotate import Rotation
 from nanoengine.errors import ConfigError
-from nanoengine.layers.activation import GATES
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, RMSNorm
-from nanoengine.layers.rotary import RotaryEmbedding, Rotation, rotate
+from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.config import ModelConfig
 from nanoengine.runner.batch import Batch
 
@@ -91,11 +91,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 K, D]
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        q, k = rotate(qk, rotation).split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(self.attention(q, k, v, batch).reshape(x.shape[0], -1))
+        norm = None if self.head_norm is None else self.head_norm.weights
+        attended = self.attention(heads, rotation, norm, batch)
+        return self.o_proj(attended.reshape(x.shape[0], -1))
 
 
 class GatedMLP(nn.Module):
@@ -104,7 +102,7 @@ class GatedMLP(nn.Module):
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate = GATES[config.hidden_act]
+        self.activation, self.ops = config.hidden_act, context.ops
         self.gate_up_proj = MergedLinear(
             f"{path}.gate_up_proj",
             hidden,
@@ -114,7 +112,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(f"{path}.down_proj", inner, hidden, context=context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.gate(self.gate_up_proj(x), self.activation))
 
 
 class DecoderLayer(nn.Module):

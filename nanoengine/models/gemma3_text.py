@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import torch
 
+from nanoengine.attention.rotate import Rotation
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.norm import CenteredHeadNorm, CenteredRMSNorm
-from nanoengine.layers.rotary import RotaryEmbedding, Rotation
+from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM, Decoder, DecoderLayer, SelfAttention
 from nanoengine.runner.batch import Batch

@@ -1,0 +1,61 @@
+"""LayerOps: the element-wise work between matrix multiplications, a door for fused kernels.
+
+`TorchOps` is the plain version that every other one is tested against. Layers reach their ops
+through `ModelContext.ops`. What happens between the projection and attention belongs to the
+attention backend, since it ends in the KV cache.
+
+The dtype of a norm's weight says where to round: a weight of x's dtype is multiplied after the norm
+was rounded to it, a wider one before, as the checkpoints' own code does. Statistics are float32 or
+wider.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467); Shazeer, "GLU
+Variants Improve Transformer" (arXiv 2002.05202).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class LayerOps(Protocol):
+    """What stands between the matrix multiplications of a decoder layer. Stateless."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, whose size is weight's: [T, N]."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the norm of x + residual, x + residual), both [T, N]; either input may be
+        overwritten."""
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(gate) * up of [T, 2 I], gate first: [T, I]. `activation` is a key of `GATES`."""
+
+
+GATES = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+}
+"""`hidden_act` of a config -> the function on the gate."""
+
+
+class TorchOps:
+    """Plain torch on any device, in any dtype."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps)
+        return (normed * weight).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x + residual
+        return self.rms_norm(residual, weight, eps), residual
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return GATES[activation](gate).mul_(up)
