@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoengine.config import EngineConfig
 from nanoengine.core.admission import Hysteresis, Predictive, WatermarkOnly, make_policy
-from nanoengine.core.scheduler import MAX_OVERTAKEN
+from nanoengine.core.waiting import MAX_OVERTAKEN
 from nanoengine.errors import ConfigError
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import make_engine, run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.scheduler import MAX_LOOK_AHEAD, MAX_OVERTAKEN
+from nanoengine.core.waiting import MAX_LOOK_AHEAD, MAX_OVERTAKEN
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, expected_output, make_engine, run, run_late

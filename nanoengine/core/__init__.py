@@ -1,5 +1,5 @@
 """WHAT to run: sequences, blocks, admission, preemption, the plan of a step. Ints, no torch.
 
-Reading order: `sequence`, `block_pool`, `kv_groups`, `block_manager`, `plan`, `scheduler`,
-`protocols`.
+Reading order: `sequence`, `block_pool`, `kv_groups`, `block_manager`, `plan`, `scheduler` with its
+`waiting` queue, `rows` and `roster`, `protocols`.
 """

@@ -17,55 +17,20 @@ Called by LLMEngine; asks the BlockManager for blocks; knows no tensors and no f
 
 from __future__ import annotations
 
-import heapq
 import time
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from nanoengine.core.admission import AdmissionPolicy, WatermarkOnly
 from nanoengine.core.block_manager import BlockManager, Verdict
-from nanoengine.core.plan import (
-    AdmittedSequence,
-    ChosenToken,
-    Fork,
-    Preemption,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-)
+from nanoengine.core.plan import Preemption, StepPlan, StepResult
+from nanoengine.core.roster import Roster
+from nanoengine.core.rows import admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
-
-MAX_LOOK_AHEAD = 8
-"""Waiting sequences that do not fit yet and are passed over in one step."""
-MAX_OVERTAKEN = 16
-"""Times that a waiting sequence may be overtaken; then nobody passes it until it is admitted."""
+from nanoengine.core.waiting import LookAhead
 
 
-@dataclass(slots=True, kw_only=True)
-class SchedulerStats:
-    """Counters since the start.
-
-    `prefill_tokens` counts computed tokens that were not sampled in this life of the sequence
-    (prompts, and everything recomputed after a preemption); `recomputed_tokens` are those of them
-    that had been computed before; `decode_tokens` the rest.
-    """
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    recomputed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    finished_requests: int = 0
-
-    @property
-    def prefill_waste_frac(self) -> float:
-        """Share of prefill work that preemptions made necessary again."""
-        return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
-
-
-class Scheduler:
+class Scheduler(Roster):
     """Plans steps under a token budget, a cap on sequences, and the blocks there are.
 
     Args:
@@ -87,83 +52,23 @@ class Scheduler:
         long_prefill_threshold: int = 0,
         policy: AdmissionPolicy | None = None,
     ) -> None:
-        self.block_manager = block_manager
+        super().__init__(
+            block_manager,
+            max_num_seqs=max_num_seqs,
+            policy=WatermarkOnly() if policy is None else policy,
+        )
         self._block_size = block_manager.block_size
-        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
-        self.policy = WatermarkOnly() if policy is None else policy
-        self.stats = SchedulerStats()
-        self._num_seqs_made = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.running: list[Sequence] = []
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
-        self._num_waiting = 0
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self._released: list[int] = []
         self._in_flight: dict[int, list[Sequence]] = {}
-        self._done: list[Request] = []
-        # Parent, child and its computed tokens, since the last plan; None: it has lost its row.
-        self._forked: list[tuple[Sequence | None, Sequence, int]] = []
-        self._chosen: list[ChosenToken] = []
-        self._undecided: list[Request] = []  # their chooser has something new to look at
-        self.last_finished: list[Request] = []  # by the latest commit, for observers
-        self._any_ended = False
 
     # --- requests -----------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for admission."""
-        return self._num_waiting
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold a row."""
-        return len(self.running)
-
-    def num_waste_slots(self) -> int:
-        """Slots that are allocated to running sequences but hold no token (yet)."""
-        size = self.block_manager.block_size
-        return sum(
-            len(table) * size - min(seq.num_computed_tokens, len(table) * size)
-            for seq in self.running
-            for table in seq.block_tables
-        )
-
-    @property
     def has_unfinished(self) -> bool:
         """True while a step has something to do or to commit."""
-        return bool(self.running or self._num_waiting or self._in_flight or self._done)
-
-    def add(
-        self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
-    ) -> None:
-        """Queues a request that the engine has validated."""
-        request.seed = seed
-        first = Sequence(
-            request,
-            seq_id=self._next_seq_id(),
-            index=0,
-            token_ids=list(request.prompt_token_ids),
-            seed=seed,
-            stop_ids=stop_ids,
-            max_num_tokens=max_num_tokens,
-        )
-        request.sequences.append(first)
-        self._wait(first)
-
-    def abort(self, request: Request) -> None:
-        """Ends a request wherever it is; its blocks and rows are free at once."""
-        for seq in request.sequences:
-            if not seq.is_finished:
-                self._end(seq, "abort")
-        if request in self._done:  # it has failed in a step that is not committed yet
-            self._done.remove(request)
-        self._drop_ended()
+        return bool(self.running or self._waiting or self._in_flight or self._done)
 
     def abort_all(self, requests: Iterable[Request]) -> None:
         """Ends all requests, these being all there are; steps under way need no commit."""
@@ -187,102 +92,8 @@ class Scheduler:
                     self._set_finished(seq, "abort")
         self.block_manager.discard_all()
         self._clear()
-        self._released = list(range(self.max_num_seqs))
-
-    # --- between steps ------------------------------------------------------------------------
-
-    def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
-        """A new sequence of the same request that goes on from the parent's tokens.
-
-        It shares all blocks of a parent that runs; the first of them to write into the shared last
-        block copies it. Without a free row, or where the parent has none, the child waits, and is
-        admitted like one that was preempted: what the prefix cache has kept is not computed again.
-
-        Args:
-            parent: not finished, and not sampled by a step that is not committed yet.
-            next_token_id: takes the place of the parent's last token, which is sampled but not
-                computed; for a resting parent it comes next. None: go on as the parent does.
-        """
-        assert not parent.is_finished, parent
-        assert parent.num_pending_tokens == 0, parent
-        child = self._make_child(parent, parent.request.next_index)
-        parent.request.next_index += 1
-        if parent.status is Status.RUNNING and self._num_spare_rows() > 0:
-            self._place_beside(child, parent)
-        else:
-            child.num_preempted_tokens = max(
-                parent.num_computed_tokens, parent.num_preempted_tokens
-            )
-            child.status = Status.PARKED
-        if next_token_id is not None:
-            if child.offer is None:
-                child.token_ids.pop()
-                if child.logprobs is not None:
-                    sampled, *child.offer = child.logprobs.pop()
-                    child.cumulative_logprob -= sampled.logprob
-            self._follow_again(child)
-            self.give(child, next_token_id)
-        else:
-            self._follow_again(child)
-            if child.status is Status.PARKED and child.offer is None:
-                self._wait(child)
-        return child
-
-    def give(self, seq: Sequence, token_id: int) -> None:
-        """Appends the next token of a resting sequence; it may end by it."""
-        offer, seq.offer = seq.offer, None
-        logprobs = None
-        if seq.logprobs is not None and offer is not None:
-            given = next(entry for entry in offer if entry.token_id == token_id)
-            logprobs = [[given, *offer]]
-        if seq.status is Status.RUNNING:
-            self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
-        self._append(seq, [token_id], logprobs, time.perf_counter())
-        if seq.status is Status.PARKED:
-            self._wait(seq)
-        self._drop_ended()
-
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """Ends one sequence; its request goes on with the others."""
-        self._end(seq, reason)
-        self._drop_ended()
-
-    def drop(self, seq: Sequence) -> None:
-        """Ends one sequence of several and forgets it: its request has no output of it."""
-        assert len(seq.request.sequences) > 1, seq
-        request = seq.request
-        request.sequences.remove(seq)
-        self.finish(seq, "abort")
-        if request.finished and request not in self._done:
-            self._done.append(request)
-
-    def _make_child(self, parent: Sequence, index: int) -> Sequence:
-        request = parent.request
-        child = parent.fork(
-            seq_id=self._next_seq_id(), index=index, seed=fork_seed(request.seed, index)
-        )
-        request.sequences.append(child)
-        return child
-
-    def _place_beside(self, child: Sequence, parent: Sequence) -> None:
-        """Gives a child a row and the parent's blocks; the next plan tells the executor."""
-        child.row = self._free_rows.pop()
-        child.status = Status.RUNNING
-        self.block_manager.fork(parent, child)
-        insort(self.running, child, key=lambda s: s.order)
-        self._forked.append((parent, child, child.num_computed_tokens))
-        # Why: the executor copies the parent's row as the last plan has left it.
-        self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
-
-    def _follow_again(self, seq: Sequence) -> None:
-        """Shows a forked sequence's sink the output it starts with."""
-        if seq.sink is not None:
-            for token_id in seq.output_token_ids:
-                seq.sink.append(token_id)
-
-    def _num_spare_rows(self) -> int:
-        """Free rows less those kept for the forks of prompts that are being computed."""
-        return len(self._free_rows) - sum(self._num_forks_due(seq) for seq in self.running)
+        self._in_flight = {}
+        self._rows.release_all()
 
     # --- schedule -----------------------------------------------------------------------------
 
@@ -300,9 +111,7 @@ class Scheduler:
         if not scheduled and not any(self._in_flight.values()):
             self._make_resting_yield(plan, scheduled)
         # Why last: a fork of this step may take the row of a sequence preempted in this step.
-        plan.released, self._released = self._released, []
-        plan.chosen_tokens, self._chosen = self._chosen, []
-        self._tell_forks(plan)
+        self._rows.tell(plan)
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
@@ -382,24 +191,11 @@ class Scheduler:
         Why: nobody else would; the choice they rest for needs the waiting one's offer.
         """
         self._drop_ended()
-        while self._num_waiting and self.running and not scheduled:
+        while self._waiting and self.running and not scheduled:
             victim = self.running[-1]
             assert victim.rests, victim
             self._preempt(plan, victim, "it rests, and those that wait need its row or blocks")
             self._admit(plan, scheduled, self.max_num_batched_tokens)
-
-    def _tell_forks(self, plan: StepPlan) -> None:
-        """Writes the forks since the last plan into this one, in their order.
-
-        A child whose parent has lost its row meanwhile enters as an admitted sequence, its KV being
-        in the blocks that it shared.
-        """
-        for parent, child, num_computed_tokens in self._forked:
-            if parent is None:
-                self._tell_admission(plan, child, num_computed_tokens)
-            else:
-                plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
-        self._forked = []
 
     def _preempt(self, plan: StepPlan, victim: Sequence, reason: str) -> None:
         """Takes the lowest-priority, latest sequence's row and blocks; it waits, tokens kept.
@@ -415,48 +211,39 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.draft_token_ids = ()
         self.block_manager.deallocate(victim)
-        self._release_row(victim)
+        self._rows.release(victim)
         if rests:
             victim.status = Status.PARKED
         else:
-            self._wait(victim)
+            self._waiting.push(victim)
 
     def _admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
-        """Admits waiting sequences by priority and arrival while rows, budget and blocks last.
-
-        Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them
-        MAX_OVERTAKEN times at most.
-        """
-        if not self._num_waiting:
+        """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
+        if not self._waiting:
             return
-        passed_over: list[Sequence] = []
+        ahead = LookAhead(self._waiting)
         rows_kept = sum(self._num_forks_due(seq) for seq in self.running if seq.params.n > 1)
-        while self._num_waiting and budget > 0:
-            if any(other.num_overtaken >= MAX_OVERTAKEN for other in passed_over):
-                break
-            seq = self._pop_waiting()
+        while budget > 0 and (seq := ahead.next()) is not None:
             forks = self._num_forks_due(seq)
-            if len(self._free_rows) - rows_kept < 1 + forks or seq.num_pending_tokens:
-                passed_over.append(seq)
+            if self._rows.num_free - rows_kept < 1 + forks or seq.num_pending_tokens:
+                ahead.pass_over(seq)
                 break
             admission = self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))
             if admission.verdict is Verdict.NEVER:
-                self._num_waiting += 1  # it ends as a waiting one
+                self._waiting.push(seq)  # it ends as a waiting one
                 self._fail(seq, self._too_small_for(seq.num_tokens))
                 continue
             num_new = seq.num_tokens - admission.num_cached_tokens
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
-                passed_over.append(seq)
+                ahead.pass_over(seq)
                 if admission.reason:
                     plan.reasons.append(f"seq {seq.seq_id} waits: {admission.reason}")
-                if len(passed_over) > MAX_LOOK_AHEAD:
-                    break
                 continue
             if self.running and not self.policy.may_admit(
                 seq, admission, self.running, self.block_manager
             ):
-                passed_over.append(seq)  # Why break: what is full soon is so for those behind, too.
+                ahead.pass_over(seq)  # Why break: what is full soon is so for those behind, too.
                 break
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             rows_kept += forks
@@ -469,36 +256,22 @@ class Scheduler:
             self._schedule_one(plan, scheduled, seq, num_new)
             rows_kept -= forks - self._num_forks_due(seq)
             budget -= num_new
-            for other in passed_over:
-                other.num_overtaken += 1
-        if passed_over and not plan.rows:
-            plan.reasons.append(f"nothing admitted: {passed_over[0]} waits for blocks or rows")
-        for seq in passed_over:
-            self._wait(seq)
+            ahead.overtake()
+        if ahead.passed_over and not plan.rows:
+            plan.reasons.append(
+                f"nothing admitted: {ahead.passed_over[0]} waits for blocks or rows"
+            )
+        ahead.end()
 
     def _start(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
-        seq.row = self._free_rows.pop()
+        self._rows.take(seq)
         seq.status = Status.RUNNING
         seq.num_overtaken = 0
         insort(self.running, seq, key=lambda s: s.order)
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.perf_counter()
             seq.request.num_cached_tokens = num_cached_tokens
-        self._tell_admission(plan, seq, num_cached_tokens)
-
-    def _tell_admission(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
-        plan.admitted.append(
-            AdmittedSequence(
-                seq.row,
-                seq.seq_id,
-                list(seq.token_ids),
-                seq.num_prompt_tokens,
-                num_cached_tokens,
-                seq.params,
-                seq.seed,
-                seq.request.bad_word_ids,
-            )
-        )
+        plan.admitted.append(admitted(seq, num_cached_tokens))
 
     def _schedule_one(
         self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int
@@ -592,6 +365,17 @@ class Scheduler:
         self.stats.finished_requests += len(done)
         return done
 
+    # --- small moves --------------------------------------------------------------------------
+
+    def _too_small_for(self, num_tokens: int) -> str:
+        manager = self.block_manager
+        return (
+            f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"
+            f" {manager.block_size} tokens, the pool has {manager.pool.num_usable}"
+            f" ({manager.num_watermark_blocks} kept as watermark): raise num_kv_blocks or"
+            f" kv_cache_gib, or ask for fewer tokens"
+        )
+
     def _let_choose(self) -> None:
         """Calls the choosers whose sequences all rest; ends what a failed one leaves behind."""
         undecided, self._undecided = self._undecided, []
@@ -604,142 +388,14 @@ class Scheduler:
                 request.chooser.choose(request, self)
                 assert all(seq.offer is None or seq.is_finished for seq in live), "left to rest"
 
-    def _append(
-        self,
-        seq: Sequence,
-        tokens: list[int],
-        logprobs: list[list[TokenLogprob]] | None,
-        now: float,
-    ) -> None:
-        if seq.first_token_time is None:
-            seq.first_token_time = now
-        seq.last_token_time = now
-        for j, token_id in enumerate(tokens):
-            seq.token_ids.append(token_id)
-            self.stats.output_tokens += 1
-            if logprobs is not None and seq.logprobs is not None:
-                seq.logprobs.append(logprobs[j])
-                seq.cumulative_logprob += logprobs[j][0].logprob
-            num_tokens = len(seq.token_ids)
-            if num_tokens >= seq.min_num_tokens and token_id in seq.stop_ids:
-                is_stop_id = token_id in (seq.params.stop_token_ids or ())
-                return self._end(seq, "stop", token_id if is_stop_id else None)
-            if seq.sink is not None:
-                stop_string = seq.sink.append(token_id)
-                if stop_string is not None:
-                    return self._end(seq, "stop", stop_string)
-            if num_tokens >= seq.max_num_tokens:
-                return self._end(seq, "length")
-        return None
-
-    def _extend_prompt_logprobs(
-        self, seq: Sequence, start: int, new: list[list[TokenLogprob]]
-    ) -> None:
-        """Appends those not known yet: a preempted prompt is computed, and reported, again."""
-        known = seq.request.prompt_logprobs
-        if known is not None and seq.index == 0:
-            known += new[len(known) - start :]
-
-    # --- small moves --------------------------------------------------------------------------
-
-    def _num_forks_due(self, seq: Sequence) -> int:
-        """Sequences still to be forked from this one."""
-        return seq.request.num_forks_due if seq.index == 0 else 0
-
-    def _end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Gives a sequence its finish reason; its row and blocks are free from now on."""
-        if seq.status is Status.RUNNING:
-            self.block_manager.deallocate(seq)
-            self._release_row(seq)
-            self._any_ended = True
-        elif seq.status is Status.WAITING:
-            self._num_waiting -= 1
-        self._set_finished(seq, reason, stop_reason)
-        if reason != "abort" and seq.request.finished:
-            self._done.append(seq.request)
-
-    def _set_finished(
-        self, seq: Sequence, reason: str, stop_reason: int | str | None = None
-    ) -> None:
-        seq.status = Status.FINISHED
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
-        seq.finish_time = time.perf_counter()
-        self.policy.on_finish(seq)
-
-    def _fail(self, seq: Sequence, message: str) -> None:
-        """Ends a sequence with an error of its own; nobody else notices.
-
-        Where a chooser decides, the whole request ends with it, at the next commit.
-        """
-        seq.request.error = message
-        if seq.request.chooser is not None:
-            self._undecided.append(seq.request)
-        self._end(seq, "error")
-
-    def _too_small_for(self, num_tokens: int) -> str:
-        manager = self.block_manager
-        return (
-            f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"
-            f" {manager.block_size} tokens, the pool has {manager.pool.num_usable}"
-            f" ({manager.num_watermark_blocks} kept as watermark): raise num_kv_blocks or"
-            f" kv_cache_gib, or ask for fewer tokens"
-        )
-
-    def _drop_ended(self) -> None:
-        if self._any_ended:
-            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-            self._any_ended = False
-
-    def _release_row(self, seq: Sequence) -> None:
-        self._free_rows.append(seq.row)
-        # Why: of a child forked since the last plan the executor knows nothing yet.
-        if all(child is not seq for _, child, _ in self._forked):
-            self._released.append(seq.row)
-        self._forked = [
-            (None if parent is seq else parent, child, num_computed_tokens)
-            for parent, child, num_computed_tokens in self._forked
-            if child is not seq
-        ]
-        self._chosen = [chosen for chosen in self._chosen if chosen.row != seq.row]
-        seq.row = NO_ROW
-
-    def _wait(self, seq: Sequence) -> None:
-        seq.status = Status.WAITING
-        self._num_waiting += 1
-        heapq.heappush(self._waiting, (seq.order, seq))
-
-    def _pop_waiting(self) -> Sequence:
-        """The first sequence still waiting; aborted ones are dropped on the way."""
-        while True:
-            _, seq = heapq.heappop(self._waiting)
-            if seq.status is Status.WAITING:
-                self._num_waiting -= 1
-                return seq
-
-    def _next_seq_id(self) -> int:
-        self._num_seqs_made += 1
-        return self._num_seqs_made - 1
-
     # --- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises AssertionError if an invariant of queue, rows or blocks is broken."""
         self.block_manager.check(self.running)
-        rows = [seq.row for seq in self.running]
-        assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs)), rows
+        self._rows.check(self.running)
+        self._waiting.check()
         assert all(seq.status is Status.RUNNING for seq in self.running)
         assert [s.order for s in self.running] == sorted(s.order for s in self.running)
-        waiting = [seq for _, seq in self._waiting if seq.status is Status.WAITING]
-        assert len(waiting) == self._num_waiting, (len(waiting), self._num_waiting)
         for seq in self.running:
             assert seq.num_computed_tokens <= seq.num_tokens + len(seq.draft_token_ids), seq
-
-
-def fork_seed(seed: int, index: int) -> int:
-    """The seed of a request's index-th sequence. Source: SplitMix64's increment.
-
-    >>> fork_seed(7, 0)
-    7
-    """
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63

@@ -1,0 +1,96 @@
+"""Rows: the executor's places for running sequences, and what it has yet to be told about them.
+
+    free ──take, fork──► held by a running sequence ──release──► free
+
+The executor keeps each row's tokens across steps; what has changed since the last plan is collected
+here, and `tell` writes it into the next one. Used by the Scheduler; knows no blocks.
+"""
+
+from __future__ import annotations
+
+from nanoengine.core.plan import AdmittedSequence, ChosenToken, Fork, StepPlan
+from nanoengine.core.sequence import NO_ROW, Sequence
+
+
+class Rows:
+    """`num_rows` places, each held by one running sequence or free."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._released: list[int] = []
+        # Parent, child and its computed tokens, since the last plan; None: it has lost its row.
+        self._forked: list[tuple[Sequence | None, Sequence, int]] = []
+        self._chosen: list[ChosenToken] = []
+
+    @property
+    def num_free(self) -> int:
+        """Rows that nobody holds."""
+        return len(self._free)
+
+    def take(self, seq: Sequence) -> None:
+        """Gives a sequence a row, in a plan that admits it."""
+        seq.row = self._free.pop()
+
+    def fork(self, child: Sequence, parent: Sequence) -> None:
+        """Gives a child a row; the next plan says that it starts as a copy of its parent's."""
+        self.take(child)
+        self._forked.append((parent, child, parent.num_computed_tokens))
+        # Why: the executor copies the parent's row as the last plan has left it.
+        self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
+
+    def choose(self, seq: Sequence, token_id: int) -> None:
+        """The sequence's next token was chosen outside."""
+        self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
+
+    def release(self, seq: Sequence) -> None:
+        """Takes a sequence's row back, and with it what the executor was to be told of it."""
+        self._free.append(seq.row)
+        # Why: of a child forked since the last plan the executor knows nothing yet.
+        if all(child is not seq for _, child, _ in self._forked):
+            self._released.append(seq.row)
+        self._forked = [
+            (None if parent is seq else parent, child, num_computed_tokens)
+            for parent, child, num_computed_tokens in self._forked
+            if child is not seq
+        ]
+        self._chosen = [chosen for chosen in self._chosen if chosen.row != seq.row]
+        seq.row = NO_ROW
+
+    def release_all(self) -> None:
+        """Has the next plan release all rows, also those that are free."""
+        self._released = list(range(self._num_rows))
+
+    def tell(self, plan: StepPlan) -> None:
+        """Writes what has changed since the last plan into this one, forks in their order.
+
+        A child whose parent has lost its row meanwhile enters as an admitted sequence, its KV being
+        in the blocks that it shared.
+        """
+        plan.released, self._released = self._released, []
+        plan.chosen_tokens, self._chosen = self._chosen, []
+        for parent, child, num_computed_tokens in self._forked:
+            if parent is None:
+                plan.admitted.append(admitted(child, num_computed_tokens))
+            else:
+                plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
+        self._forked = []
+
+    def check(self, running: list[Sequence]) -> None:
+        """Raises AssertionError unless each row is free or held by one of these sequences."""
+        held = [seq.row for seq in running]
+        assert sorted(held + self._free) == list(range(self._num_rows)), held
+
+
+def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:
+    """What the executor is told of a sequence that takes a row."""
+    return AdmittedSequence(
+        seq.row,
+        seq.seq_id,
+        list(seq.token_ids),
+        seq.num_prompt_tokens,
+        num_cached_tokens,
+        seq.params,
+        seq.seed,
+        seq.request.bad_word_ids,
+    )
