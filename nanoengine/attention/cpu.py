@@ -10,17 +10,18 @@ beside the package or, where that can't be written, in the user's cache director
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from nanoengine.attention import cpu_kernels as kernels
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError
+from nanoengine.kernels import cpu_layers
+from nanoengine.kernels.threads import num_workers, set_threads, share_threads_with_torch
 from nanoengine.runner.batch import Batch
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
@@ -50,31 +51,6 @@ class CPUStep:
     tables: np.ndarray  # [G, S, M] int32
     num_workers: int
     tasks: dict[tuple[int, int, int, int], _Tasks] = field(default_factory=dict)
-
-
-def share_threads_with_torch() -> None:
-    """Runs numba's kernels on torch's OpenMP threads, as many as torch uses.
-
-    Why: two pools of spinning threads fight for the cores. Perf: a linear layer and an attention
-    kernel of 3.5 ms each, alternating, take 7.2 ms on one pool and 11.7 ms on two (2 Zen 3 cores).
-    """
-    try:
-        from numba.np.ufunc import omppool  # noqa: F401
-    except ImportError:
-        pass  # numba picks another layer, and the warning below names it
-    else:
-        numba.config.THREADING_LAYER = "omp"
-    threads = torch.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-    # Why: numba's start sets OpenMP's thread count, which is torch's too, to all cores.
-    torch.set_num_threads(threads)
-    if numba.threading_layer() != "omp":
-        warnings.warn(
-            f"numba runs on its threading layer {numba.threading_layer()!r} because 'omp' could not"
-            " be used; attention and torch compete for the cores and both are slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 class CPUBackend(AttentionBackend):
@@ -119,9 +95,8 @@ class CPUBackend(AttentionBackend):
 
     def prepare(self, batch: Batch) -> CPUStep:
         """Views the step's tensors as numpy arrays; cheap enough for every step."""
-        # Why: numba keeps the count for each thread, and an engine may be built in another one.
-        workers = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        numba.set_num_threads(workers)
+        workers = num_workers()
+        set_threads(workers)
         return CPUStep(
             query_start=np.ascontiguousarray(batch.query_start_loc.numpy()),
             seq_lens=np.ascontiguousarray(batch.seq_lens.numpy()),
@@ -145,6 +120,38 @@ class CPUBackend(AttentionBackend):
         keys, values = k_cache.view(-1).numpy(), v_cache.view(-1).numpy()
         slots = batch.attention.slots[spec.group]
         kernels.store(k_flat, k_stride, v_flat, v_stride, slots, keys, values, self._sizes(spec))
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNormWeights | None,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """One pass over the projection; see `AttentionBackend.rotate_and_store`."""
+        step: CPUStep = batch.attention
+        num_tokens, _, dim = heads.shape
+        q = torch.empty(num_tokens, spec.num_heads, dim, dtype=heads.dtype)
+        source = heads.contiguous().numpy()
+        # Why: numba's first argument types decide the compilation, so "no norm" needs an array too.
+        weight = source[0, : -spec.num_kv_heads] if norm is None else norm.weight.numpy()
+        cpu_layers.rotate_and_store(
+            source,
+            rotation[0].as_strided((num_tokens, dim), (dim, 1)).numpy(),
+            weight,
+            source.dtype.type(0 if norm is None else norm.eps),
+            norm is not None,
+            step.slots[spec.group],
+            k_cache.view(-1).numpy(),
+            v_cache.view(-1).numpy(),
+            q.numpy(),
+            self._sizes(spec),
+            step.num_workers,
+        )
+        return q
 
     def attend(
         self,

@@ -24,13 +24,14 @@ size.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+
+from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.exp import exp
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 ROW_TILE = 32  # rows a task may hold: queries times query heads of one KV head
@@ -47,81 +48,6 @@ JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FASTMAT
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
 
 
-def _vector_type(array_type):
-    """<8 x float> or <4 x double>: one AVX register, two of NEON."""
-    scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
-    return ir.VectorType(scalar, 256 // array_type.dtype.bitwidth)
-
-
-class _Emit:
-    """Writes the vector instructions of one register tile."""
-
-    def __init__(self, context, builder, array_type):
-        self.context, self.builder = context, builder
-        self.vector = _vector_type(array_type)
-        self.scalar, self.width = self.vector.element, self.vector.count
-        self.suffix = f"v{self.width}f{array_type.dtype.bitwidth}"
-        self.align = array_type.dtype.bitwidth // 8
-
-    def pointer(self, array_type, array, offset):
-        data = self.context.make_array(array_type)(self.context, self.builder, array).data
-        return self.builder.gep(data, [offset])
-
-    def at(self, pointer, *offsets):
-        for offset in offsets:
-            pointer = self.builder.gep(pointer, [offset])
-        return pointer
-
-    def load(self, pointer):
-        pointer = self.builder.bitcast(pointer, self.vector.as_pointer())
-        return self.builder.load(pointer, align=self.align)
-
-    def store(self, value, pointer):
-        pointer = self.builder.bitcast(pointer, value.type.as_pointer())
-        self.builder.store(value, pointer, align=self.align)
-
-    def variable(self, value):
-        """A mutable vector; LLVM keeps it in a register."""
-        cell = cgutils.alloca_once(self.builder, self.vector)
-        self.builder.store(value, cell)
-        return cell
-
-    def broadcast(self, pointer):
-        first = self.builder.insert_element(
-            ir.Constant(self.vector, ir.Undefined), self.builder.load(pointer), ir.IntType(32)(0)
-        )
-        return self.shuffle(first, first, [0] * self.width)
-
-    def fma(self, a, b, c):
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        name = f"llvm.fmuladd.{self.suffix}"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, [a, b, c])
-
-    def shuffle(self, a, b, lanes):
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
-        return self.builder.shuffle_vector(a, b, mask)
-
-    def fold(self, a, b, lanes, step):
-        """Adds the lanes `lanes` of (a, b) to those `step` further on."""
-        other = self.shuffle(a, b, [lane + step for lane in lanes])
-        return self.builder.fadd(self.shuffle(a, b, lanes), other)
-
-    def sums_of_four(self, a, b, c, d):
-        """[sum(a), sum(b), sum(c), sum(d)], as one tree for all: a third of the work of four."""
-        width, half, quarter = self.width, self.width // 2, self.width // 4
-        firsts = [*range(half), *range(width, width + half)]
-        x, y = self.fold(a, b, firsts, half), self.fold(c, d, firsts, half)
-        starts = (0, width, half, width + half)  # of the partial sums of a, c, b, d
-        z = self.fold(x, y, [s + i for s in starts for i in range(quarter)], quarter)
-        while quarter > 1:
-            quarter //= 2
-            z = self.fold(
-                z, z, [2 * quarter * s + i for s in range(4) for i in range(quarter)], quarter
-            )
-        return self.shuffle(z, z, [0, 2, 1, 3])
-
-
 @intrinsic(prefer_literal=True)
 def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows):
     """scores[r, t] = q[r] . k[t] for `rows` x 4 tokens, held in registers over the head dim."""
@@ -129,7 +55,7 @@ def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows):
     signature = types.void(q, q_at, k, k_at, scores, scores_at, head_dim, rows)
 
     def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder, q)
+        emit = Emit(context, builder, q)
         dim = args[6]
         word = dim.type
         q_rows = [emit.pointer(q, args[0], args[1])]
@@ -163,7 +89,7 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
     signature = types.void(p, p_at, v, v_at, num_tokens, out, out_at, head_dim, rows, vectors)
 
     def codegen(context, builder, sig, args):
-        emit = _Emit(context, builder, v)
+        emit = Emit(context, builder, v)
         dim = args[7]
         word = dim.type
         weights = emit.pointer(p, args[0], args[1])
@@ -189,39 +115,6 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
         return context.get_dummy_value()
 
     return signature, codegen
-
-
-def _exp(x):
-    """e ** x for x <= 0, exactly 0 below the smallest normal number."""
-    return math.exp(x)
-
-
-@overload(_exp, jit_options={"fastmath": {"contract"}})
-def _exp_overload(x):
-    if x != types.float32:
-        return lambda x: math.exp(x)
-    log2_e, ln2_high, ln2_low = (
-        np.float32(1.4426950),
-        np.float32(0.693359375),
-        np.float32(-2.1219444e-4),
-    )
-    c2, c3, c4 = np.float32(0.5), np.float32(1.6666665e-1), np.float32(4.1665796e-2)
-    c5, c6, c7 = np.float32(8.3334519e-3), np.float32(1.3981999e-3), np.float32(1.9875691e-4)
-    half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(-87), np.float32(0)
-    bias, shift = np.int32(127), np.int32(23)
-
-    def polynomial(x):
-        # Why: libm's expf is a call per number; this vectorizes. Comparisons let NaN through.
-        # Source: range reduction and coefficients of Cephes' expf (Moshier).
-        clamped = lowest if x < lowest else x
-        n = np.floor(clamped * log2_e + half)
-        r = clamped - n * ln2_high - n * ln2_low
-        tail = ((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2
-        power = np.int32(np.int32(np.int32(n) + bias) << shift).view(np.float32)
-        value = (tail * r * r + r + one) * power
-        return zero if x < lowest else value
-
-    return polynomial
 
 
 @njit(**JIT)
@@ -305,11 +198,11 @@ def _softmax_step(scores, maximum, total, out, r):
     old = maximum[r]
     new = _highest(row, old)
     for t in range(KV_TILE):
-        row[t] = _exp(row[t] - new)
+        row[t] = exp(row[t] - new)
     added = total.dtype.type(0)
     for t in range(KV_TILE):
         added += row[t]
-    factor = _exp(old - new)
+    factor = exp(old - new)
     total[r] = total[r] * factor + added
     maximum[r] = new
     if factor != 1:
@@ -325,7 +218,7 @@ def _softcap(scores, rows, softcap):
         row = scores[r]
         for t in range(KV_TILE):
             x = row[t] / softcap
-            e = _exp(-two * abs(x))
+            e = exp(-two * abs(x))
             row[t] = np.copysign(softcap * (one - e) / (one + e), x)
 
 
@@ -434,7 +327,7 @@ def combine(tasks, merges, sizes, result, partial_out, partial_stats):
             for d in range(head_dim):
                 result[at + d] = 0
             for s in range(merges[i, 1]):
-                weight = _exp(partial_stats[base + s * room, 0] - highest)
+                weight = exp(partial_stats[base + s * room, 0] - highest)
                 total += weight * partial_stats[base + s * room, 1]
                 for d in range(head_dim):
                     result[at + d] += weight * partial_out[base + s * room, d]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 
 class Embedding(nn.Module):
-    """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary."""
+    """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary.
+
+    Attributes:
+        lookup: ids [T] -> rows of the weight; that of a tied head, which may store it in its own
+            form.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext) -> None:
         super().__init__()
@@ -24,14 +30,18 @@ class Embedding(nn.Module):
         self.rows = self.shard.slice(vocab_size, "vocab_size")
         local = (self.rows.stop - self.rows.start, hidden_size)
         self.weight = empty_parameter(local, context.dtype, context.device)
+        self.lookup: Callable[[torch.Tensor], torch.Tensor] = self._plain_lookup
+
+    def _plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.shard.world_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.lookup(token_ids)
         # A rank gives zeros for tokens that another rank holds; the sum is the embedding.
         mine = (token_ids >= self.rows.start) & (token_ids < self.rows.stop)
         local_ids = torch.where(mine, token_ids - self.rows.start, 0)
-        return self.all_reduce(F.embedding(local_ids, self.weight) * mine.unsqueeze(-1))
+        return self.all_reduce(self.lookup(local_ids) * mine.unsqueeze(-1))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.weight.copy_)
@@ -56,6 +66,8 @@ class OutputHead(nn.Module):
             device=context.device,
             weight=embedding.weight if tied else None,
         )
+        if tied:
+            embedding.lookup = self.method.rows
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.all_gather(self.method.apply(hidden, None))

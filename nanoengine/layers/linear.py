@@ -58,6 +58,11 @@ class LinearMethod(nn.Module):
         """[..., in_features] -> [..., out_features], the dtype of x."""
         raise NotImplementedError
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a weight that was given to `create`, [T] -> [T, in_features]: the lookup of the
+        embedding that it is tied to."""
+        raise NotImplementedError
+
     def finish(self) -> None:
         """Called once when all weights are loaded; a method may repack them here."""
 
@@ -83,6 +88,9 @@ class UnquantizedLinear(LinearMethod):
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
 
 
 class MergedLinear(nn.Module):

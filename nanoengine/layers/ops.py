@@ -59,3 +59,13 @@ class TorchOps:
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate).mul_(up)
+
+
+def make_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
+    """The fastest ops for a device: kernels compiled by numba on a CPU, where they know the
+    dtype."""
+    if device.type == "cpu" and dtype in (torch.float32, torch.float64):
+        from nanoengine.layers.cpu_ops import CPUOps
+
+        return CPUOps()
+    return TorchOps()

@@ -1,38 +1,31 @@
-"""PackedLinear: float32 weights in oneDNN's blocked layout, the faster way to multiply on a CPU.
+"""PackedLinear: float32 weights in panels, multiplied by kernels of our own; for CPUs.
 
-A row-major weight is repacked by every call of `F.linear`; packed once at load, a decode step reads
-memory and multiplies, nothing else. Chosen by `linear_method_for`, which the runner calls.
+Packed in place once at load, so a weight never exists twice. Chosen by `linear_method_for`, which
+the runner calls.
 """
 
 from __future__ import annotations
 
-import warnings
-
 import torch
-from torch import nn
+import torch.nn.functional as F
 
+from nanoengine.kernels import cpu_linear as kernels
+from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
 from nanoengine.layers.weights import empty_parameter
 
 
 def linear_method_for(device: torch.device, dtype: torch.dtype) -> type[LinearMethod]:
-    """The fastest method that stores weights exactly: packed for float32 on a CPU with oneDNN."""
-    if device.type != "cpu" or dtype != torch.float32:
-        return UnquantizedLinear
-    if not torch.backends.mkldnn.is_available():
-        warnings.warn("torch has no oneDNN: linear layers run unpacked, slower", stacklevel=2)
-        return UnquantizedLinear
-    return PackedLinear
+    """The fastest method that stores weights exactly: packed for float32 on a CPU."""
+    packed = device.type == "cpu" and dtype == torch.float32
+    return PackedLinear if packed else UnquantizedLinear
 
 
 class PackedLinear(LinearMethod):
     """A float32 weight on the CPU, packed once all of its rows are loaded.
 
-    A tied weight is packed as a second copy: the embedding still looks up rows of the plain one.
-
-    Perf: a step of 8 rows through 95M parameters takes 53 ms of one Zen 3 core, 81 ms unpacked;
-    32 rows 115 and 151 ms, 1 row the same 31 ms.
-    Source: the ops are those that torch's Inductor emits for frozen linear layers.
+    A tied weight is packed in place too: the embedding then looks its rows up through `rows`. A
+    row's result has the same bits alone and in any batch.
     """
 
     def create(
@@ -46,25 +39,48 @@ class PackedLinear(LinearMethod):
     ) -> None:
         assert dtype == torch.float32, dtype
         assert device.type == "cpu", device
-        self.tied, self.rows_left = weight, out_features
+        self.shape = (out_features, in_features)
+        self.is_packed, self.rows_left = False, out_features
         if weight is None:
-            self.weight = empty_parameter((out_features, in_features), dtype, device)
-        else:
-            self.register_buffer("weight", None)  # a copy, so no parameter of the model
+            weight = empty_parameter(self.shape, dtype, device)
+        self.weight = weight
+        self.zeros = torch.zeros(out_features)
 
     def load(self, weight: torch.Tensor, rows: slice) -> None:
         self.weight[rows].copy_(weight)
         self.rows_left -= rows.stop - rows.start
-        if not self.rows_left:  # Why here: packing layer by layer keeps one plain weight at a time
-            self.weight = nn.Parameter(_pack(self.weight), requires_grad=False)
+        if not self.rows_left:
+            self.finish()
 
     def finish(self) -> None:
-        if self.tied is not None:
-            self.weight = _pack(self.tied)
+        if not self.is_packed:
+            flat = self.weight.detach().view(-1).numpy()
+            kernels.pack(flat, self.shape[1], self.shape[0])
+            self.is_packed = True
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+        outputs, inputs = self.shape
+        num_rows = x.numel() // inputs
+        out = torch.empty(*x.shape[:-1], outputs)
+        kernels.linear(
+            x.reshape(-1).numpy(),
+            self.weight.view(-1).numpy(),
+            (self.zeros if bias is None else bias).numpy(),
+            out.view(-1).numpy(),
+            num_rows,
+            inputs,
+            outputs,
+            num_workers(),
+        )
+        return out
 
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""
+        if not self.is_packed:
+            return F.embedding(ids, self.weight)
+        outputs, inputs = self.shape
+        out = torch.empty(len(ids), inputs)
+        kernels.unpack_rows(
+            self.weight.view(-1).numpy(), ids.numpy(), out.view(-1).numpy(), inputs, outputs
+        )
+        return out

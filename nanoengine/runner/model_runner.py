@@ -24,6 +24,7 @@ from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
 from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
+from nanoengine.layers.ops import make_ops
 from nanoengine.layers.packed import linear_method_for
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
@@ -150,6 +151,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             attention_backend=self.backend,
+            ops=make_ops(self.device, self.dtype),
             linear_method_factory=linear_method_for(self.device, self.dtype),
             max_positions=self.config.max_model_len,
         )

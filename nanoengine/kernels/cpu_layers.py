@@ -1,0 +1,206 @@
+"""What stands between matrix multiplications on the CPU, fused: norms, gates, rotation and store.
+
+Compiled by numba for float32 and float64; flat arrays, offsets and ints. Each kernel passes once
+over its rows. Little work runs on the calling thread (`SMALL`), since waking the others costs about
+as much as a few thousand numbers.
+
+Each row is computed by itself in a fixed order, so its result has the same bits in any batch.
+
+Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P block size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from nanoengine.kernels.exp import exp
+
+# Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
+JIT = {
+    "cache": True,
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "nsz"},
+}
+SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
+
+
+@njit(**JIT)
+def _scale_of_row(row, eps):
+    """1 / sqrt(mean of squares + eps)."""
+    total = row.dtype.type(0)
+    for i in range(len(row)):
+        total += row[i] * row[i]
+    return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
+
+
+@njit(**JIT)
+def _norm_row(x, weight, eps, out):
+    scale = _scale_of_row(x, eps)
+    for i in range(len(x)):
+        out[i] = x[i] * scale * weight[i]
+
+
+@njit(**JIT)
+def _add_norm_row(x, residual, weight, eps):
+    """residual += x; x = norm(residual) * weight."""
+    for i in range(len(x)):
+        residual[i] += x[i]
+    _norm_row(residual, weight, eps, x)
+
+
+@njit(**JIT)
+def _silu_row(gate_up, out):
+    size = len(out)
+    gate, up = gate_up[:size], gate_up[size:]
+    one = out.dtype.type(1)
+    for i in range(size):
+        x = gate[i]
+        e = exp(-abs(x))
+        out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
+
+
+@njit(**JIT)
+def _gelu_tanh_row(gate_up, out):
+    size = len(out)
+    gate, up = gate_up[:size], gate_up[size:]
+    real = out.dtype.type
+    one, half, two = real(1), real(0.5), real(2)
+    slope, cubic = real(0.7978845608028654), real(0.044715)  # sqrt(2 / pi)
+    for i in range(size):
+        x = gate[i]
+        t = slope * (x + cubic * x * x * x)
+        e = exp(-two * abs(t))
+        out[i] = half * x * (one + np.copysign((one - e) / (one + e), t)) * up[i]
+
+
+@njit(**JIT)
+def _norm_rows(x, weight, eps, out, lo, hi):
+    for t in range(lo, hi):
+        _norm_row(x[t], weight, eps, out[t])
+
+
+@njit(parallel=True, **JIT)
+def _norm_rows_parallel(x, weight, eps, out, workers):
+    for w in prange(workers):
+        _norm_rows(x, weight, eps, out, len(x) * w // workers, len(x) * (w + 1) // workers)
+
+
+@njit(**JIT)
+def rms_norm(x, weight, eps, out, workers):
+    """out[t] = x[t] / rms(x[t]) * weight; x, out [T, N], weight [N]."""
+    if x.size <= SMALL:
+        _norm_rows(x, weight, eps, out, 0, len(x))
+    else:
+        _norm_rows_parallel(x, weight, eps, out, workers)
+
+
+@njit(**JIT)
+def _add_norm_rows(x, residual, weight, eps, lo, hi):
+    for t in range(lo, hi):
+        _add_norm_row(x[t], residual[t], weight, eps)
+
+
+@njit(parallel=True, **JIT)
+def _add_norm_rows_parallel(x, residual, weight, eps, workers):
+    for w in prange(workers):
+        _add_norm_rows(x, residual, weight, eps, len(x) * w // workers, len(x) * (w + 1) // workers)
+
+
+@njit(**JIT)
+def add_rms_norm(x, residual, weight, eps, workers):
+    """In place: residual += x, then x = residual / rms(residual) * weight; all [T, N]."""
+    if x.size <= SMALL:
+        _add_norm_rows(x, residual, weight, eps, 0, len(x))
+    else:
+        _add_norm_rows_parallel(x, residual, weight, eps, workers)
+
+
+@njit(**JIT)
+def _gate_rows(gate_up, gelu, out, lo, hi):
+    for t in range(lo, hi):
+        if gelu:
+            _gelu_tanh_row(gate_up[t], out[t])
+        else:
+            _silu_row(gate_up[t], out[t])
+
+
+@njit(parallel=True, **JIT)
+def _gate_rows_parallel(gate_up, gelu, out, workers):
+    for w in prange(workers):
+        _gate_rows(gate_up, gelu, out, len(out) * w // workers, len(out) * (w + 1) // workers)
+
+
+@njit(**JIT)
+def gate(gate_up, gelu, out, workers):
+    """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; silu, or gelu in its tanh form."""
+    if out.size <= SMALL:
+        _gate_rows(gate_up, gelu, out, 0, len(out))
+    else:
+        _gate_rows_parallel(gate_up, gelu, out, workers)
+
+
+@njit(**JIT)
+def _turn(x, cos, sin, weight, eps, normed, out):
+    """Norms one head, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
+    half = len(x) // 2
+    scale = _scale_of_row(x, eps) if normed else x.dtype.type(1)
+    a, b, first, second = x[:half], x[half:], out[:half], out[half:]
+    wa, wb = weight[:half], weight[half:]
+    if normed:
+        for i in range(half):
+            u, v = a[i] * scale * wa[i], b[i] * scale * wb[i]
+            first[i] = u * cos[i] - v * sin[i]
+            second[i] = v * cos[i] + u * sin[i]
+    else:
+        for i in range(half):
+            u, v = a[i], b[i]
+            first[i] = u * cos[i] - v * sin[i]
+            second[i] = v * cos[i] + u * sin[i]
+
+
+@njit(**JIT)
+def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
+    num_heads, num_kv_heads, head_dim, block_size = sizes
+    half = head_dim // 2
+    for t in range(lo, hi):
+        cos, sin = table[t, :half], table[t, half:]
+        for h in range(num_heads):
+            _turn(heads[t, h], cos, sin, weight[h], eps, normed, q[t, h])
+        block, offset = slots[t] // block_size, slots[t] % block_size
+        for h in range(num_kv_heads):
+            at = ((block * num_kv_heads + h) * block_size + offset) * head_dim
+            key, row = heads[t, num_heads + h], weight[num_heads + h]
+            _turn(key, cos, sin, row, eps, normed, k_cache[at : at + head_dim])
+            v_cache[at : at + head_dim] = heads[t, num_heads + num_kv_heads + h]
+
+
+@njit(parallel=True, **JIT)
+def _rotate_tokens_parallel(
+    heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
+):
+    for w in prange(workers):
+        lo, hi = len(q) * w // workers, len(q) * (w + 1) // workers
+        _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi)
+
+
+@njit(**JIT)
+def rotate_and_store(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers):
+    """Norms and rotates query and key heads; queries go to q, keys and values to their slots.
+
+    Args:
+        heads: [T, H + 2 K, D], query, key and value heads.
+        table: [T, D], cos then sin of each token's angles.
+        weight: [H + K, D], read only if `normed`.
+        slots: [T] int64; k_cache, v_cache: flat, blocks [K, P, D].
+        sizes: (H, K, D, P).
+    """
+    if heads.size <= SMALL:
+        _rotate_tokens(
+            heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, 0, len(q)
+        )
+    else:
+        _rotate_tokens_parallel(
+            heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
+        )

@@ -1,0 +1,203 @@
+"""Linear layers on the CPU in float32: y = x W^T + b over weights packed once, compiled by numba.
+
+    weight [N, K]                  packed, in place: panels of 16 outputs, inputs outermost
+    row 0  ─────────────── K       panel 0:  w[0..15, 0]  w[0..15, 1]  ...  w[0..15, K-1]
+    ...                            panel 1:  w[16..31, 0] ...
+    row N-1                        what N leaves over 16 (N % 16 rows) is a narrower panel
+
+A register tile holds `rows` x 16 results (or more panels for few rows) and walks the inputs: two
+vectors of weights, one broadcast input a row. Memory is read once, in order, at any number of rows,
+so one row runs at memory speed and many run at the FMA units' speed with one layout.
+
+Each result is one chain of fused multiply-adds over the inputs in order, whatever the tile it falls
+into: **a row's result has the same bits alone and in any batch**.
+
+Source: register tiling over packed panels, Goto and van de Geijn, "Anatomy of High-Performance
+Matrix Multiplication" (2008). Perf: benchmarks/cpu_linear.py, figures in docs/experiments.md.
+
+Legend: T rows of x, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanoengine.kernels.emit import Emit
+
+PANEL = 16  # outputs side by side: two AVX registers
+MAX_ROWS = 6  # rows of the largest tile: 12 sums, 2 weights and 1 input fill the 16 registers
+INPUTS = 2048  # inputs that a tile walks at a time: its panel (128 KiB) stays in the L2 cache
+ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
+AHEAD = 20 * 64  # floats: weights are prefetched 5 KiB ahead, past what the hardware guesses
+
+JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+
+
+@intrinsic(prefer_literal=True)
+def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
+          out, out_at, out_stride, rows, panels):  # fmt: skip
+    """out[r, p * 16 + j] = start[r, p * 16 + j] + sum over k < size of x[r, k] * w[p, k, j].
+
+    For `rows` x `panels` * 16 results in registers. `start` is the bias (stride 0), or `out`.
+    """
+    num_rows, num_panels = rows.literal_value, panels.literal_value
+    signature = types.void(x, x_at, x_stride, w, w_at, w_stride, size, start, start_at,
+                           start_stride, out, out_at, out_stride, rows, panels)  # fmt: skip
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, w)
+        word = args[1].type
+
+        def lines(array_type, array, at, stride, count):
+            pointers = [emit.pointer(array_type, array, at)]
+            for _ in range(count - 1):
+                pointers.append(emit.at(pointers[-1], stride))
+            return pointers
+
+        inputs = lines(x, args[0], args[1], args[2], num_rows)
+        weights = lines(w, args[3], args[4], args[5], num_panels)
+        starts = lines(start, args[7], args[8], args[9], num_rows)
+        outputs = lines(out, args[10], args[11], args[12], num_rows)
+        lanes = [word(i * emit.width) for i in range(PANEL // emit.width * num_panels)]
+        cells = [[emit.variable(emit.load(emit.at(line, at))) for at in lanes] for line in starts]
+        with cgutils.for_range(builder, args[6]) as loop:
+            k = loop.index
+            values = []
+            for panel in weights:
+                line = emit.at(panel, builder.mul(k, word(PANEL)))
+                emit.prefetch(emit.at(line, word(AHEAD)))
+                for i in range(PANEL // emit.width):
+                    values.append(emit.load(emit.at(line, word(i * emit.width))))
+            for row, sums in zip(inputs, cells, strict=True):
+                value = emit.broadcast(emit.at(row, k))
+                for cell, weight in zip(sums, values, strict=True):
+                    builder.store(emit.fma(value, weight, builder.load(cell)), cell)
+        for line, sums in zip(outputs, cells, strict=True):
+            for cell, at in zip(sums, lanes, strict=True):
+                emit.store(builder.load(cell), emit.at(line, at))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@njit(**JIT)
+def _rows_of_panel(
+    rows, x, x_at, x_step, w, w_at, size, start, start_at, s_step, out, out_at, o_step
+):
+    """One panel for any number of rows, in tiles as equal as can be: 8 rows are 4 + 4, not 6 + 2.
+
+    Why equal: a tile of two rows waits for its own sums instead of keeping both FMA units busy.
+    """
+    tiles = -(-rows // MAX_ROWS)
+    for t in range(tiles):
+        r, m = rows * t // tiles, rows * (t + 1) // tiles - rows * t // tiles
+        a, s, o = x_at + r * x_step, start_at + r * s_step, out_at + r * o_step
+        if m == 6:
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 6, 1)
+        elif m == 5:
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 5, 1)
+        elif m == 4:
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 4, 1)
+        elif m == 3:
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 3, 1)
+        elif m == 2:
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 2, 1)
+        else:
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 1, 1)
+
+
+@njit(**JIT)
+def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
+    """Panels lo ... hi - 1 for 1 to 3 rows: several panels at once keep the FMA units busy."""
+    width = 4 if rows == 1 else 2
+    step = num_inputs * PANEL  # from one panel to the next
+    p = lo
+    while p < hi:
+        at, n = p * step, p * PANEL
+        if hi - p < width:
+            _rows_of_panel(rows, x, 0, num_inputs, w, at, num_inputs, bias, n, 0,
+                           out, n, num_outputs)  # fmt: skip
+            p += 1
+            continue
+        if rows == 1:
+            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs, 1, 4)
+        elif rows == 2:
+            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs, 2, 2)
+        else:
+            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs, 3, 2)
+        p += width
+
+
+@njit(**JIT)
+def _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs):
+    """Panels lo ... hi - 1 for `rows` rows from `row`, which stay in the cache meanwhile."""
+    for first in range(0, num_inputs, INPUTS):
+        size = min(INPUTS, num_inputs - first)
+        a = row * num_inputs + first
+        for p in range(lo, hi):
+            n, o = p * PANEL, row * num_outputs + p * PANEL
+            at = (p * num_inputs + first) * PANEL
+            if first == 0:
+                _rows_of_panel(rows, x, a, num_inputs, w, at, size, bias, n, 0, out, o, num_outputs)
+            else:
+                _rows_of_panel(
+                    rows, x, a, num_inputs, w, at, size, out, o, num_outputs, out, o, num_outputs
+                )
+
+
+@njit(**JIT)
+def _rest(rows, x, w, bias, out, num_inputs, num_outputs):
+    """The last num_outputs % 16 outputs: a narrow panel, small enough to be slow."""
+    width = num_outputs % PANEL
+    first = num_outputs - width
+    at = first * num_inputs
+    for r in range(rows):
+        for j in range(width):
+            total = bias[first + j]
+            for k in range(num_inputs):
+                total += x[r * num_inputs + k] * w[at + k * width + j]
+            out[r * num_outputs + first + j] = total
+
+
+@njit(parallel=True, **JIT)
+def linear(x, w, bias, out, num_rows, num_inputs, num_outputs, num_workers):
+    """out[T, N] = x[T, K] @ weight^T + bias[N], all flat; each worker takes a share of the
+    panels."""
+    num_panels = num_outputs // PANEL
+    for worker in prange(num_workers):
+        lo = num_panels * worker // num_workers
+        hi = num_panels * (worker + 1) // num_workers
+        if 1 <= num_rows <= 3:
+            _few_rows(num_rows, lo, hi, x, w, bias, out, num_inputs, num_outputs)
+        else:
+            for row in range(0, num_rows, ROW_BLOCK):
+                rows = min(ROW_BLOCK, num_rows - row)
+                _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs)
+        if worker == num_workers - 1 and num_outputs % PANEL:  # never more than 15 outputs
+            _rest(num_rows, x, w, bias, out, num_inputs, num_outputs)
+
+
+@njit(parallel=True, **JIT)
+def pack(weight, num_inputs, num_outputs):
+    """Turns a flat row-major weight into panels, in place: 16 rows become one panel."""
+    num_panels = -(-num_outputs // PANEL)
+    for p in prange(num_panels):
+        width = min(PANEL, num_outputs - p * PANEL)
+        panel = weight[p * PANEL * num_inputs : (p * PANEL + width) * num_inputs]
+        rows = panel.copy()
+        for j in range(width):
+            for k in range(num_inputs):
+                panel[k * width + j] = rows[j * num_inputs + k]
+
+
+@njit(parallel=True, **JIT)
+def unpack_rows(w, ids, out, num_inputs, num_outputs):
+    """out[i] = row ids[i] of the weight [N, K] that was packed: [len(ids), K], flat."""
+    for i in prange(len(ids)):
+        panel, j = ids[i] // PANEL, ids[i] % PANEL
+        width = min(PANEL, num_outputs - panel * PANEL)
+        at = panel * PANEL * num_inputs + j
+        for k in range(num_inputs):
+            out[i * num_inputs + k] = w[at + k * width]

@@ -1,0 +1,125 @@
+"""The CPU kernels of linear layers, norms, gates and rotation, against plain torch in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention import make_backend
+from nanoengine.attention.rotate import HeadNormWeights, rotate
+from nanoengine.layers.cpu_ops import CPUOps
+from nanoengine.layers.ops import GATES, TorchOps
+from nanoengine.layers.packed import PackedLinear
+from tests.paged_batches import Paged
+
+CPU = torch.device("cpu")
+
+
+def packed(num_outputs: int, num_inputs: int) -> tuple[PackedLinear, torch.Tensor]:
+    """A loaded layer and the weight that it holds."""
+    weight = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(1))
+    method = PackedLinear("layer")
+    method.create(num_inputs, num_outputs, dtype=torch.float32, device=CPU)
+    half = num_outputs // 2
+    method.load(weight[:half], slice(0, half))
+    assert not method.is_packed, "packed before its last rows came"
+    method.load(weight[half:], slice(half, num_outputs))
+    return method, weight
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 640), (50, 72), (7, 5), (96, 4100)])
+def test_linear_equals_float64_at_every_number_of_rows(outputs, inputs, bias):
+    method, weight = packed(outputs, inputs)
+    bias = torch.randn(outputs) if bias else None
+    for rows in (0, 1, 2, 3, 4, 6, 7, 8, 13, 96, 97, 200):
+        x = torch.randn(rows, inputs)
+        wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        out = method.apply(x, bias)
+        assert out.shape == (rows, outputs)
+        # A chain of K float32 additions of products of size 1.
+        assert (out - wide).abs().sum() <= 3e-7 * inputs * out.numel()
+
+
+def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_in_any_batch():
+    method, _ = packed(50, 2100)
+    x = torch.randn(200, 2100)
+    whole = method.apply(x, None)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 11, 96, 97):
+        for first in (0, 31):
+            part = x[first : first + rows]
+            assert torch.equal(method.apply(part, None), whole[first : first + rows])
+    assert torch.equal(method.apply(x[:, None], None)[:, 0], whole)
+
+
+def test_a_nan_stays_in_its_row():
+    method, _ = packed(50, 72)
+    x = torch.randn(9, 72)
+    clean = method.apply(x, None)
+    x[4, 3] = torch.nan
+    out = method.apply(x, None)
+    assert out[4].isnan().all()
+    assert torch.equal(out[:4], clean[:4])
+    assert torch.equal(out[5:], clean[5:])
+
+
+def test_an_embedding_reads_rows_of_a_packed_weight():
+    method, weight = packed(50, 72)
+    ids = torch.tensor([49, 0, 15, 16, 31, 32, 47, 48, 0])
+    assert torch.equal(method.rows(ids), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_norms_equal_torch(rows, dtype):
+    x, residual = torch.randn(2, rows, 96, dtype=dtype)
+    weight = torch.randn(96, dtype=dtype)
+    expected = TorchOps().rms_norm(x, weight, 1e-5)
+    tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 1e-13, "atol": 1e-6}
+    torch.testing.assert_close(CPUOps().rms_norm(x, weight, 1e-5), expected, **tolerance)
+    normed, total = TorchOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    got, added = CPUOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(added, total)
+    torch.testing.assert_close(got, normed, **tolerance)
+    alone, _ = CPUOps().add_rms_norm(x[:1].clone(), residual[:1].clone(), weight, 1e-5)
+    assert torch.equal(alone[0], got[0]), "other bits alone than in a batch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", sorted(GATES))
+@pytest.mark.parametrize("rows", [1, 300])
+def test_gates_equal_torch(rows, activation, dtype):
+    gate_up = 4 * torch.randn(rows, 2 * 72, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([100.0, -100.0, 0.0, -0.0])
+    out = CPUOps().gate(gate_up, activation)
+    tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {}
+    torch.testing.assert_close(out, TorchOps().gate(gate_up, activation), **tolerance)
+    assert torch.equal(CPUOps().gate(gate_up[:1], activation)[0], out[0])
+    gate_up[0, 3] = torch.nan
+    assert CPUOps().gate(gate_up, activation).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("lengths", [[(1, 20), (3, 30)], [(1, 9), (200, 230)]])
+def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
+    paged = Paged(lengths=lengths, dtype=torch.float32)
+    spec, batch = paged.spec, paged.batch
+    heads = spec.num_heads + spec.num_kv_heads
+    projected = torch.randn(batch.num_tokens, heads + spec.num_kv_heads, spec.head_dim)
+    table = torch.randn(batch.num_tokens, 1, spec.head_dim)
+    rotation = (table[..., : spec.head_dim // 2], table[..., spec.head_dim // 2 :])
+    norm = HeadNormWeights(weight=torch.randn(heads, spec.head_dim), eps=1e-6) if normed else None
+    backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
+    batch = replace(batch, attention=backend.prepare(batch))
+    k_cache, v_cache = paged.cache("KPD")
+    q = backend.rotate_and_store(projected, rotation, norm, k_cache, v_cache, batch, spec)
+    qk, v = projected.split((heads, spec.num_kv_heads), dim=1)
+    expected, k = rotate(qk, rotation, norm).split((spec.num_heads, spec.num_kv_heads), dim=1)
+    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
+    slots = batch.slot_mapping[spec.group]
+    stored = k_cache[slots // 16, :, slots % 16]
+    torch.testing.assert_close(stored, k, rtol=1e-5, atol=1e-5)
+    assert torch.equal(v_cache[slots // 16, :, slots % 16], v)
