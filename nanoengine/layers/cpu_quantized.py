@@ -1,0 +1,106 @@
+"""CPUQuantizedLinear: int8 and int4 weights with int8 activations, by kernels for AVX2.
+
+What it computes is `QuantizedLinear`, which packs and multiplies in plain torch. Chosen by
+`linear_method_for`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from llvmlite import binding
+
+from nanoengine.kernels import cpu_quantized as kernels
+from nanoengine.kernels.cpu_quantized import PANEL, UNIT
+from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
+
+
+@cache
+def has_avx2() -> bool:
+    """Whether this CPU has the instructions that the kernels are made of."""
+    return bool(binding.get_host_cpu_features().get("avx2"))
+
+
+class CPUQuantizedLinear(QuantizedLinear):
+    """A quantized weight in panels. Activations are quantized row by row, so that a row's result
+    has the same bits alone and in any batch.
+
+    int8 weights have one scale an output; int4 ones a scale a group of inputs, in float16 relative
+    to the largest of the output, which is float32. What has another form (int8 in groups, groups
+    that are no multiple of 32) is computed as `QuantizedLinear` does.
+    """
+
+    def pack(self, weight: QuantizedWeight) -> None:
+        self.group_size = weight.group_size
+        self.is_packed = self._fits(weight)
+        if not self.is_packed:
+            super().pack(weight)
+            return
+        self.no_bias = torch.zeros(self.out_features)
+        if weight.bits == 8:
+            self.values = _panels8(weight.values)
+            self.scales = weight.scales.reshape(-1).contiguous()
+            return
+        self.values = _panels4(weight.values)
+        most = weight.scales.abs().amax(1)
+        self.scales = torch.where(most == 0, 1.0, most)
+        self.group_scales = _panels_of_groups(weight.scales / self.scales.unsqueeze(1))
+        self.zeros = torch.empty(0, dtype=torch.uint16)
+        if weight.zeros is not None:
+            self.zeros = _panels_of_groups(weight.zeros)
+
+    def _fits(self, weight: QuantizedWeight) -> bool:
+        one_group = weight.group_size == self.in_features
+        if weight.bits == 8:
+            return one_group and weight.zeros is None
+        return one_group or weight.group_size % UNIT == 0
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_packed:
+            return super().multiply(x)
+        rows, padded = len(x), -(-self.in_features // UNIT) * UNIT
+        workers = num_workers()
+        values = np.empty((rows, padded), np.int8)
+        scales = np.empty(rows, np.float32)
+        totals = np.empty((rows, padded // UNIT), np.float32)
+        kernels.quantize_rows(x.contiguous().numpy(), values, scales, totals, workers)
+        out = torch.empty(rows, self.out_features)
+        weight, of_outputs, bias = self.values.numpy(), self.scales.numpy(), self.no_bias.numpy()
+        if self.bits == 8:
+            kernels.linear8(values, scales, weight, of_outputs, bias, out.numpy(), workers)
+            return out
+        kernels.linear4(
+            values, scales, totals, weight, of_outputs, self.group_scales.numpy(),
+            self.zeros.numpy(), max(1, self.group_size // UNIT), bias, out.numpy(), workers,
+        )  # fmt: skip
+        return out
+
+
+def _padded(values: torch.Tensor, fill: int) -> torch.Tensor:
+    """[N, K] with whole panels of outputs and whole units of inputs."""
+    rows, columns = -values.shape[0] % PANEL, -values.shape[1] % UNIT
+    return torch.nn.functional.pad(values, (0, columns, 0, rows), value=fill)
+
+
+def _panels8(values: torch.Tensor) -> torch.Tensor:
+    """int8 [N, K] -> flat [panels, K / 4, 16 outputs, 4 inputs]."""
+    cut = _padded(values, 0).unflatten(1, (-1, 4)).unflatten(0, (-1, PANEL))
+    return cut.transpose(1, 2).reshape(-1)
+
+
+def _panels4(values: torch.Tensor) -> torch.Tensor:
+    """int8 [N, K] from -8 to 7 -> flat uint8 [panels, K / 8, 16 outputs, 4 bytes]; a byte holds
+    inputs i and i + 4 of its eight, plus 8."""
+    eights = _padded(values, 0).add(8).to(torch.uint8).unflatten(1, (-1, 2, 4))
+    low, high = eights.unbind(2)
+    return (low | (high << 4)).unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
+
+
+def _panels_of_groups(numbers: torch.Tensor) -> torch.Tensor:
+    """[N, G] -> flat [panels, G, 16 outputs], as the bits of float16."""
+    rows = -numbers.shape[0] % PANEL
+    cut = torch.nn.functional.pad(numbers, (0, 0, 0, rows)).unflatten(0, (-1, PANEL))
+    return cut.transpose(1, 2).reshape(-1).half().view(torch.uint16)
