@@ -21,6 +21,7 @@ from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.models.config import load_model_config
+from nanoengine.models.quantization import resolve_quantization
 from nanoengine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,20 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     backend = resolve_backend(config.attention_backend, device)
+    quantization = resolve_quantization(
+        config.quantization,
+        model_config.quantization,
+        device=device.type,
+        has_experts=model_config.moe is not None,
+    )
     runner = ModelRunner(
-        config, model_config, directory, device=device, dtype=dtype, backend=backend
+        config,
+        model_config,
+        directory,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        quantization=quantization,
     )
     layout = runner.start()
     memory = runner.memory
@@ -59,6 +72,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             "weights": config.load_format,
             "seed": config.seed if config.load_format == "dummy" else None,
             "dtype": dtype,
+            "quantization": quantization,
             "attention_backend": backend,
             "layout": runner.backend.kv_layout,
             "block_size": layout.block_size,
@@ -87,6 +101,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         max_model_len=memory.max_model_len,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
+        quantization=str(quantization) if quantization else None,
         attention_backend=backend,
         num_parameters=runner.num_parameters,
         weight_bytes=runner.weight_bytes,
@@ -99,6 +114,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         generation_defaults=dict(model_config.generation_defaults),
     )
     logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)
+    if quantization is not None:
+        logger.info("quantization: %s", quantization)
     logger.info("%s", memory)
     return LLMEngine(runner, scheduler, info, seed=config.seed, debug_checks=config.debug_checks)
 

@@ -38,6 +38,9 @@ class EngineConfig:
     """dummy: seeded random weights, for benchmarks; the directory needs only config.json."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's on a GPU; float32 on a CPU, where 16-bit arithmetic is slower."""
+    quantization: Literal["int8", "int4", "int8_weight_only", "int4_weight_only"] | None = None
+    """Quantize linear layers while loading; alone with activations in int8 too. None: as the
+    checkpoint stores them."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
@@ -124,10 +127,9 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a directory or hub id, got {self.model!r}")
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
+            if (given := getattr(self, name)) not in allowed:
+                known = ", ".join(map(str, allowed))
+                raise ConfigError(f"{name} must be one of {known}, got {given!r}")
 
     def _require_int(self, name: str) -> None:
         value = getattr(self, name)
@@ -186,9 +188,10 @@ class EngineConfig:
             )
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "float64", "bfloat16", "float16"),
     "admission": ("predictive", "watermark", "hysteresis"),
     "attention_backend": ("auto", "naive", "cpu", "triton", "flash_attn"),
+    "quantization": (None, "int8", "int4", "int8_weight_only", "int4_weight_only"),
 }

@@ -51,6 +51,7 @@ class EngineInfo:
     start_s: float
     memory_plan: str
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ size and preemption; seeded samples too. On tiny models in float64, where roundi
 or fake one. A new feature adds a line to `VARIANTS`.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -35,11 +36,11 @@ def prompts():
     ]  # fmt: skip
 
 
-def alone(model):
+def alone(model, **options):
     """Each prompt in an engine of its own, nothing shared, nothing chunked: the plain truth."""
     family, overrides = MODELS[model]
     engine = make_engine(
-        checkpoint(family, **overrides), enable_prefix_caching=False, max_num_seqs=1
+        checkpoint(family, **overrides), enable_prefix_caching=False, max_num_seqs=1, **options
     )
     return [tokens(run(engine, [prompt], greedy(NUM_TOKENS)))[0] for prompt in prompts()]
 
@@ -73,6 +74,28 @@ def test_greedy_tokens_do_not_depend_on_features(options, truth):
     if options["enable_prefix_caching"] and not options["long_prefill_threshold"]:
         shared = stats.cache_hit_tokens > 0 or options["block_size"] == 256
         assert shared, "prefixes were meant to be found"
+
+
+@functools.cache
+def quantized_truth(quantization):
+    return alone("full", quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "options"),
+    [
+        ("int8", {"block_size": 8, "num_kv_blocks": 25}),
+        ("int8", {"block_size": 16, "long_prefill_threshold": 7}),
+        ("int4", {"block_size": 8, "num_kv_blocks": 25}),
+        ("int4", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+        ("int4_weight_only", {"block_size": 16, "long_prefill_threshold": 7}),
+    ],
+)
+def test_neighbours_and_features_do_not_show_in_quantized_models(quantization, options, truth):
+    """Activations are quantized token by token, so no neighbour and no chunk moves a scale."""
+    engine = make_engine(checkpoint("qwen3"), quantization=quantization, **options)
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == quantized_truth(quantization)
+    assert quantized_truth(quantization) != truth["full"], "quantizing was meant to show"
 
 
 @pytest.mark.parametrize("model", ["window", "hybrid", "gemma3"])

@@ -76,9 +76,5 @@ class OutputHead(nn.Module):
         if self.tied:
             return {}
         rows = slice(0, self.rows.stop - self.rows.start)
-        slot = WeightSlot(
-            shape=self.shape,
-            part=(self.rows,),
-            store=lambda weight: self.method.load(weight, rows),
-        )
+        slot = self.method.weight_slot(path, shape=self.shape, part=(self.rows,), rows=rows)
         return {f"{path}.weight": slot}

@@ -63,6 +63,15 @@ class LinearMethod(nn.Module):
         embedding that it is tied to."""
         raise NotImplementedError
 
+    def weight_slot(
+        self, name: str, *, shape: tuple[int, int], part: tuple[slice, ...], rows: slice
+    ) -> WeightSlot:
+        """The slot of the checkpoint's matrix `name`, of which `part` goes to `rows` here.
+
+        A method that reads a matrix stored in another form overrides this.
+        """
+        return WeightSlot(shape=shape, part=part, store=lambda weight: self.load(weight, rows))
+
     def finish(self) -> None:
         """Called once when all weights are loaded; a method may repack them here."""
 
@@ -128,10 +137,8 @@ class MergedLinear(nn.Module):
         for name, size in self.parts.items():
             part = self.shard.slice(size, name)
             rows = slice(start, start + part.stop - part.start)
-            slots[f"{beside}.{name}.weight"] = WeightSlot(
-                shape=(size, self.in_features),
-                part=(part,),
-                store=lambda weight, rows=rows: self.method.load(weight, rows),
+            slots[f"{beside}.{name}.weight"] = self.method.weight_slot(
+                f"{beside}.{name}", shape=(size, self.in_features), part=(part,), rows=rows
             )
             if self.bias is not None:
                 slots[f"{beside}.{name}.bias"] = WeightSlot(
@@ -201,10 +208,8 @@ class RowParallelLinear(nn.Module):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         rows, columns = slice(0, self.shape[0]), self.shard.slice(self.shape[1], path)
         slots = {
-            f"{path}.weight": WeightSlot(
-                shape=self.shape,
-                part=(slice(None), columns),
-                store=lambda weight: self.method.load(weight, rows),
+            f"{path}.weight": self.method.weight_slot(
+                path, shape=self.shape, part=(slice(None), columns), rows=rows
             )
         }
         if self.bias is not None:

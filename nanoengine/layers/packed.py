@@ -1,10 +1,13 @@
 """PackedLinear: float32 weights in panels, multiplied by kernels of our own; for CPUs.
 
-Packed in place once at load, so a weight never exists twice. Chosen by `linear_method_for`, which
-the runner calls.
+Packed in place once at load, so a weight never exists twice. `linear_method_for`, which the runner
+calls, chooses between this and every other method.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +15,45 @@ import torch.nn.functional as F
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.quantized import GROUP_SIZE, QuantizedLinear
+from nanoengine.layers.quantized_formats import FORMATS
 from nanoengine.layers.weights import empty_parameter
+from nanoengine.models.quantization import Quantization
 
 
-def linear_method_for(device: torch.device, dtype: torch.dtype) -> type[LinearMethod]:
+def linear_method_for(
+    device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
+) -> Callable[[str], LinearMethod]:
+    """A factory that makes the method of a linear layer, given its full name.
+
+    Without quantization the fastest method that stores weights exactly; with it the quantized one
+    for all layers, except those that the checkpoint stores as floats.
+    """
+    exact = _exact_method(device, dtype)
+    return exact if quantization is None else partial(_quantized, quantization, exact)
+
+
+def _quantized(
+    quantization: Quantization, exact: Callable[[str], LinearMethod], name: str
+) -> LinearMethod:
+    stored, activations = quantization.stored, quantization.activations
+    if stored is not None:
+        if not stored.holds(name):
+            return exact(name)
+        return QuantizedLinear(
+            name,
+            bits=stored.bits,
+            group_size=stored.group_size,
+            activations=activations,
+            stored=FORMATS[stored.format](stored),
+        )
+    # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
+    bits = 8 if name == "lm_head" else quantization.bits
+    group_size = GROUP_SIZE if bits == 4 else None
+    return QuantizedLinear(name, bits=bits, group_size=group_size, activations=activations)
+
+
+def _exact_method(device: torch.device, dtype: torch.dtype) -> type[LinearMethod]:
     """The fastest method that stores weights exactly: packed for float32 on a CPU."""
     packed = device.type == "cpu" and dtype == torch.float32
     return PackedLinear if packed else UnquantizedLinear

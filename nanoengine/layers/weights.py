@@ -23,14 +23,20 @@ class WeightSlot:
     Attributes:
         shape: of the whole tensor, as every checkpoint stores it.
         part: the slice of it that this rank holds; () is all of it. Only this part is read.
-        store: takes that part, of any floating dtype, on any device.
+        store: takes that part, on any device.
         pieces: the same weights under other names; used if the checkpoint lacks this one.
+        pieces_only: a checkpoint must hold the pieces; this one is for weights that are made up.
+        dtypes: of the stored tensor; () is any floating one.
+        absent: makes the tensor optional; called before any is read if the checkpoint lacks it.
     """
 
     shape: tuple[int, ...]
     store: Callable[[torch.Tensor], object]
     part: tuple[slice, ...] = ()
     pieces: Mapping[str, WeightSlot] = field(default_factory=dict)
+    pieces_only: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
+    absent: Callable[[], object] | None = None
 
 
 class OwnsWeights(Protocol):

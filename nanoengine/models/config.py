@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
+from nanoengine.models.quantization import StoredQuantization, parse_quantization
 
 Json = Mapping[str, Any]
 
@@ -34,7 +35,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("silu",),
     "use_bidirectional_attention": (False,),
     "mlp_bias": (False,),
-    "quantization_config": (),
     "compression_config": (),
     "partial_rotary_factor": (1, 1.0),
     "attn_logit_softcapping": (),
@@ -150,6 +150,7 @@ class ModelConfig:
         local_rope: the angles of layers with a window, where they have their own.
         query_pre_attn_scalar: its inverse root scales attention; None: head_dim.
         dtype: of the stored weights, as torch names it.
+        quantization: how linear layers are stored, where they are not floats.
         eos_token_ids: generation_config.json's, then config.json's; any of them ends a sequence.
         generation_defaults: sampling settings that the authors recommend.
     """
@@ -173,6 +174,7 @@ class ModelConfig:
     query_pre_attn_scalar: int | None = None
     moe: MoEConfig | None = None
     dtype: str = "float32"
+    quantization: StoredQuantization | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
@@ -213,6 +215,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         )
     split = _require(raw, "hidden_size") // heads
     rope, local_rope = _gemma3_ropes(raw) if is_gemma else (_rope(raw), None)
+    tied = _get(raw, "tie_word_embeddings", False)
+    stored = raw.get("quantization_config")
     max_position = _require(raw, "max_position_embeddings")
     if rope.type == "yarn":
         max_position = max(max_position, int(rope.factor * rope.original_max_position_embeddings))
@@ -231,11 +235,12 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         local_rope=local_rope,
         hidden_act="gelu_pytorch_tanh" if is_gemma else "silu",
         query_pre_attn_scalar=_require(raw, "query_pre_attn_scalar") if is_gemma else None,
-        tie_word_embeddings=_get(raw, "tie_word_embeddings", False),
+        tie_word_embeddings=tied,
         attention_bias=_attention_bias(architecture, raw),
         sliding_windows=_sliding_windows(architecture, raw),
         moe=_moe(raw) if architecture == "Qwen3MoeForCausalLM" else None,
         dtype=_get(raw, "dtype", _get(raw, "torch_dtype", "float32")).removeprefix("torch."),
+        quantization=parse_quantization(stored, tied=tied) if stored else None,
         eos_token_ids=_token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
         bos_token_id=_get(raw, "bos_token_id", generation.get("bos_token_id")),
         generation_defaults={

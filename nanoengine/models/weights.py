@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.linear import LinearMethod
+from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.weights import WeightSlot
 from nanoengine.models.decoder import CausalLM
 
@@ -53,8 +54,10 @@ def load_weights(model: CausalLM, directory: str | Path) -> None:
     for file in files:
         wanted = [name for name in shapes[file] if name in slots]
         for name, tensor in _read(file, wanted, slots):
-            if not tensor.is_floating_point():
-                raise WeightLoadError(f"{name} in {file} is {tensor.dtype}, not floating point")
+            allowed = slots[name].dtypes
+            if tensor.dtype not in allowed if allowed else not tensor.is_floating_point():
+                kind = " or ".join(map(str, allowed)) or "floating point"
+                raise WeightLoadError(f"{name} in {file} is {tensor.dtype}, not {kind}")
             with torch.no_grad():
                 slots[name].store(tensor)
     _finish(model)
@@ -126,8 +129,14 @@ def _matched(
     slots: dict[str, WeightSlot], stored: Mapping[str, tuple[int, ...]], *, tied: bool
 ) -> dict[str, WeightSlot]:
     """The slots to fill, after checking that they and the stored tensors are the same set."""
-    for name in [name for name, slot in slots.items() if slot.pieces and name not in stored]:
-        slots |= slots.pop(name).pieces
+    for name, slot in list(slots.items()):
+        if slot.pieces_only or (slot.pieces and name not in stored):
+            slots.pop(name)
+            for piece_name, piece in slot.pieces.items():
+                if piece.absent and (piece_name in slots or piece_name not in stored):
+                    piece.absent()  # Why: a layer's own slot, say of its bias, goes before a piece
+                else:
+                    slots[piece_name] = piece
     # Why: a tied checkpoint may hold the head too; it is the embedding once more.
     harmless = {"lm_head.weight"} if tied else set()
     unexpected = stored.keys() - slots.keys() - harmless
@@ -170,6 +179,16 @@ def _read(
                 tensor = opened.get_slice(name)[part] if part else opened.get_tensor(name)
                 read_bytes += tensor.nbytes
                 yield name, tensor
+
+
+def model_size(model: torch.nn.Module) -> tuple[int, int]:
+    """(number of weights, bytes that they take here); a quantized weight counts as one."""
+    parameters = list(model.parameters())
+    methods = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return (
+        sum(p.numel() for p in parameters) + sum(m.num_weights for m in methods),
+        sum(p.nbytes for p in parameters) + sum(m.num_bytes for m in methods),
+    )
 
 
 def _finish(model: torch.nn.Module) -> None:

@@ -28,6 +28,8 @@ from nanoengine.layers.ops import make_ops
 from nanoengine.layers.packed import linear_method_for
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
+from nanoengine.models.quantization import Quantization
+from nanoengine.models.weights import model_size
 from nanoengine.runner import kv_cache
 from nanoengine.runner.batch import Batch
 from nanoengine.runner.cuda_graph import CudaGraphs, GraphedForward
@@ -67,6 +69,7 @@ class ModelRunner:
         config: the user's settings.
         model_config: of the checkpoint in `directory`.
         device, dtype, backend: as resolved from "auto".
+        quantization: of linear layers; None: floats of `dtype`.
     """
 
     def __init__(
@@ -78,11 +81,13 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         backend: str,
+        quantization: Quantization | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.device = device
         self.dtype = dtype
+        self.quantization = quantization
         self._directory = directory
         default = backend_class(backend).default_block_size
         self.block_size = config.block_size or default
@@ -152,7 +157,7 @@ class ModelRunner:
             device=self.device,
             attention_backend=self.backend,
             ops=make_ops(self.device, self.dtype),
-            linear_method_factory=linear_method_for(self.device, self.dtype),
+            linear_method_factory=linear_method_for(self.device, self.dtype, self.quantization),
             max_positions=self.config.max_model_len,
         )
         self.model = load_model(
@@ -163,9 +168,7 @@ class ModelRunner:
             seed=self.config.seed,
         )
         self.load_s = time.perf_counter() - started
-        parameters = list(self.model.parameters())
-        self.num_parameters = sum(p.numel() for p in parameters)
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self.num_parameters, self.weight_bytes = model_size(self.model)
 
     @property
     def _uses_graphs(self) -> bool:

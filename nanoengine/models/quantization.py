@@ -1,0 +1,251 @@
+"""Quantization as a config says it: what a checkpoint stores, and what the engine makes of it.
+
+`parse_quantization` reads the `quantization_config` of a config.json in the dialects of GPTQ, AWQ
+and compressed-tensors; `resolve_quantization` joins it with the user's option. Plain json, no
+torch. Called by `load_model_config` and by `build_engine`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanoengine.errors import ConfigError, UnsupportedModelError
+
+Json = Mapping[str, Any]
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Last part of a fused layer's name -> those of the matrices that checkpoints hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredQuantization:
+    """How a checkpoint's linear layers are stored.
+
+    Attributes:
+        format: gptq, awq, pack-quantized or int-quantized.
+        bits: 4 or 8.
+        group_size: inputs that share a scale; None: a whole row does.
+        symmetric: there are no zero points. GPTQ and AWQ store them in any case.
+        zero_offset: what to add to stored zero points.
+        activations: what the checkpoint was made for; "int8" are quantized token by token.
+        skipped: regular expressions of the names of linear layers that are stored as floats.
+    """
+
+    format: Literal["gptq", "awq", "pack-quantized", "int-quantized"]
+    bits: int
+    group_size: int | None
+    symmetric: bool = False
+    zero_offset: int = 0
+    activations: Literal["int8", "float"] = "float"
+    skipped: tuple[str, ...] = ()
+
+    def holds(self, name: str) -> bool:
+        """Whether the linear layer of this full name is stored quantized.
+
+        Raises:
+            UnsupportedModelError: of matrices that are fused here, some are and some are not.
+        """
+        beside, _, last = name.rpartition(".")
+        names = [f"{beside}.{part}" for part in FUSED[last]] if last in FUSED else [name]
+        held = [not any(re.match(skipped, part) for skipped in self.skipped) for part in names]
+        if any(held) and not all(held):
+            raise UnsupportedModelError(
+                f"quantization_config quantizes only some of {', '.join(names)}, which are"
+                " multiplied as one; supported: all or none of them"
+            )
+        return held[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How the engine holds and multiplies linear layers.
+
+    Attributes:
+        bits: of a weight.
+        activations: "int8": quantized token by token; "float": as they are.
+        stored: how the checkpoint holds them; None: as floats, to be quantized while they load.
+    """
+
+    bits: int
+    activations: Literal["int8", "float"]
+    stored: StoredQuantization | None = None
+
+    def __str__(self) -> str:
+        source = f"stored as {self.stored.format}" if self.stored else "quantized at load"
+        return f"int{self.bits} weights ({source}), {self.activations} activations"
+
+
+def resolve_quantization(
+    option: str | None, stored: StoredQuantization | None, *, device: str, has_experts: bool
+) -> Quantization | None:
+    """What `EngineConfig.quantization` means for this checkpoint; None: plain floats.
+
+    A checkpoint that is stored quantized is run as it was made; an option of the same number of
+    bits may still choose how activations are taken.
+
+    Raises:
+        ConfigError: the option contradicts the checkpoint or can't be obeyed on this device.
+        UnsupportedModelError: the checkpoint is quantized and can't be run.
+    """
+    if option is None and stored is None:
+        return None
+    what = f"quantization={option!r}" if option else "a quantized checkpoint"
+    bits = int(option[3]) if option else None
+    if stored and bits is not None and bits != stored.bits:
+        raise ConfigError(
+            f"{what} contradicts the checkpoint, which is stored in int{stored.bits}"
+            f" ({stored.format}): leave the option out, or ask for 'int{stored.bits}' or"
+            f" 'int{stored.bits}_weight_only'"
+        )
+    if device != "cpu":
+        raise ConfigError(
+            f"{what} runs on the CPU only, got device={device!r}: use device='cpu', or a"
+            " checkpoint and options without quantization"
+        )
+    if has_experts:
+        kind = ConfigError if option else UnsupportedModelError
+        raise kind(
+            f"{what} is not implemented for mixtures of experts: use quantization=None and a"
+            " checkpoint of floats"
+        )
+    if option is None:
+        assert stored is not None
+        return Quantization(bits=stored.bits, activations=stored.activations, stored=stored)
+    assert bits is not None
+    return Quantization(
+        bits=bits, activations="float" if option.endswith("weight_only") else "int8", stored=stored
+    )
+
+
+def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
+    """The normalised form of a config's `quantization_config`.
+
+    Args:
+        tied: the head is the embedding, which no format quantizes.
+
+    Raises:
+        UnsupportedModelError: a method, or a setting of it, that is not implemented.
+    """
+    method = raw.get("quant_method")
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"quantization_config has quant_method={method!r}; supported: {', '.join(METHODS)}"
+        )
+    return METHODS[method](raw, ("lm_head$",) if tied else ())
+
+
+def _gptq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: AutoGPTQ's `BaseQuantizeConfig` and GPTQModel's `QuantizeConfig`."""
+    layout = raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    _allow("gptq", "checkpoint_format", layout, "gptq", "gptq_v2")
+    _allow("gptq", "bits", raw.get("bits"), 4, 8)
+    _allow("gptq", "is_marlin_format", raw.get("is_marlin_format") or False, False)
+    _allow("gptq", "pack_dtype", raw.get("pack_dtype") or "int32", "int32")
+    _allow("gptq", "dynamic", raw.get("dynamic") or {}, {})
+    modules = raw.get("modules_in_block_to_quantize") or []
+    _allow("gptq", "modules_in_block_to_quantize", modules, [])
+    return StoredQuantization(
+        format="gptq",
+        bits=raw["bits"],
+        group_size=_group_size(raw.get("group_size", -1)),
+        zero_offset=1 if layout == "gptq" else 0,
+        skipped=skipped if raw.get("lm_head") else (*skipped, "lm_head$"),
+    )
+
+
+def _awq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: AutoAWQ's `AwqConfig`; `modules_to_not_convert` names parts of layers' names."""
+    bits = raw.get("bits", raw.get("w_bit"))
+    _allow("awq", "bits", bits, 4)
+    _allow("awq", "version", str(raw.get("version", "gemm")).lower(), "gemm")
+    _allow("awq", "zero_point", raw.get("zero_point", True), True)
+    names = raw.get("modules_to_not_convert") or []
+    return StoredQuantization(
+        format="awq",
+        bits=4,
+        group_size=_group_size(raw.get("group_size", raw.get("q_group_size", -1))),
+        skipped=(*skipped, "lm_head$", *(f".*{re.escape(name)}" for name in names)),
+    )
+
+
+def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: compressed-tensors' `QuantizationConfig`, `QuantizationScheme`,
+    `QuantizationArgs`."""
+    method = "compressed-tensors"
+    groups = list((raw.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        raise UnsupportedModelError(
+            f"quantization_config has {len(groups)} config_groups; supported: one, of all layers"
+        )
+    (group,) = groups
+    layout = group.get("format") or raw.get("format")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    packed = layout == "pack-quantized"
+    sparsity = (raw.get("sparsity_config") or {}).get("format") or "dense"
+    _allow(method, "format", layout, "pack-quantized", "int-quantized")
+    _allow(method, "targets", group.get("targets"), ["Linear"])
+    _allow(method, "kv_cache_scheme", raw.get("kv_cache_scheme"), None)
+    _allow(method, "sparsity_config.format", sparsity, "dense")
+    _allow(method, "transform_config", raw.get("transform_config") or {}, {})
+    _allow(method, "output_activations", group.get("output_activations"), None)
+    _allow(method, "weights.type", weights.get("type", "int"), "int")
+    _allow(method, "weights.num_bits", weights.get("num_bits"), *((4, 8) if packed else (8,)))
+    strategy = weights.get("strategy")
+    _allow(method, "weights.strategy", strategy, "channel", *(["group"] if packed else []))
+    symmetric = weights.get("symmetric", True)
+    if packed:
+        _allow(method, "input_activations", inputs, None)
+    else:
+        _allow(method, "weights.symmetric", symmetric, True)
+        given = {key: (inputs or {}).get(key) for key in TOKEN_ACTIVATIONS}
+        _allow(method, "input_activations", given, TOKEN_ACTIVATIONS)
+    return StoredQuantization(
+        format=layout,
+        bits=weights["num_bits"],
+        group_size=_group_size(weights.get("group_size")) if strategy == "group" else None,
+        symmetric=symmetric,
+        activations="float" if packed else "int8",
+        skipped=(*skipped, *(_ignored(name) for name in raw.get("ignore") or [])),
+    )
+
+
+TOKEN_ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+"""Activations of compressed-tensors that are those of `quantize_rows`."""
+
+METHODS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+"""`quant_method` -> its reader."""
+
+
+def _ignored(name: str) -> str:
+    """compressed-tensors: a full name, or "re:" and an expression that matches from the start."""
+    return name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"
+
+
+def _allow(method: str, key: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        raise UnsupportedModelError(
+            f"quantization_config of {method} has {key}={value!r}; supported:"
+            f" {' or '.join(map(repr, allowed))}"
+        )
+
+
+def _group_size(value: Any) -> int | None:
+    if value in (None, -1):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(
+            f"quantization_config has group_size={value!r}; supported: a positive integer or -1"
+        )
+    return value
