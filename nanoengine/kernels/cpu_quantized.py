@@ -141,8 +141,10 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at,
     below 2^24, so exact as floats.
     """
     num_rows, zeroed = rows.literal_value, has_zeros.literal_value
-    signature = types.void(x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at, scales,
-                           zeros, scales_at, units, units_a_group, sums, rows, has_zeros)  # fmt: skip
+    signature = types.void(
+        x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at, scales, zeros, scales_at,
+        units, units_a_group, sums, rows, has_zeros,
+    )  # fmt: skip
 
     def codegen(context, builder, sig, args):
         emit = _Integers(context, builder)
@@ -202,26 +204,33 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at,
     return signature, codegen
 
 
+@njit(**{**JIT, "fastmath": {"contract", "nsz", "reassoc"}})
+def _largest(x):
+    """max |x|; NaN where x holds NaN or infinity."""
+    most, check = np.float32(0), np.float32(0)
+    for i in range(len(x)):
+        most = max(most, abs(x[i]))
+        check += x[i] * np.float32(0)
+    return most + check
+
+
 @njit(**JIT)
 def _quantize_row(x, values, totals):
     """values = x * 127 / max |x|, rounded half to even; totals of each unit; returns the scale."""
-    most, one = np.float32(0), np.float32(1)
-    for i in range(len(x)):
-        # Why this order: a comparison with NaN is false, so a NaN stays once it is there.
-        most = most if abs(x[i]) <= most else abs(x[i])
+    most = _largest(x)
     scale = most / np.float32(127)
-    if not 0 < most < np.inf:  # zeros, or a row whose scale makes every result NaN
-        values[:] = 0
-        totals[:] = 0
-        return scale if most == 0 else np.float32(np.nan)
-    inverse = one / scale
+    values[:] = 0
+    totals[:] = 0
+    if not most > 0:  # zeros, or a row whose scale makes every result NaN
+        return scale
+    inverse = np.float32(1) / scale
+    row = values[: len(x)]
     for i in range(len(x)):
-        values[i] = np.int8(np.rint(x[i] * inverse))
-    values[len(x) :] = 0
+        row[i] = np.int8(np.rint(x[i] * inverse))
     for unit in range(len(totals)):
-        total = np.int32(0)
+        of_unit, total = values[unit * UNIT : unit * UNIT + UNIT], np.int32(0)
         for i in range(UNIT):
-            total += np.int32(values[unit * UNIT + i])
+            total += np.int32(of_unit[i])
         totals[unit] = np.float32(total)
     return scale
 
@@ -327,9 +336,7 @@ def _tile4_of(m, x, a, size, totals, b, units, w, at, scales, zeros, s, group, s
 
 
 @njit(parallel=True, **JIT)
-def linear4(
-    x, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
-):
+def linear4(x, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
     """out[T, N] = x[T, K] @ w^T * scales + bias, for quantized x and packed int4 weights.
 
     x [T, K padded] int8, its scales [T] and totals [T, units]; w flat uint8, its scales [N]. What

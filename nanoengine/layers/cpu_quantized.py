@@ -15,7 +15,7 @@ from llvmlite import binding
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels.cpu_quantized import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
+from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight, row_factors
 
 
 @cache
@@ -29,8 +29,8 @@ class CPUQuantizedLinear(QuantizedLinear):
     has the same bits alone and in any batch.
 
     int8 weights have one scale an output; int4 ones a scale a group of inputs, in float16 relative
-    to the largest of the output, which is float32. What has another form (int8 in groups, groups
-    that are no multiple of 32) is computed as `QuantizedLinear` does.
+    to the output's factor. What has another form (int8 in groups, groups that are no multiple of
+    32) is computed as `QuantizedLinear` does.
     """
 
     def pack(self, weight: QuantizedWeight) -> None:
@@ -45,8 +45,8 @@ class CPUQuantizedLinear(QuantizedLinear):
             self.scales = weight.scales.reshape(-1).contiguous()
             return
         self.values = _panels4(weight.values)
-        most = weight.scales.abs().amax(1)
-        self.scales = torch.where(most == 0, 1.0, most)
+        self.scales = row_factors(weight.scales)
+        self.register_buffer("group_scales", None)
         self.group_scales = _panels_of_groups(weight.scales / self.scales.unsqueeze(1))
         self.zeros = torch.empty(0, dtype=torch.uint16)
         if weight.zeros is not None:

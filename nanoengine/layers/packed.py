@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, has_avx2
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
 from nanoengine.layers.quantized import GROUP_SIZE, QuantizedLinear
 from nanoengine.layers.quantized_formats import FORMATS
@@ -30,17 +31,24 @@ def linear_method_for(
     for all layers, except those that the checkpoint stores as floats.
     """
     exact = _exact_method(device, dtype)
-    return exact if quantization is None else partial(_quantized, quantization, exact)
+    if quantization is None:
+        return exact
+    integers = dtype == torch.float32 and quantization.activations == "int8" and has_avx2()
+    kind = CPUQuantizedLinear if integers else QuantizedLinear
+    return partial(_quantized, quantization, exact, kind)
 
 
 def _quantized(
-    quantization: Quantization, exact: Callable[[str], LinearMethod], name: str
+    quantization: Quantization,
+    exact: Callable[[str], LinearMethod],
+    kind: type[QuantizedLinear],
+    name: str,
 ) -> LinearMethod:
     stored, activations = quantization.stored, quantization.activations
     if stored is not None:
         if not stored.holds(name):
             return exact(name)
-        return QuantizedLinear(
+        return kind(
             name,
             bits=stored.bits,
             group_size=stored.group_size,
@@ -50,7 +58,7 @@ def _quantized(
     # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
     bits = 8 if name == "lm_head" else quantization.bits
     group_size = GROUP_SIZE if bits == 4 else None
-    return QuantizedLinear(name, bits=bits, group_size=group_size, activations=activations)
+    return kind(name, bits=bits, group_size=group_size, activations=activations)
 
 
 def _exact_method(device: torch.device, dtype: torch.dtype) -> type[LinearMethod]:

@@ -133,7 +133,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     """[N, K] of any floating dtype, rounded to the nearest value, without zero points.
 
     8 bits: the largest magnitude of a group becomes 127. 4 bits: it becomes -8, whatever its sign,
-    so the scale may be negative and the range is used whole.
+    so the scale may be negative and the range is used whole; scales are `short`.
 
     Source: Q4_0 of ggml for the signed scale.
     Perf: on normal weights in groups of 32 the squared error is 0.74 % of the weights' square,
@@ -146,7 +146,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
         low, high = -127, 127
     else:
         most, least = grouped.amax(2), grouped.amin(2)
-        scales = torch.where(most >= -least, most, least) / -8
+        scales = short(torch.where(most >= -least, most, least) / -8)
         low, high = -8, 7
     # Why 1: a group of zeros has no scale, and any will do.
     divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
@@ -154,6 +154,22 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeigh
     return QuantizedWeight(
         values=values, scales=scales, zeros=None, bits=bits, group_size=group_size
     )
+
+
+def row_factors(scales: torch.Tensor) -> torch.Tensor:
+    """The power of two at or above every scale of a row, [N, G] -> [N] float32; 1 for zeros.
+
+    Why: a scale divided by it fits into float16, whatever the size of the weights, and float16
+    scales of a checkpoint stay what they are.
+    """
+    most = scales.abs().amax(1).float()
+    return torch.where(most == 0, 1.0, torch.exp2(torch.frexp(most).exponent.float()))
+
+
+def short(scales: torch.Tensor) -> torch.Tensor:
+    """[N, G] rounded to float16's 11 bits, relative to the row's factor: what kernels store."""
+    factors = row_factors(scales).unsqueeze(1)
+    return (scales / factors).half().float() * factors
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
