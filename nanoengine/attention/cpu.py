@@ -22,6 +22,7 @@ from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_layers
 from nanoengine.kernels.threads import num_workers, set_threads, share_threads_with_torch
+from nanoengine.kernels.views import Views
 from nanoengine.runner.batch import Batch
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
@@ -51,6 +52,7 @@ class CPUStep:
     tables: np.ndarray  # [G, S, M] int32
     num_workers: int
     tasks: dict[tuple[int, int, int, int], _Tasks] = field(default_factory=dict)
+    angles: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class CPUBackend(AttentionBackend):
@@ -90,7 +92,7 @@ class CPUBackend(AttentionBackend):
                 f"attention_backend='cpu' needs a block_size that is a power of two from 8, got"
                 f" {block_size}"
             )
-        self.block_size = block_size
+        self.block_size, self._views = block_size, Views()
         share_threads_with_torch()
 
     def prepare(self, batch: Batch) -> CPUStep:
@@ -117,9 +119,11 @@ class CPUBackend(AttentionBackend):
     ) -> None:
         k_flat, k_stride = _flat(k)
         v_flat, v_stride = _flat(v)
-        keys, values = k_cache.view(-1).numpy(), v_cache.view(-1).numpy()
-        slots = batch.attention.slots[spec.group]
-        kernels.store(k_flat, k_stride, v_flat, v_stride, slots, keys, values, self._sizes(spec))
+        slots, caches = (
+            batch.attention.slots[spec.group],
+            (self._views(k_cache), self._views(v_cache)),
+        )
+        kernels.store(k_flat, k_stride, v_flat, v_stride, slots, *caches, self._sizes(spec))
 
     def rotate_and_store(
         self,
@@ -133,20 +137,19 @@ class CPUBackend(AttentionBackend):
     ) -> torch.Tensor:
         """One pass over the projection; see `AttentionBackend.rotate_and_store`."""
         step: CPUStep = batch.attention
-        num_tokens, _, dim = heads.shape
-        q = torch.empty(num_tokens, spec.num_heads, dim, dtype=heads.dtype)
+        q = torch.empty(heads.shape[0], spec.num_heads, spec.head_dim, dtype=heads.dtype)
         source = heads.contiguous().numpy()
         # Why: numba's first argument types decide the compilation, so "no norm" needs an array too.
-        weight = source[0, : -spec.num_kv_heads] if norm is None else norm.weight.numpy()
+        weight = source[0, : -spec.num_kv_heads] if norm is None else self._views(norm.weight)
         cpu_layers.rotate_and_store(
             source,
-            rotation[0].as_strided((num_tokens, dim), (dim, 1)).numpy(),
+            self._angles(step, rotation),
             weight,
             source.dtype.type(0 if norm is None else norm.eps),
             norm is not None,
             step.slots[spec.group],
-            k_cache.view(-1).numpy(),
-            v_cache.view(-1).numpy(),
+            self._views(k_cache),
+            self._views(v_cache),
             q.numpy(),
             self._sizes(spec),
             step.num_workers,
@@ -161,18 +164,17 @@ class CPUBackend(AttentionBackend):
         batch: Batch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """The caches must be contiguous; q may be a view of something wider."""
+        """The caches must be contiguous."""
         step: CPUStep = batch.attention
         sizes = self._sizes(spec)
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        q_flat, q_stride = _flat(q)
-        keys, values = k_cache.view(-1).numpy(), v_cache.view(-1).numpy()
-        plan = self._tasks(step, spec, window, q_flat.dtype)
-        real = q_flat.dtype.type
+        queries, keys, values = q.contiguous().numpy(), self._views(k_cache), self._views(v_cache)
+        plan = self._tasks(step, spec, window, queries.dtype)
+        real = queries.dtype.type
         out = torch.empty(q.shape, dtype=q.dtype)
-        result = out.view(-1).numpy()
+        result = out.numpy()
         kernels.attend(
-            q_flat, q_stride, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
+            queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
             real(spec.scale), real(spec.softcap or 0), window,
             result, plan.partial_out, plan.partial_stats,
         )  # fmt: skip
@@ -181,6 +183,15 @@ class CPUBackend(AttentionBackend):
                 plan.tasks, plan.merges, sizes, result, plan.partial_out, plan.partial_stats
             )
         return out
+
+    def _angles(self, step: CPUStep, rotation: Rotation) -> np.ndarray:
+        """cos and sin side by side, [T, D]; viewed once a step."""
+        halves = rotation[0]
+        if id(halves) not in step.angles:
+            num_tokens, _, half = halves.shape
+            whole = halves.as_strided((num_tokens, 2 * half), (2 * half, 1))
+            step.angles[id(halves)] = whole.numpy()
+        return step.angles[id(halves)]
 
     def _sizes(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return (spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size)

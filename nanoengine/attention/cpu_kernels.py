@@ -266,15 +266,17 @@ def _run_task(
 
 @njit(parallel=True, **JIT)
 def attend(
-    q, q_stride, k, v, tables, tasks, bounds, sizes, scale, softcap, window,
-    result, partial_out, partial_stats,
+    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window,
+    out_rows, partial_out, partial_stats,
 ):  # fmt: skip
-    """Runs all tasks; whole ones write to `result`, splits to the partial buffers.
+    """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers.
 
     Worker w takes tasks bounds[w] ... bounds[w + 1] - 1.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
+    q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
+    k, v = k_cache.reshape(-1), v_cache.reshape(-1)
     for worker in prange(len(bounds) - 1):
         room = max(ROW_TILE, group_size)
         tile = np.empty((room, head_dim), q.dtype)
@@ -306,14 +308,14 @@ def attend(
 
 
 @njit(parallel=True, **JIT)
-def combine(tasks, merges, sizes, result, partial_out, partial_stats):
+def combine(tasks, merges, sizes, out_rows, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
 
     merges: [N, 2] the first task of a tile and its number of splits.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
-    room = max(ROW_TILE, group_size)
+    room, result = max(ROW_TILE, group_size), out_rows.reshape(-1)
     for i in prange(len(merges)):
         task = tasks[merges[i, 0]]
         for r in range(task[NUM_QUERIES] * group_size):
@@ -337,9 +339,10 @@ def combine(tasks, merges, sizes, result, partial_out, partial_stats):
 
 
 @njit(parallel=True, **JIT)
-def store(k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes):
-    """Copies the key and value of token t to k_cache and v_cache at slots[t]."""
+def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
+    """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
     _, num_kv_heads, head_dim, block_size = sizes
+    k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
     for t in prange(len(slots)):
         block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(num_kv_heads):

@@ -186,16 +186,19 @@ def _rotate_tokens_parallel(
 
 
 @njit(**JIT)
-def rotate_and_store(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers):
+def rotate_and_store(
+    heads, table, weight, eps, normed, slots, k_blocks, v_blocks, q, sizes, workers
+):
     """Norms and rotates query and key heads; queries go to q, keys and values to their slots.
 
     Args:
         heads: [T, H + 2 K, D], query, key and value heads.
         table: [T, D], cos then sin of each token's angles.
         weight: [H + K, D], read only if `normed`.
-        slots: [T] int64; k_cache, v_cache: flat, blocks [K, P, D].
+        slots: [T] int64; k_blocks, v_blocks: contiguous, [B, K, P, D].
         sizes: (H, K, D, P).
     """
+    k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
     if heads.size <= SMALL:
         _rotate_tokens(
             heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, 0, len(q)

@@ -162,21 +162,23 @@ def _rest(rows, x, w, bias, out, num_inputs, num_outputs):
 
 
 @njit(parallel=True, **JIT)
-def linear(x, w, bias, out, num_rows, num_inputs, num_outputs, num_workers):
-    """out[T, N] = x[T, K] @ weight^T + bias[N], all flat; each worker takes a share of the
-    panels."""
+def linear(x, w, bias, out, num_workers):
+    """out[T, N] = x[T, K] @ weight^T + bias[N]; each worker takes a share of the panels of w."""
+    num_rows, num_inputs = x.shape
+    num_outputs = out.shape[1]
     num_panels = num_outputs // PANEL
+    inputs, outputs = x.reshape(-1), out.reshape(-1)
     for worker in prange(num_workers):
         lo = num_panels * worker // num_workers
         hi = num_panels * (worker + 1) // num_workers
         if 1 <= num_rows <= 3:
-            _few_rows(num_rows, lo, hi, x, w, bias, out, num_inputs, num_outputs)
+            _few_rows(num_rows, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
         else:
             for row in range(0, num_rows, ROW_BLOCK):
                 rows = min(ROW_BLOCK, num_rows - row)
-                _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs)
-        if worker == num_workers - 1 and num_outputs % PANEL:  # never more than 15 outputs
-            _rest(num_rows, x, w, bias, out, num_inputs, num_outputs)
+                _block_of_rows(rows, row, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
+        if worker == num_workers - 1 and num_outputs % PANEL:
+            _rest(num_rows, inputs, w, bias, outputs, num_inputs, num_outputs)
 
 
 @njit(parallel=True, **JIT)
@@ -193,11 +195,12 @@ def pack(weight, num_inputs, num_outputs):
 
 
 @njit(parallel=True, **JIT)
-def unpack_rows(w, ids, out, num_inputs, num_outputs):
-    """out[i] = row ids[i] of the weight [N, K] that was packed: [len(ids), K], flat."""
+def unpack_rows(w, ids, out, num_outputs):
+    """out[i] = row ids[i] of the weight [N, K] that was packed."""
+    num_inputs = out.shape[1]
     for i in prange(len(ids)):
         panel, j = ids[i] // PANEL, ids[i] % PANEL
         width = min(PANEL, num_outputs - panel * PANEL)
-        at = panel * PANEL * num_inputs + j
+        at, row = panel * PANEL * num_inputs + j, out[i]
         for k in range(num_inputs):
-            out[i * num_inputs + k] = w[at + k * width]
+            row[k] = w[at + k * width]

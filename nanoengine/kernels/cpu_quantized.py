@@ -235,16 +235,32 @@ def _quantize_row(x, values, totals):
     return scale
 
 
+@njit(**JIT)
+def _quantize_rows(x, values, scales, totals, lo, hi):
+    for t in range(lo, hi):
+        scales[t] = _quantize_row(x[t], values[t], totals[t])
+
+
 @njit(parallel=True, **JIT)
-def quantize_rows(x, values, scales, totals, num_workers):
-    """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T], totals [T, units]."""
-    if len(x) <= FEW:
-        for t in range(len(x)):
-            scales[t] = _quantize_row(x[t], values[t], totals[t])
+def _quantize_rows_parallel(x, values, scales, totals, num_workers):
+    for worker in prange(num_workers):
+        lo, hi = len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers
+        _quantize_rows(x, values, scales, totals, lo, hi)
+
+
+@njit(**JIT)
+def quantize_rows(x, num_workers):
+    """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and totals
+    [T, units] float32, the sums of each unit's values."""
+    num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
+    values = np.empty((num_rows, padded), np.int8)
+    scales = np.empty(num_rows, np.float32)
+    totals = np.empty((num_rows, padded // UNIT), np.float32)
+    if num_rows <= FEW:
+        _quantize_rows(x, values, scales, totals, 0, num_rows)
     else:
-        for worker in prange(num_workers):
-            for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
-                scales[t] = _quantize_row(x[t], values[t], totals[t])
+        _quantize_rows_parallel(x, values, scales, totals, num_workers)
+    return values, scales, totals
 
 
 @njit(**JIT)
@@ -279,11 +295,7 @@ def _panel8(rows, row, p, x, x_scales, w, w_scales, bias, out, sums):
 
 
 @njit(parallel=True, **JIT)
-def linear8(x, x_scales, w, w_scales, bias, out, num_workers):
-    """out[T, N] = (x[T, K] @ w^T) * scales + bias, for quantized x and packed int8 weights.
-
-    x [T, K padded] int8 and its scales [T]; w flat, its scales [N]; bias [N].
-    """
+def _multiply8(x, x_scales, w, w_scales, bias, out, num_workers):
     num_rows, size = x.shape
     num_panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
@@ -300,6 +312,13 @@ def linear8(x, x_scales, w, w_scales, bias, out, num_workers):
             for p in range(lo, hi):
                 rows = min(ROW_BLOCK, num_rows - row)
                 _panel8(rows, row, p, x, x_scales, w, w_scales, bias, out, sums)
+
+
+@njit(**JIT)
+def linear8(x, w, w_scales, bias, out, num_workers):
+    """out[T, N] = quantized x[T, K] @ w^T * scales + bias; packed int8 w, its scales [N]."""
+    values, x_scales, _ = quantize_rows(x, num_workers)
+    _multiply8(values, x_scales, w, w_scales, bias, out, num_workers)
 
 
 @njit(**JIT)
@@ -336,13 +355,9 @@ def _tile4_of(m, x, a, size, totals, b, units, w, at, scales, zeros, s, group, s
 
 
 @njit(parallel=True, **JIT)
-def linear4(x, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
-    """out[T, N] = x[T, K] @ w^T * scales + bias, for quantized x and packed int4 weights.
-
-    x [T, K padded] int8, its scales [T] and totals [T, units]; w flat uint8, its scales [N]. What
-    each group adds to its output's scale: scales and zeros, flat uint16, the bits of float16
-    [panels, groups, 16]; no zeros: an empty array.
-    """
+def _multiply4(
+    x, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
+):
     num_rows, size = x.shape
     units = size // UNIT
     groups = -(-units // units_a_group)
@@ -364,3 +379,16 @@ def linear4(x, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias
                         units_a_group, sums, zeroed,
                     )  # fmt: skip
                     _finish4(sums, m, x_scales, first, w_scales, bias, out, p * PANEL)
+
+
+@njit(**JIT)
+def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
+    """out[T, N] = quantized x[T, K] @ w^T * scales + bias; packed int4 w, its scales [N].
+
+    What each group adds to its output's scale: scales and zeros, flat uint16, the bits of float16
+    [panels, groups, 16]; no zeros: an empty array.
+    """
+    values, x_scales, totals = quantize_rows(x, num_workers)
+    _multiply4(
+        values, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
+    )

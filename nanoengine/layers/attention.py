@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
+from nanoengine.layers.layer import Layer
 from nanoengine.runner.batch import Batch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nanoengine.attention.rotate import HeadNormWeights, Rotation
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """One layer's attention: what it computes (`spec`), by whom (`backend`), over which cache.
 
     Attributes:

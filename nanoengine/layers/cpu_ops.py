@@ -10,15 +10,21 @@ import torch
 
 from nanoengine.kernels import cpu_layers as kernels
 from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.views import Views
 
 
 class CPUOps:
     """Fused kernels with the arithmetic of `TorchOps`; `add_rms_norm` works in place."""
 
+    def __init__(self) -> None:
+        self._views = Views()
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         source = x.contiguous().numpy()
-        kernels.rms_norm(source, weight.numpy(), source.dtype.type(eps), out.numpy(), num_workers())
+        kernels.rms_norm(
+            source, self._views(weight), source.dtype.type(eps), out.numpy(), num_workers()
+        )
         return out
 
     def add_rms_norm(
@@ -26,11 +32,12 @@ class CPUOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         values: np.ndarray = x.numpy()
         kernels.add_rms_norm(
-            values, residual.numpy(), weight.numpy(), values.dtype.type(eps), num_workers()
+            values, residual.numpy(), self._views(weight), values.dtype.type(eps), num_workers()
         )
         return x, residual
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        rows, both = gate_up.shape
+        out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
         kernels.gate(gate_up.numpy(), activation == "gelu_pytorch_tanh", out.numpy(), num_workers())
         return out

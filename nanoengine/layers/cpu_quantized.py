@@ -39,10 +39,11 @@ class CPUQuantizedLinear(QuantizedLinear):
         if not self.is_packed:
             super().pack(weight)
             return
-        self.no_bias = torch.zeros(self.out_features)
+        self.no_bias = np.zeros(self.out_features, np.float32)
         if weight.bits == 8:
             self.values = _panels8(weight.values)
             self.scales = weight.scales.reshape(-1).contiguous()
+            self.arrays = (self.values.numpy(), self.scales.numpy())
             return
         self.values = _panels4(weight.values)
         self.scales = row_factors(weight.scales)
@@ -51,6 +52,8 @@ class CPUQuantizedLinear(QuantizedLinear):
         self.zeros = torch.empty(0, dtype=torch.uint16)
         if weight.zeros is not None:
             self.zeros = _panels_of_groups(weight.zeros)
+        packed = (self.values, self.scales, self.group_scales, self.zeros)
+        self.arrays = tuple(tensor.numpy() for tensor in packed)
 
     def _fits(self, weight: QuantizedWeight) -> bool:
         one_group = weight.group_size == self.in_features
@@ -61,21 +64,13 @@ class CPUQuantizedLinear(QuantizedLinear):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_packed:
             return super().multiply(x)
-        rows, padded = len(x), -(-self.in_features // UNIT) * UNIT
-        workers = num_workers()
-        values = np.empty((rows, padded), np.int8)
-        scales = np.empty(rows, np.float32)
-        totals = np.empty((rows, padded // UNIT), np.float32)
-        kernels.quantize_rows(x.contiguous().numpy(), values, scales, totals, workers)
-        out = torch.empty(rows, self.out_features)
-        weight, of_outputs, bias = self.values.numpy(), self.scales.numpy(), self.no_bias.numpy()
+        out = torch.empty(x.shape[0], self.out_features)
+        rows = x.contiguous().numpy()
         if self.bits == 8:
-            kernels.linear8(values, scales, weight, of_outputs, bias, out.numpy(), workers)
-            return out
-        kernels.linear4(
-            values, scales, totals, weight, of_outputs, self.group_scales.numpy(),
-            self.zeros.numpy(), max(1, self.group_size // UNIT), bias, out.numpy(), workers,
-        )  # fmt: skip
+            kernels.linear8(rows, *self.arrays, self.no_bias, out.numpy(), num_workers())
+        else:
+            units = max(1, self.group_size // UNIT)
+            kernels.linear4(rows, *self.arrays, units, self.no_bias, out.numpy(), num_workers())
         return out
 
 

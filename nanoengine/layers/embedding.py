@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
     from nanoengine.layers.context import ModelContext
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary.
 
     Attributes:
@@ -48,7 +48,7 @@ class Embedding(nn.Module):
         return {f"{path}.weight": slot}
 
 
-class OutputHead(nn.Module):
+class OutputHead(Layer):
     """Hidden states [L, hidden_size] -> logits [L, vocab_size] on every rank.
 
     A tied head multiplies by the embedding's own weight and has no tensor in the checkpoint.

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class UnquantizedLinear(LinearMethod):
         return F.embedding(ids, self.weight)
 
 
-class MergedLinear(nn.Module):
+class MergedLinear(Layer):
     """Several matrices of the same input as one, e.g. gate_proj and up_proj; outputs split over
     ranks.
 
@@ -173,7 +174,7 @@ class QKVLinear(MergedLinear):
         super().__init__(name, hidden_size, parts, bias=bias, context=context)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """A matrix whose inputs are split over ranks; the ranks' results are summed by
     `context.all_reduce`."""
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
     from nanoengine.layers.context import ModelContext
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Scores the experts: hidden [T, hidden_size] -> (weights [T, k], expert ids [T, k])."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Router(nn.Module):
         return {f"{path}.weight": WeightSlot(shape=shape, store=self.weight.copy_)}
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """All experts' weights, stacked: gate_up_proj [E, 2 I, hidden], down_proj [E, hidden, I]; I is
     this rank's part.
 

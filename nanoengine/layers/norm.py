@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
 import torch
-from torch import nn
 
 from nanoengine.attention.rotate import HeadNormWeights
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
     from nanoengine.layers.context import ModelContext
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / rms(x) * weight over the last dimension."""
 
     def __init__(self, size: int, eps: float, *, context: ModelContext) -> None:
@@ -53,7 +54,7 @@ class RMSNorm(nn.Module):
         return {f"{path}.weight": WeightSlot(shape=(self.size,), store=self.weight.copy_)}
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(Layer):
     """The weights of the norm of each query and key head, which the attention backend applies.
 
     One for all query and one for all key heads, `q_norm` and `k_norm` beside this module in the
@@ -68,7 +69,7 @@ class HeadNorm(nn.Module):
         shape = (num_heads + num_kv_heads, head_dim)
         self.weight = empty_parameter(shape, context.dtype, context.device)
 
-    @property
+    @cached_property
     def weights(self) -> HeadNormWeights:
         return HeadNormWeights(weight=self.weight, eps=self.eps)
 

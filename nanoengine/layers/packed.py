@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -90,7 +91,7 @@ class PackedLinear(LinearMethod):
         if weight is None:
             weight = empty_parameter(self.shape, dtype, device)
         self.weight = weight
-        self.zeros = torch.zeros(out_features)
+        self.no_bias = np.zeros(out_features, np.float32)
 
     def load(self, weight: torch.Tensor, rows: slice) -> None:
         self.weight[rows].copy_(weight)
@@ -100,33 +101,23 @@ class PackedLinear(LinearMethod):
 
     def finish(self) -> None:
         if not self.is_packed:
-            flat = self.weight.detach().view(-1).numpy()
-            kernels.pack(flat, self.shape[1], self.shape[0])
+            # Why a view kept: asking a tensor for one takes about as long as a small row's work.
+            self.panels = self.weight.detach().view(-1).numpy()
+            kernels.pack(self.panels, self.shape[1], self.shape[0])
             self.is_packed = True
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        outputs, inputs = self.shape
-        num_rows = x.numel() // inputs
-        out = torch.empty(*x.shape[:-1], outputs)
-        kernels.linear(
-            x.reshape(-1).numpy(),
-            self.weight.view(-1).numpy(),
-            (self.zeros if bias is None else bias).numpy(),
-            out.view(-1).numpy(),
-            num_rows,
-            inputs,
-            outputs,
-            num_workers(),
-        )
+        if x.dim() != 2:
+            return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+        out = torch.empty(x.shape[0], self.shape[0])
+        added = self.no_bias if bias is None else bias.numpy()
+        kernels.linear(x.contiguous().numpy(), self.panels, added, out.numpy(), num_workers())
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""
         if not self.is_packed:
             return F.embedding(ids, self.weight)
-        outputs, inputs = self.shape
-        out = torch.empty(len(ids), inputs)
-        kernels.unpack_rows(
-            self.weight.view(-1).numpy(), ids.numpy(), out.view(-1).numpy(), inputs, outputs
-        )
+        out = torch.empty(len(ids), self.shape[1])
+        kernels.unpack_rows(self.panels, ids.numpy(), out.numpy(), self.shape[0])
         return out

@@ -255,13 +255,13 @@ class QuantizedLinear(LinearMethod):
             self.load(self.tied, slice(0, self.out_features))
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows.index_select(1, self.order)
         out = self.multiply(rows)
         if bias is not None:
             out = out + bias
-        return out.view(*x.shape[:-1], self.out_features)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.tied is not None, self.name

@@ -12,17 +12,17 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from nanoengine.attention.rotate import Rotation
 from nanoengine.errors import ConfigError
+from nanoengine.layers.layer import Layer
 
 if TYPE_CHECKING:
     from nanoengine.layers.context import ModelContext
     from nanoengine.models.config import RopeConfig
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """Looks up the rotation of each position: a table of [max_positions, head_dim], cos then sin.
 
     Raises:

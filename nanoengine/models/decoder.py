@@ -28,6 +28,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.embedding import Embedding, OutputHead
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
@@ -35,7 +36,7 @@ from nanoengine.models.config import ModelConfig
 from nanoengine.runner.batch import Batch
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Layer):
     """Projects to heads, norms them where the family does, rotates, attends, projects back."""
 
     def __init__(
@@ -96,7 +97,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended.reshape(x.shape[0], -1))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down(act(gate(x)) * up(x)), with the `act` that the config names."""
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
@@ -115,7 +116,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.ops.gate(self.gate_up_proj(x), self.activation))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """One layer. The residual travels beside x, so that each norm can take the sum in one go."""
 
     def __init__(
@@ -140,7 +141,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """The stack of layers between token ids and the last norm."""
 
     def __init__(
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
         return x
 
 
-class CausalLM(nn.Module):
+class CausalLM(Layer):
     """A language model of one family, on one rank. Subclasses implement the two `make_` methods.
 
     Parameters are uninitialised until `load_weights` or `dummy_weights` fills them.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import pin_attributes
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.registry import model_class
@@ -35,4 +36,5 @@ def load_model(
         dummy_weights(model, seed)
     else:
         load_weights(model, directory)
+    pin_attributes(model)
     return model

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.qwen3 import Qwen3ForCausalLM
 
 
-class SparseMLP(nn.Module):
+class SparseMLP(Layer):
     """A router (`gate` in the checkpoint) and its experts."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
