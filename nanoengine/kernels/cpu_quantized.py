@@ -86,6 +86,14 @@ class _Integers(Emit):
         """Neighbouring 16-bit sums added in 32 bits."""
         return self.call("llvm.x86.avx2.pmadd.wd", SUMS, pairs, ir.Constant(PAIRS, [1] * 16))
 
+    def fused(self, a, b, c):
+        return self.call("llvm.fma.v8f32", FLOATS, a, b, c)
+
+    def counter(self, start):
+        cell = cgutils.alloca_once(self.builder, start.type)
+        self.builder.store(start, cell)
+        return cell
+
     def add(self, cell, value):
         self.builder.store(self.builder.add(self.builder.load(cell), value), cell)
 
@@ -97,21 +105,38 @@ def _lines(emit, array_type, array, at, stride, count):
     return pointers
 
 
+def _finish(emit, sums, x_scales, w_scales, bias, outputs):
+    """outputs[r] = sums[r] * (scale of the row * scale of the output) + bias, vector by vector."""
+    for of_row, factor, line in zip(sums, x_scales, outputs, strict=True):
+        factor = emit.splat(emit.builder.load(factor), 8)
+        for v, total in enumerate(of_row):
+            at = ir.IntType(64)(8 * v)
+            scale = emit.builder.fmul(factor, emit.get(FLOATS, emit.at(w_scales, at)))
+            shift = emit.get(FLOATS, emit.at(bias, at))
+            emit.put(emit.fused(total, scale, shift), emit.at(line, at))
+
+
 @intrinsic(prefer_literal=True)
-def _tile8(typing, x, x_at, x_stride, w, w_at, w_stride, steps, sums, rows, panels):
-    """sums[r, p * 16 + j] = dot product of row r and output j of panel p, over 4 * steps inputs."""
+def _tile8(typing, x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w_scales, bias,
+           column, out, out_at, out_stride, rows, panels):  # fmt: skip
+    """out[r, j] = (x[r] . w[j]) * scales + bias for `rows` x `panels` * 16 results, over 4 * steps
+    inputs."""
     num_rows, num_panels = rows.literal_value, panels.literal_value
-    signature = types.void(x, x_at, x_stride, w, w_at, w_stride, steps, sums, rows, panels)
+    signature = types.void(
+        x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w_scales, bias, column,
+        out, out_at, out_stride, rows, panels,
+    )  # fmt: skip
 
     def codegen(context, builder, sig, args):
         emit = _Integers(context, builder)
         word = args[1].type
         inputs = _lines(emit, x, args[0], args[1], args[2], num_rows)
-        weights = _lines(emit, w, args[3], args[4], args[5], num_panels)
+        factors = _lines(emit, x_scales, args[3], args[4], word(1), num_rows)
+        weights = _lines(emit, w, args[5], args[6], args[7], num_panels)
         count = 2 * num_panels
         cells = [[emit.cell(SUMS) for _ in range(count)] for _ in inputs]
         sign, magnitude = "llvm.x86.avx2.psign.b", "llvm.abs.v32i8"
-        with cgutils.for_range(builder, args[6]) as loop:
+        with cgutils.for_range(builder, args[8]) as loop:
             at = builder.mul(loop.index, word(64))
             values = [emit.four(emit.at(row, builder.mul(loop.index, word(4)))) for row in inputs]
             for v in range(count):
@@ -123,27 +148,34 @@ def _tile8(typing, x, x_at, x_stride, w, w_at, w_stride, steps, sums, rows, pane
                 for value, of_row in zip(values, cells, strict=True):
                     signed = emit.call(sign, BYTES, value, weight)
                     emit.add(of_row[v], emit.widen(emit.dot(positive, signed)))
-        out = emit.pointer(sums, args[7], word(0))
-        for r, of_row in enumerate(cells):
-            for v, cell in enumerate(of_row):
-                emit.put(builder.load(cell), emit.at(out, word((r * count + v) * 8)))
+        _finish(
+            emit,
+            [[builder.sitofp(builder.load(cell), FLOATS) for cell in of_row] for of_row in cells],
+            factors,
+            emit.pointer(w_scales, args[9], args[11]),
+            emit.pointer(bias, args[10], args[11]),
+            _lines(emit, out, args[12], args[13], args[14], num_rows),
+        )
         return context.get_dummy_value()
 
     return signature, codegen
 
 
 @intrinsic(prefer_literal=True)
-def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at, scales, zeros,
-           scales_at, units, units_a_group, sums, rows, has_zeros):  # fmt: skip
-    """sums[r, j] = sum over groups of scale[j] * (x . (w + 8) - (8 + zero[j]) * total of x).
+def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales, row, w, w_at,
+           scales, zeros, scales_at, units, units_a_group, w_scales, bias, column,
+           out, out_at, out_stride, rows, has_zeros):  # fmt: skip
+    """out[r, j] = scales * sum over groups of scale[j] * (x . (w + 8) - (8 + zero[j]) * total of x)
+    + bias, for `rows` x 16 results.
 
     `totals` holds the sum of each unit of 32 inputs of x, as floats. All whole numbers here are
     below 2^24, so exact as floats.
     """
     num_rows, zeroed = rows.literal_value, has_zeros.literal_value
     signature = types.void(
-        x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at, scales, zeros, scales_at,
-        units, units_a_group, sums, rows, has_zeros,
+        x, x_at, x_stride, totals, totals_at, totals_stride, x_scales, row, w, w_at, scales, zeros,
+        scales_at, units, units_a_group, w_scales, bias, column, out, out_at, out_stride, rows,
+        has_zeros,
     )  # fmt: skip
 
     def codegen(context, builder, sig, args):
@@ -151,21 +183,22 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at,
         word = args[1].type
         inputs = _lines(emit, x, args[0], args[1], args[2], num_rows)
         of_inputs = _lines(emit, totals, args[3], args[4], args[5], num_rows)
-        weights = emit.pointer(w, args[6], args[7])
-        scale_line = emit.pointer(scales, args[8], args[10])
-        zero_line = emit.pointer(zeros, args[9], args[10])
+        factors = _lines(emit, x_scales, args[6], args[7], word(1), num_rows)
+        weights = emit.pointer(w, args[8], args[9])
+        scale_line = emit.pointer(scales, args[10], args[12])
+        zero_line = emit.pointer(zeros, args[11], args[12])
         results = [[emit.cell(FLOATS) for _ in range(2)] for _ in inputs]
         low = ir.Constant(BYTES, [15] * 32)
         fours = ir.Constant(PAIRS, [4] * 16)
-
-        def fma(a, b, c):
-            return emit.call("llvm.fma.v8f32", FLOATS, a, b, c)
-
-        with cgutils.for_range(builder, args[11]) as loop:
+        # A group's number, and the units left in it: a division in this loop would cost as much as
+        # half of its work.
+        group, left = emit.counter(word(0)), emit.counter(args[14])
+        with cgutils.for_range(builder, args[13]) as loop:
             unit = loop.index
             x_line = builder.mul(unit, word(UNIT))
             w_line = emit.at(weights, builder.mul(unit, word(PANEL * UNIT // 2)))
-            emit.prefetch(emit.at(w_line, word(4096)))
+            for line in range(4):
+                emit.prefetch(emit.at(w_line, word(4096 + 64 * line)))
             pairs = [[None, None] for _ in inputs]
             for eight in range(4):
                 at = [emit.at(row, x_line, word(8 * eight)) for row in inputs]
@@ -181,9 +214,8 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at,
                             product = emit.dot(weight, value)
                             known = pairs[r][v]
                             pairs[r][v] = product if known is None else builder.add(known, product)
-            group = builder.mul(builder.udiv(unit, args[12]), word(PANEL))
             for v in range(2):
-                at = builder.add(group, word(8 * v))
+                at = builder.add(builder.mul(builder.load(group), word(PANEL)), word(8 * v))
                 scale = builder.fpext(emit.get(HALVES, emit.at(scale_line, at)), FLOATS)
                 offset = ir.Constant(FLOATS, [-8.0] * 8)
                 if zeroed:
@@ -193,12 +225,22 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, w, w_at,
                     dots = builder.sitofp(emit.widen(pairs[r][v]), FLOATS)
                     total = emit.splat(builder.load(emit.at(of_inputs[r], unit)), 8)
                     cell = results[r][v]
-                    exact = fma(total, offset, dots)
-                    builder.store(fma(exact, scale, builder.load(cell)), cell)
-        out = emit.pointer(sums, args[13], word(0))
-        for r in range(num_rows):
-            for v in range(2):
-                emit.put(builder.load(results[r][v]), emit.at(out, word(r * PANEL + 8 * v)))
+                    exact = emit.fused(total, offset, dots)
+                    builder.store(emit.fused(exact, scale, builder.load(cell)), cell)
+            remaining = builder.sub(builder.load(left), word(1))
+            ended = builder.icmp_signed("==", remaining, word(0))
+            builder.store(builder.select(ended, args[14], remaining), left)
+            builder.store(
+                builder.add(builder.load(group), builder.zext(ended, word(0).type)), group
+            )
+        _finish(
+            emit,
+            [[builder.load(cell) for cell in of_row] for of_row in results],
+            factors,
+            emit.pointer(w_scales, args[15], args[17]),
+            emit.pointer(bias, args[16], args[17]),
+            _lines(emit, out, args[18], args[19], args[20], num_rows),
+        )
         return context.get_dummy_value()
 
     return signature, codegen
@@ -264,129 +306,142 @@ def quantize_rows(x, num_workers):
 
 
 @njit(**JIT)
-def _finish8(sums, rows, panels, x_scales, row, w_scales, bias, out, column):
-    """out = sums * scale of the row * scale of the output + bias, for outputs that exist."""
-    width = min(panels * PANEL, out.shape[1] - column)
-    for r in range(rows):
-        target, factor = out[row + r, column : column + width], x_scales[row + r]
-        of_row = sums[r * panels * PANEL : r * panels * PANEL + width]
-        scales, shift = w_scales[column : column + width], bias[column : column + width]
-        for j in range(width):
-            target[j] = np.float32(of_row[j]) * (factor * scales[j]) + shift[j]
+def _panel8(rows, row, x, size, x_scales, w, at, w_scales, bias, column, out, out_at, out_step):
+    """One int8 panel for `rows` rows from `row`, in tiles as equal as can be."""
+    tiles, n = -(-rows // MAX_ROWS), size // 4
+    for t in range(tiles):
+        r = rows * t // tiles
+        m, first = rows * (t + 1) // tiles - r, row + r
+        a, o = first * size, out_at + r * out_step
+        if m == 4:
+            _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
+                   out, o, out_step, 4, 1)  # fmt: skip
+        elif m == 3:
+            _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
+                   out, o, out_step, 3, 1)  # fmt: skip
+        elif m == 2:
+            _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
+                   out, o, out_step, 2, 1)  # fmt: skip
+        else:
+            _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
+                   out, o, out_step, 1, 1)  # fmt: skip
 
 
 @njit(**JIT)
-def _panel8(rows, row, p, x, x_scales, w, w_scales, bias, out, sums):
-    """One int8 panel for `rows` rows from `row`, in tiles as equal as can be."""
-    size = x.shape[1]
-    flat, at, steps = x.reshape(-1), p * PANEL * size, size // 4
-    tiles = -(-rows // MAX_ROWS)
-    for t in range(tiles):
-        first, m = row + rows * t // tiles, rows * (t + 1) // tiles - rows * t // tiles
-        if m == 4:
-            _tile8(flat, first * size, size, w, at, 0, steps, sums, 4, 1)
-        elif m == 3:
-            _tile8(flat, first * size, size, w, at, 0, steps, sums, 3, 1)
-        elif m == 2:
-            _tile8(flat, first * size, size, w, at, 0, steps, sums, 2, 1)
-        else:
-            _tile8(flat, first * size, size, w, at, 0, steps, sums, 1, 1)
-        _finish8(sums, m, 1, x_scales, first, w_scales, bias, out, p * PANEL)
+def _keep(scratch, rows, width, out, out_at, out_step):
+    """Copies the outputs that exist of a panel that was computed aside."""
+    for r in range(rows):
+        for j in range(width):
+            out[out_at + r * out_step + j] = scratch[r * PANEL + j]
 
 
 @njit(parallel=True, **JIT)
-def _multiply8(x, x_scales, w, w_scales, bias, out, num_workers):
-    num_rows, size = x.shape
-    num_panels = -(-out.shape[1] // PANEL)
+def _multiply8(values, x_scales, w, w_scales, bias, out, num_workers):
+    num_rows, size = values.shape
+    num_outputs = out.shape[1]
+    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
+    x, flat, step = values.reshape(-1), out.reshape(-1), PANEL * size
     for worker in prange(num_workers):
-        sums = np.empty(MAX_ROWS * PANEL, np.int32)
+        scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
         lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
+        whole = hi - 1 if rest and hi == num_panels else hi
         if num_rows == 1:
-            p, step, flat = lo, PANEL * size, x.reshape(-1)
-            while hi - p >= 4:  # four panels at once keep the units busy
-                _tile8(flat, 0, size, w, p * step, step, size // 4, sums, 1, 4)
-                _finish8(sums, 1, 4, x_scales, 0, w_scales, bias, out, p * PANEL)
-                p += 4
-            lo = p
+            while whole - lo >= 4:  # four panels at once keep the units busy
+                _tile8(x, 0, size, x_scales, 0, w, lo * step, step, size // 4, w_scales, bias,
+                       lo * PANEL, flat, lo * PANEL, num_outputs, 1, 4)  # fmt: skip
+                lo += 4
         for row in range(0, num_rows, ROW_BLOCK):
-            for p in range(lo, hi):
-                rows = min(ROW_BLOCK, num_rows - row)
-                _panel8(rows, row, p, x, x_scales, w, w_scales, bias, out, sums)
+            rows = min(ROW_BLOCK, num_rows - row)
+            for p in range(lo, whole):
+                _panel8(rows, row, x, size, x_scales, w, p * step, w_scales, bias, p * PANEL,
+                        flat, row * num_outputs + p * PANEL, num_outputs)  # fmt: skip
+            if whole < hi:
+                p = whole
+                _panel8(rows, row, x, size, x_scales, w, p * step, w_scales, bias, p * PANEL,
+                        scratch, 0, PANEL)  # fmt: skip
+                _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
 
 
 @njit(**JIT)
 def linear8(x, w, w_scales, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T * scales + bias; packed int8 w, its scales [N]."""
+    """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
+
+    w is packed int8; its scales and the bias are padded to whole panels.
+    """
     values, x_scales, _ = quantize_rows(x, num_workers)
     _multiply8(values, x_scales, w, w_scales, bias, out, num_workers)
 
 
 @njit(**JIT)
-def _finish4(sums, rows, x_scales, row, w_scales, bias, out, column):
-    width = min(PANEL, out.shape[1] - column)
-    for r in range(rows):
-        target, factor = out[row + r, column : column + width], x_scales[row + r]
-        of_row, shift = sums[r * PANEL : r * PANEL + width], bias[column : column + width]
-        scales = w_scales[column : column + width]
-        for j in range(width):
-            target[j] = of_row[j] * (factor * scales[j]) + shift[j]
-
-
-@njit(**JIT)
-def _tile4_of(m, x, a, size, totals, b, units, w, at, scales, zeros, s, group, sums, zeroed):
-    """`_tile4` for m rows."""
-    if zeroed:
-        if m == 4:
-            _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 4, 1)
+def _panel4(rows, row, x, size, totals, x_scales, w, at, scales, zeros, g, group, w_scales, bias,
+            column, out, out_at, out_step):  # fmt: skip
+    """One int4 panel for `rows` rows from `row`, in tiles as equal as can be."""
+    tiles, units = -(-rows // MAX_ROWS), size // UNIT
+    for t in range(tiles):
+        r = rows * t // tiles
+        m, first = rows * (t + 1) // tiles - r, row + r
+        a, b, o = first * size, first * units, out_at + r * out_step
+        if len(zeros) == 0:
+            if m == 4:
+                _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                       units, group, w_scales, bias, column, out, o, out_step, 4, 0)  # fmt: skip
+            elif m == 3:
+                _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                       units, group, w_scales, bias, column, out, o, out_step, 3, 0)  # fmt: skip
+            elif m == 2:
+                _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                       units, group, w_scales, bias, column, out, o, out_step, 2, 0)  # fmt: skip
+            else:
+                _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                       units, group, w_scales, bias, column, out, o, out_step, 1, 0)  # fmt: skip
+        elif m == 4:
+            _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                   units, group, w_scales, bias, column, out, o, out_step, 4, 1)  # fmt: skip
         elif m == 3:
-            _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 3, 1)
+            _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                   units, group, w_scales, bias, column, out, o, out_step, 3, 1)  # fmt: skip
         elif m == 2:
-            _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 2, 1)
+            _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                   units, group, w_scales, bias, column, out, o, out_step, 2, 1)  # fmt: skip
         else:
-            _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 1, 1)
-    elif m == 4:
-        _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 4, 0)
-    elif m == 3:
-        _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 3, 0)
-    elif m == 2:
-        _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 2, 0)
-    else:
-        _tile4(x, a, size, totals, b, units, w, at, scales, zeros, s, units, group, sums, 1, 0)
+            _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
+                   units, group, w_scales, bias, column, out, o, out_step, 1, 1)  # fmt: skip
 
 
 @njit(parallel=True, **JIT)
 def _multiply4(
-    x, x_scales, totals, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
-):
-    num_rows, size = x.shape
-    units = size // UNIT
-    groups = -(-units // units_a_group)
-    num_panels = -(-out.shape[1] // PANEL)
-    flat, sums_of, zeroed = x.reshape(-1), totals.reshape(-1), len(zeros) > 0
+    values, x_scales, totals_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out,
+    num_workers,
+):  # fmt: skip
+    num_rows, size = values.shape
+    num_outputs = out.shape[1]
+    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
+    groups, step = -(-(size // UNIT) // units_a_group), PANEL * size // 2
+    x, totals, flat = values.reshape(-1), totals_of_rows.reshape(-1), out.reshape(-1)
     for worker in prange(num_workers):
-        sums = np.empty(MAX_ROWS * PANEL, np.float32)
+        scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
         lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
         for row in range(0, num_rows, ROW_BLOCK):
             rows = min(ROW_BLOCK, num_rows - row)
-            tiles = -(-rows // MAX_ROWS)
             for p in range(lo, hi):
-                for t in range(tiles):
-                    first = row + rows * t // tiles
-                    m = rows * (t + 1) // tiles - rows * t // tiles
-                    _tile4_of(
-                        m, flat, first * size, size, sums_of, first * units, units,
-                        w, p * PANEL * size // 2, scales, zeros, p * groups * PANEL,
-                        units_a_group, sums, zeroed,
-                    )  # fmt: skip
-                    _finish4(sums, m, x_scales, first, w_scales, bias, out, p * PANEL)
+                at, g, column = p * step, p * groups * PANEL, p * PANEL
+                if rest and p == num_panels - 1:
+                    _panel4(rows, row, x, size, totals, x_scales, w, at, scales, zeros, g,
+                            units_a_group, w_scales, bias, column, scratch, 0, PANEL)  # fmt: skip
+                    _keep(scratch, rows, rest, flat, row * num_outputs + column, num_outputs)
+                else:
+                    _panel4(rows, row, x, size, totals, x_scales, w, at, scales, zeros, g,
+                            units_a_group, w_scales, bias, column,
+                            flat, row * num_outputs + column, num_outputs)  # fmt: skip
 
 
 @njit(**JIT)
 def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T * scales + bias; packed int4 w, its scales [N].
+    """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
-    What each group adds to its output's scale: scales and zeros, flat uint16, the bits of float16
-    [panels, groups, 16]; no zeros: an empty array.
+    w is packed int4; w_scales and the bias are padded to whole panels. What each group adds to its
+    output's scale: scales and zeros, flat uint16, the bits of float16 [panels, groups, 16]; no
+    zeros: an empty array.
     """
     values, x_scales, totals = quantize_rows(x, num_workers)
     _multiply4(

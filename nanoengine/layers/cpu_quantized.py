@@ -39,16 +39,18 @@ class CPUQuantizedLinear(QuantizedLinear):
         if not self.is_packed:
             super().pack(weight)
             return
-        self.no_bias = np.zeros(self.out_features, np.float32)
+        padded = self.out_features + -self.out_features % PANEL
+        self.no_bias = np.zeros(padded, np.float32)
         if weight.bits == 8:
             self.values = _panels8(weight.values)
-            self.scales = weight.scales.reshape(-1).contiguous()
+            self.scales = _of_outputs(weight.scales.reshape(-1))
             self.arrays = (self.values.numpy(), self.scales.numpy())
             return
         self.values = _panels4(weight.values)
-        self.scales = row_factors(weight.scales)
+        factors = row_factors(weight.scales)
+        self.scales = _of_outputs(factors)
         self.register_buffer("group_scales", None)
-        self.group_scales = _panels_of_groups(weight.scales / self.scales.unsqueeze(1))
+        self.group_scales = _panels_of_groups(weight.scales / factors.unsqueeze(1))
         self.zeros = torch.empty(0, dtype=torch.uint16)
         if weight.zeros is not None:
             self.zeros = _panels_of_groups(weight.zeros)
@@ -72,6 +74,11 @@ class CPUQuantizedLinear(QuantizedLinear):
             units = max(1, self.group_size // UNIT)
             kernels.linear4(rows, *self.arrays, units, self.no_bias, out.numpy(), num_workers())
         return out
+
+
+def _of_outputs(scales: torch.Tensor) -> torch.Tensor:
+    """[N] float32, padded to whole panels."""
+    return torch.nn.functional.pad(scales, (0, -len(scales) % PANEL)).contiguous()
 
 
 def _padded(values: torch.Tensor, fill: int) -> torch.Tensor:
