@@ -13,12 +13,18 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.ao.quantization import quantize_dynamic
 
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionSpec
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
+from nanoengine.layers.linear import LinearMethod
+from nanoengine.layers.packed import PackedLinear
+from nanoengine.layers.quantized import GROUP_SIZE
 from nanoengine.runner.batch import Batch
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim
@@ -114,27 +120,53 @@ def prefill(shape: str, seconds: float) -> None:
         compare(calls, seconds, what="prefill", shape=shape, length=length)
 
 
+def loaded(method: LinearMethod, weight: torch.Tensor) -> LinearMethod:
+    """The method with this weight."""
+    method.create(weight.shape[1], weight.shape[0], dtype=torch.float32, device=CPU)
+    method.load(weight, slice(0, weight.shape[0]))
+    return method
+
+
+def module_of(weight: torch.Tensor) -> torch.nn.Linear:
+    """A plain layer of torch."""
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return module
+
+
 def linear(shape: str, seconds: float) -> None:
-    """Four layers' matrices at each number of tokens: plain and packed with different hints."""
+    """Four layers' matrices at each number of tokens, by every way there is to multiply them."""
     hidden, intermediate, heads, k_heads, head_dim = SHAPES[shape]
     sizes = [
         ((heads + 2 * k_heads) * head_dim, hidden), (hidden, heads * head_dim),
         (2 * intermediate, hidden), (hidden, intermediate),
     ]  # fmt: skip
     plain = [torch.randn(size) * 0.02 for _ in range(4) for size in sizes]
-    packs = {
-        f"packed for {hint}": [torch.ops.mkldnn._reorder_linear_weight(w, hint) for w in plain]
-        for hint in (None, 1, 32)
+    onednn = [torch.ops.mkldnn._reorder_linear_weight(w, None) for w in plain]
+    int8, int4 = (
+        partial(CPUQuantizedLinear, "", bits=bits, group_size=group, activations="int8")
+        for bits, group in ((8, None), (4, GROUP_SIZE))
+    )
+    made = {
+        name: [loaded(method(), weight) for weight in plain]
+        for name, method in (("ours", partial(PackedLinear, "")), ("int8", int8), ("int4", int4))
     }
+    fbgemm = [quantize_dynamic(torch.nn.Sequential(module_of(w)), dtype=torch.qint8) for w in plain]
     for tokens in (1, 2, 4, 8, 16, 32, 64, 256):
         inputs = {width: torch.randn(tokens, width) for _, width in sizes}
         calls: dict[str, Callable[[], object]] = {
-            "F.linear": lambda x=inputs: [F.linear(x[w.shape[1]], w) for w in plain]
+            "F.linear": lambda x=inputs: [F.linear(x[w.shape[1]], w) for w in plain],
+            "oneDNN packed": lambda x=inputs: [
+                torch.ops.mkldnn._linear_pointwise(x[w.shape[1]], packed, None, "none", [], "")
+                for w, packed in zip(plain, onednn, strict=True)
+            ],
+            "torch int8": lambda x=inputs: [
+                module(x[w.shape[1]]) for w, module in zip(plain, fbgemm, strict=True)
+            ],
         }
-        for name, weights in packs.items():
-            calls[name] = lambda x=inputs, weights=weights: [
-                torch.ops.mkldnn._linear_pointwise(x[w.shape[1]], w, None, "none", [], "")
-                for w in weights
+        for name, methods in made.items():
+            calls[name] = lambda x=inputs, methods=methods: [
+                method.apply(x[w.shape[1]], None) for w, method in zip(plain, methods, strict=True)
             ]
         compare(calls, seconds, what="linear", shape=shape, tokens=tokens)
 

@@ -13,7 +13,7 @@ Each result is one chain of fused multiply-adds over the inputs in order, whatev
 into: **a row's result has the same bits alone and in any batch**.
 
 Source: register tiling over packed panels, Goto and van de Geijn, "Anatomy of High-Performance
-Matrix Multiplication" (2008). Perf: benchmarks/cpu_linear.py, figures in docs/experiments.md.
+Matrix Multiplication" (2008). Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
 
 Legend: T rows of x, N outputs, K inputs.
 """

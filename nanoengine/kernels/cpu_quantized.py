@@ -16,7 +16,7 @@ Sums of whole numbers are exact, and groups are added in order: a row's result h
 alone and in any batch. `layers/quantized.py` is the readable form.
 
 Source: `vpsignb` to feed `vpmaddubsw` with signed bytes, ggml's AVX2 dot products. Perf:
-docs/experiments.md.
+`benchmarks/cpu_kernels.py`; docs/experiments.md.
 
 Legend: T rows of x, N outputs, K inputs, a multiple of 32, G groups of inputs.
 """
