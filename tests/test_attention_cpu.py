@@ -117,9 +117,9 @@ def test_a_chunk_has_the_same_bits_as_the_whole_prompt():
 def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     lengths, group_size, heads, window = LENGTHS, 2, 3, 100
     paged = Paged(lengths=lengths)
-    tasks, bounds, merges, num_partials = kernels.plan_tasks(
-        paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy(), group_size, heads,
-        window, threads,
+    tasks, bounds, merges, parts, num_partials = kernels.plan_tasks(
+        paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy(),
+        paged.batch.block_tables[1].numpy(), group_size, heads, paged.block_size, window, threads,
     )  # fmt: skip
     assert bounds[0] == 0
     assert bounds[-1] == len(tasks)
@@ -141,7 +141,40 @@ def test_tasks_cover_every_query_and_key_once_and_balance(threads):
         assert keys >= set(range(max(0, position - window + 1), position + 1))
     partials = sorted(task[kernels.PARTIAL] for task in tasks if task[kernels.PARTIAL] >= 0)
     assert partials == list(range(num_partials))
-    assert sum(merges[:, 1]) == num_partials
+    assert sum(merges[:, kernels.COUNT]) == num_partials == len(parts)
+
+
+SHARED = [(1, 700), (1, 530), (1, 512), (1, 513), (1, 900), (1, 300), (1, 40), (9, 600)]
+
+
+@pytest.mark.parametrize(("block_size", "group_size"), [(16, 2), (64, 1), (256, 16), (16, 20)])
+def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, group_size):
+    """Splits of the first 512 tokens are shared: by all, by some, and by runs that end."""
+    blocks = 512 // block_size
+    shared = {1: (0, blocks), 2: (0, blocks), 3: (2, blocks), 4: (0, blocks // 2)}
+    shape = {"block_size": block_size, "group_size": group_size, "dtype": torch.float32}
+    paged = Paged(lengths=SHARED, shared=shared, **shape)
+    lengths, tables = paged.batch.seq_lens.numpy(), paged.batch.block_tables[1].numpy()
+    tasks, _, _, parts, _ = kernels.plan_tasks(
+        paged.batch.query_start_loc.numpy(), lengths, tables, group_size, 2, block_size,
+        1 << 62, 2,
+    )  # fmt: skip
+    together = max(tasks[tasks[:, kernels.SEQ] < 7][:, kernels.NUM_QUERIES])
+    assert together == min(5, max(1, kernels.ROW_TILE // group_size))
+    lone = [n for q, n in SHARED if q * group_size <= kernels.ROW_TILE and n > kernels.SPLIT]
+    assert len(parts) == 2 * sum(-(-n // kernels.SPLIT) for n in lone)  # 2 heads
+    # Split 0 is shared by five, split 1 by four of them; 16 query heads a KV head go by twos.
+    riders = len(parts) - sum(tasks[:, kernels.PARTIAL] >= 0)
+    assert riders == 2 * {1: 7, 2: 7, 16: 4, 20: 0}[group_size]
+    whole = paged.run("cpu")
+    assert (whole - paged.run("naive")).abs().max() < 2e-5
+    alone = []
+    for i, length in enumerate(SHARED):
+        lone = Paged(lengths=[length], seeds=[i], **shape)
+        lone.dense[0] = paged.dense[i]
+        lone.fused = paged.dense[i][-length[0] :].flatten(1)
+        alone.append(lone.run("cpu"))
+    assert torch.equal(torch.cat(alone), whole)
 
 
 def test_a_nan_stays_in_its_sequence():

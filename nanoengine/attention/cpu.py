@@ -34,7 +34,8 @@ class _Tasks(NamedTuple):
 
     tasks: np.ndarray  # [N, 8] int64
     bounds: np.ndarray  # [num_workers + 1] int64
-    merges: np.ndarray  # [M, 2] int64
+    merges: np.ndarray  # [M, 5] int64
+    parts: np.ndarray  # [Q] int64
     partial_out: np.ndarray  # [rows, D]
     partial_stats: np.ndarray  # [rows, 2]
 
@@ -43,7 +44,7 @@ class _Tasks(NamedTuple):
 class CPUStep:
     """What all layers of one step share: the batch as numpy arrays, and its tasks.
 
-    Tasks depend on head counts and window, so the first layer of each kind plans them.
+    Tasks depend on head counts, window and group, so the first layer of each kind plans them.
     """
 
     query_start: np.ndarray  # [S + 1] int32
@@ -51,7 +52,7 @@ class CPUStep:
     slots: np.ndarray  # [G, T] int64
     tables: np.ndarray  # [G, S, M] int32
     num_workers: int
-    tasks: dict[tuple[int, int, int, int], _Tasks] = field(default_factory=dict)
+    tasks: dict[tuple[int, ...], _Tasks] = field(default_factory=dict)
     angles: dict[int, np.ndarray] = field(default_factory=dict)
 
 
@@ -180,7 +181,7 @@ class CPUBackend(AttentionBackend):
         )  # fmt: skip
         if len(plan.merges):
             kernels.combine(
-                plan.tasks, plan.merges, sizes, result, plan.partial_out, plan.partial_stats
+                plan.merges, plan.parts, sizes, result, plan.partial_out, plan.partial_stats
             )
         return out
 
@@ -198,17 +199,17 @@ class CPUBackend(AttentionBackend):
 
     def _tasks(self, step: CPUStep, spec: AttentionSpec, window: int, dtype: np.dtype) -> _Tasks:
         """The step's tasks for layers like this one, planned when the first of them asks."""
-        key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window)
+        key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group)
         if key not in step.tasks:
             group_size = spec.num_heads // spec.num_kv_heads
-            tasks, bounds, merges, num_partials = kernels.plan_tasks(
-                step.query_start, step.seq_lens, group_size, spec.num_kv_heads, window,
-                step.num_workers,
+            tasks, bounds, merges, parts, num_partials = kernels.plan_tasks(
+                step.query_start, step.seq_lens, step.tables[spec.group], group_size,
+                spec.num_kv_heads, self.block_size, window, step.num_workers,
             )  # fmt: skip
             rows = num_partials * max(kernels.ROW_TILE, group_size)
             partial_out = np.empty((rows, spec.head_dim), dtype)
             partial_stats = np.empty((rows, 2), dtype)
-            step.tasks[key] = _Tasks(tasks, bounds, merges, partial_out, partial_stats)
+            step.tasks[key] = _Tasks(tasks, bounds, merges, parts, partial_out, partial_stats)
         return step.tasks[key]
 
 

@@ -46,6 +46,8 @@ JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FASTMAT
 
 # Columns of a task.
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
+# Columns of a merge: its parts, and the tile that they are parts of.
+FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
 
 
 @intrinsic(prefer_literal=True)
@@ -308,31 +310,32 @@ def attend(
 
 
 @njit(parallel=True, **JIT)
-def combine(tasks, merges, sizes, out_rows, partial_out, partial_stats):
+def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
 
-    merges: [N, 2] the first task of a tile and its number of splits.
+    merges, parts: as `plan_tasks` made them.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
-    room, result = max(ROW_TILE, group_size), out_rows.reshape(-1)
+    result = out_rows.reshape(-1)
     for i in prange(len(merges)):
-        task = tasks[merges[i, 0]]
-        for r in range(task[NUM_QUERIES] * group_size):
-            base = task[PARTIAL] * room + r
-            highest = partial_stats[base, 0]
-            for s in range(1, merges[i, 1]):
-                highest = max(highest, partial_stats[base + s * room, 0])
-            head = task[HEAD] * group_size + r % group_size
-            at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
+        merge = merges[i]
+        rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
+        for r in range(merge[OF_QUERIES] * group_size):
+            highest = partial_stats[rows_of[0] + r, 0]
+            for s in range(1, len(rows_of)):
+                highest = max(highest, partial_stats[rows_of[s] + r, 0])
+            head = merge[OF_HEAD] * group_size + r % group_size
+            at = ((merge[OF_QUERY] + r // group_size) * num_heads + head) * head_dim
             total = result.dtype.type(0)
             for d in range(head_dim):
                 result[at + d] = 0
-            for s in range(merges[i, 1]):
-                weight = exp(partial_stats[base + s * room, 0] - highest)
-                total += weight * partial_stats[base + s * room, 1]
+            for s in range(len(rows_of)):
+                row = rows_of[s] + r
+                weight = exp(partial_stats[row, 0] - highest)
+                total += weight * partial_stats[row, 1]
                 for d in range(head_dim):
-                    result[at + d] += weight * partial_out[base + s * room, d]
+                    result[at + d] += weight * partial_out[row, d]
             inverse = result.dtype.type(1) / total
             for d in range(head_dim):
                 result[at + d] *= inverse
@@ -353,22 +356,57 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
 
 
 @njit(**JIT)
-def plan_tasks(query_start, seq_lens, group_size, num_kv_heads, window, num_workers):
+def _shared_splits(query_start, seq_lens, tables, block_size, window):
+    """For each sequence the splits, from its first, whose blocks are those of the sequence before.
+
+    Both decode, so that their queries lie side by side, and see all of these splits.
+    """
+    shared = np.zeros(len(seq_lens) + 1, np.int64)  # the last is a sentinel
+    for s in range(1, len(seq_lens)):
+        if query_start[s + 1] - query_start[s - 1] != 2 or window < seq_lens[s]:
+            continue
+        seen = min(seq_lens[s], seq_lens[s - 1])
+        if seen <= SPLIT:
+            continue  # one split: attended as a whole, never in parts
+        blocks = 0
+        while (blocks + 1) * block_size <= seen and tables[s, blocks] == tables[s - 1, blocks]:
+            blocks += 1
+        shared[s] = blocks * block_size // SPLIT
+    return shared
+
+
+@njit(**JIT)
+def plan_tasks(
+    query_start, seq_lens, tables, group_size, num_kv_heads, block_size, window, num_workers
+):
     """Cuts a step into tasks of equal kind and shares them out by cost.
 
+    Neighbouring decodes with the same first blocks attend those splits in one task, their queries
+    as its rows: keys and values are read once for all of them. A split is the same tokens with and
+    without company and rows don't touch each other, so this changes no bit.
+
+    Source: Juravsky et al., Hydragen (arXiv 2402.05099), for attending a shared prefix at once.
+
     Returns:
-        tasks [N, 8], bounds [num_workers + 1], merges [M, 2], number of partial results.
+        tasks [N, 8], bounds [num_workers + 1], merges [M, 5], parts [Q], number of partial results.
+        A merge joins the rows of `parts[first : first + count]`, rows of the partial buffers.
     """
     queries_per_tile = max(1, ROW_TILE // group_size)
-    count = 0
+    room = max(ROW_TILE, group_size)
+    shared = _shared_splits(query_start, seq_lens, tables, block_size, window)
+    count, most_splits = 0, 1
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
         tiles = -(-n // queries_per_tile)
         count += num_kv_heads * max(tiles, seq_lens[s] // SPLIT + 2)
+        most_splits = max(most_splits, seq_lens[s] // SPLIT + 2)
     tasks = np.empty((count, 8), np.int64)
     costs = np.empty(count + 1, np.int64)
-    merges = np.empty((count, 2), np.int64)
-    num_tasks, num_merges, num_partials = 0, 0, 0
+    merges = np.empty((count, 5), np.int64)
+    parts = np.empty(count, np.int64)
+    leader = np.zeros(most_splits, np.int64)  # who began the task that is shared now
+    begun = np.zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
+    num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
     costs[0] = 0
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
@@ -383,9 +421,15 @@ def plan_tasks(query_start, seq_lens, group_size, num_kv_heads, window, num_work
                 first_split = start // split
                 num_splits = -(-stop // split) - first_split
                 if num_splits > 1:
-                    merges[num_merges, 0], merges[num_merges, 1] = num_tasks, num_splits
+                    merge = merges[num_merges]
+                    merge[FIRST], merge[COUNT], merge[OF_HEAD] = num_parts, num_splits, head
+                    merge[OF_QUERY], merge[OF_QUERIES] = query_start[s] + query, num_queries
                     num_merges += 1
                 for i in range(first_split, first_split + num_splits):
+                    if i < shared[s] and s - leader[i] < queries_per_tile:
+                        parts[num_parts] = begun[head, i] + (s - leader[i]) * group_size
+                        num_parts += 1
+                        continue
                     task = tasks[num_tasks]
                     task[SEQ], task[HEAD] = s, head
                     task[QUERY], task[NUM_QUERIES] = query_start[s] + query, num_queries
@@ -395,13 +439,26 @@ def plan_tasks(query_start, seq_lens, group_size, num_kv_heads, window, num_work
                     task[PARTIAL] = -1
                     if num_splits > 1:
                         task[PARTIAL] = num_partials
+                        parts[num_parts] = num_partials * room
+                        num_parts += 1
+                        if n == 1:
+                            begun[head, i] = num_partials * room
+                            together = 1
+                            while together < queries_per_tile and shared[s + together] > i:
+                                together += 1
+                            if together > 1:  # all of the split is before each of the queries
+                                task[NUM_QUERIES], task[POSITION] = together, task[KV_STOP]
                         num_partials += 1
                     # Reading a key costs about as much as computing with it for 8 rows.
-                    work = (task[KV_STOP] - task[KV_START] + 16) * (num_queries * group_size + 8)
+                    rows = task[NUM_QUERIES] * group_size
+                    work = (task[KV_STOP] - task[KV_START] + 16) * (rows + 8)
                     costs[num_tasks + 1] = costs[num_tasks] + work
                     num_tasks += 1
+        for i in range(most_splits):  # after all heads, which share one leader
+            if i >= shared[s] or s - leader[i] >= queries_per_tile:
+                leader[i] = s
     bounds = np.empty(num_workers + 1, np.int64)
     for w in range(num_workers):
         bounds[w] = np.searchsorted(costs[: num_tasks + 1], costs[num_tasks] * w // num_workers)
     bounds[num_workers] = num_tasks
-    return tasks[:num_tasks], bounds, merges[:num_merges], num_partials
+    return tasks[:num_tasks], bounds, merges[:num_merges], parts[:num_parts], num_partials
