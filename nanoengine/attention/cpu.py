@@ -138,8 +138,8 @@ class CPUBackend(AttentionBackend):
     ) -> torch.Tensor:
         """One pass over the projection; see `AttentionBackend.rotate_and_store`."""
         step: CPUStep = batch.attention
-        q = torch.empty(heads.shape[0], spec.num_heads, spec.head_dim, dtype=heads.dtype)
         source = heads.contiguous().numpy()
+        q = np.empty((source.shape[0], spec.num_heads, spec.head_dim), source.dtype)
         # Why: numba's first argument types decide the compilation, so "no norm" needs an array too.
         weight = source[0, : -spec.num_kv_heads] if norm is None else self._views(norm.weight)
         cpu_layers.rotate_and_store(
@@ -151,11 +151,11 @@ class CPUBackend(AttentionBackend):
             step.slots[spec.group],
             self._views(k_cache),
             self._views(v_cache),
-            q.numpy(),
+            q,
             self._sizes(spec),
             step.num_workers,
         )
-        return q
+        return torch.from_numpy(q)
 
     def attend(
         self,
@@ -172,8 +172,7 @@ class CPUBackend(AttentionBackend):
         queries, keys, values = q.contiguous().numpy(), self._views(k_cache), self._views(v_cache)
         plan = self._tasks(step, spec, window, queries.dtype)
         real = queries.dtype.type
-        out = torch.empty(q.shape, dtype=q.dtype)
-        result = out.numpy()
+        result = np.empty(queries.shape, queries.dtype)
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
             real(spec.scale), real(spec.softcap or 0), window,
@@ -183,7 +182,7 @@ class CPUBackend(AttentionBackend):
             kernels.combine(
                 plan.merges, plan.parts, sizes, result, plan.partial_out, plan.partial_stats
             )
-        return out
+        return torch.from_numpy(result)
 
     def _angles(self, step: CPUStep, rotation: Rotation) -> np.ndarray:
         """cos and sin side by side, [T, D]; viewed once a step."""

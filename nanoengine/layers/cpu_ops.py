@@ -20,24 +20,23 @@ class CPUOps:
         self._views = Views()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        source = x.contiguous().numpy()
-        kernels.rms_norm(
-            source, self._views(weight), source.dtype.type(eps), out.numpy(), num_workers()
-        )
-        return out
+        source, factors = x.contiguous().numpy(), self._views(weight)
+        out = np.empty(source.shape, source.dtype)
+        kernels.rms_norm(source, factors, source.dtype.type(eps), out, num_workers())
+        return torch.from_numpy(out)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        values: np.ndarray = x.numpy()
+        values, factors = x.numpy(), self._views(weight)
         kernels.add_rms_norm(
-            values, residual.numpy(), self._views(weight), values.dtype.type(eps), num_workers()
+            values, residual.numpy(), factors, values.dtype.type(eps), num_workers()
         )
         return x, residual
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        rows, both = gate_up.shape
-        out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-        kernels.gate(gate_up.numpy(), activation == "gelu_pytorch_tanh", out.numpy(), num_workers())
-        return out
+        source = gate_up.numpy()
+        rows, both = source.shape
+        out = np.empty((rows, both // 2), source.dtype)
+        kernels.gate(source, activation == "gelu_pytorch_tanh", out, num_workers())
+        return torch.from_numpy(out)

@@ -66,14 +66,14 @@ class CPUQuantizedLinear(QuantizedLinear):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_packed:
             return super().multiply(x)
-        out = torch.empty(x.shape[0], self.out_features)
+        out = np.empty((x.shape[0], self.out_features), np.float32)
         rows = x.contiguous().numpy()
         if self.bits == 8:
-            kernels.linear8(rows, *self.arrays, self.no_bias, out.numpy(), num_workers())
+            kernels.linear8(rows, *self.arrays, self.no_bias, out, num_workers())
         else:
             units = max(1, self.group_size // UNIT)
-            kernels.linear4(rows, *self.arrays, units, self.no_bias, out.numpy(), num_workers())
-        return out
+            kernels.linear4(rows, *self.arrays, units, self.no_bias, out, num_workers())
+        return torch.from_numpy(out)
 
 
 def _of_outputs(scales: torch.Tensor) -> torch.Tensor:

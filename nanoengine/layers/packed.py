@@ -109,15 +109,15 @@ class PackedLinear(LinearMethod):
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-        out = torch.empty(x.shape[0], self.shape[0])
+        out = np.empty((x.shape[0], self.shape[0]), np.float32)
         added = self.no_bias if bias is None else bias.numpy()
-        kernels.linear(x.contiguous().numpy(), self.panels, added, out.numpy(), num_workers())
-        return out
+        kernels.linear(x.contiguous().numpy(), self.panels, added, out, num_workers())
+        return torch.from_numpy(out)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""
         if not self.is_packed:
             return F.embedding(ids, self.weight)
-        out = torch.empty(len(ids), self.shape[1])
-        kernels.unpack_rows(self.panels, ids.numpy(), out.numpy(), self.shape[0])
-        return out
+        out = np.empty((ids.shape[0], self.shape[1]), np.float32)
+        kernels.unpack_rows(self.panels, ids.numpy(), out, self.shape[0])
+        return torch.from_numpy(out)
