@@ -46,6 +46,7 @@ class ModelCost:
     num_experts: int
     experts_per_token: int
     head_params: int
+    vocab_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -69,6 +70,7 @@ class ModelCost:
             num_experts=experts,
             experts_per_token=config.get("num_experts_per_tok") or 0,
             head_params=config["vocab_size"] * hidden,
+            vocab_size=config["vocab_size"],
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
