@@ -23,10 +23,11 @@ T = TypeVar("T")
 COMMANDS = {
     "generate": ("GenerateArgs", "complete prompts, answer chats, or run a file of either"),
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
+    "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
 }
-"""Command -> its options class in `nanoengine.cli.COMMAND`, and what it does."""
+"""Command -> its options class in `nanoengine.cli.COMMAND` (with _ for -), and what it does."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {name!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        module = importlib.import_module(f"nanoengine.cli.{name}")
+        module = importlib.import_module(f"nanoengine.cli.{name.replace('-', '_')}")
         options = parse(getattr(module, COMMANDS[name][0]), f"nanoengine {name}", args[1:])
         return int(module.main(options) or 0)
     except NanoEngineError as error:

@@ -1,0 +1,255 @@
+"""The whole engine: the standard workload, with options on and off, and a step taken apart.
+
+Cases of the GPU report. The model is a shape with random weights, its config.json written here, so
+nothing is downloaded. Everything runs on the CPU too, with a tiny shape; the tests do so.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanoengine.cli import bench
+from nanoengine.cli.gpu.parts import Case, Row
+from nanoengine.cli.gpu.timing import Event, Seam, Seams, cuda_event, kernel_table, kernel_times
+from nanoengine.config import EngineConfig
+from nanoengine.core.plan import StepTimes
+from nanoengine.observe.metrics import Metrics
+from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.llm import LLM
+
+SHAPE = "qwen3-0.6b"
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_model_len": 4096,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 16384,
+}
+"""As the field's benchmark sets them."""
+
+
+# --- options on and off ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A row of the ablation: what it turns on, and what turns that off in the rows before it."""
+
+    name: str
+    on: dict[str, Any] = field(default_factory=dict)
+    off: dict[str, Any] = field(default_factory=dict)
+
+
+ABLATION = (
+    Step(name="plain"),
+    Step(name="+ graphs", on={"enforce_eager": False}, off={"enforce_eager": True}),
+    Step(name="+ overlap", on={"overlap": True}, off={"overlap": False}),
+    Step(name="+ fused kernels", on={"fused_kernels": True}, off={"fused_kernels": False}),
+    Step(name="+ fp8 KV", on={"kv_cache_dtype": "fp8"}, off={"kv_cache_dtype": "auto"}),
+)
+"""Each row keeps what the rows above it turned on."""
+
+
+def ablation_options(
+    index: int, steps: SequenceOf[Step] = ABLATION, known: SequenceOf[str] | None = None
+) -> dict[str, Any]:
+    """The engine's options in row `index`: its own, those of the rows above on, of those below off.
+
+    An option of another row that this engine does not know is left out: it is off by nature. The
+    row's own stays in, so that the engine refuses it and the report says so.
+    """
+    if known is None:
+        known = [f.name for f in fields(EngineConfig)]
+    others: dict[str, Any] = {}
+    for i, step in enumerate(steps):
+        if i != index:
+            others |= step.on if i < index else step.off
+    return {name: value for name, value in others.items() if name in known} | steps[index].on
+
+
+# --- the standard workload ------------------------------------------------------------------------
+
+
+def workload_cases(
+    options: dict[str, Any], rounds: int, *, shape: str = SHAPE, **scale: Any
+) -> Iterator[Case]:
+    """Rounds of the standard workload on one engine.
+
+    Args:
+        options: of the engine, beside `OPTIONS`.
+        scale: options of the benchmark that make the workload smaller.
+
+    Raises:
+        ConfigError: the engine does not know an option, or refuses it.
+    """
+    EngineConfig.from_kwargs(model=shape, **OPTIONS | options)
+    args = bench.BenchArgs(shape=shape, **OPTIONS | options | scale)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as scratch, open_llm(args, Path(scratch)) as llm:
+        for number in range(1, rounds + 1):
+            yield Case(f"round {number}", partial(round_row, args, llm))
+
+
+def open_llm(args: bench.BenchArgs, scratch: Path) -> LLM:
+    """The engine of a benchmark's options; the config.json of its shape goes to `scratch`."""
+    from nanoengine.llm import LLM
+
+    config = bench.engine_config(args, scratch)
+    return LLM(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})
+
+
+def round_row(args: bench.BenchArgs, llm: LLM) -> Row:
+    """One run of the workload, with an empty prefix cache."""
+    llm.engine.reset_prefix_cache()
+    llm.engine.observers.clear()
+    report = bench.run(args, llm.config, llm)
+    numbers = (
+        "output_tokens_per_s", "total_tokens_per_s", "prefill", "decode", "steps", "mean_batch",
+        "max_batch", "prefill_waste_frac", "step_times_s", "outside_steps_s", "achieved",
+    )  # fmt: skip
+    engine = ("attention_backend", "dtype", "num_kv_blocks", "block_size", "load_s", "start_s")
+    return {
+        "seconds": report["seconds"][0],
+        **{name: report[name] for name in numbers},
+        "workload": report["workload"],
+        "preemptions": report["counters"]["preemptions"],
+        "engine": {name: report["engine"][name] for name in engine},
+    }
+
+
+# --- a step taken apart ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a step is taken apart with; the defaults are for a GPU.
+
+    Attributes:
+        make_event: an event on the GPU's stream.
+        synchronize: waits for the GPU.
+        activity: what the profiler records.
+    """
+
+    make_event: Callable[[], Event] = cuda_event
+    synchronize: Callable[[], None] = torch.cuda.synchronize
+    activity: torch.profiler.ProfilerActivity = torch.profiler.ProfilerActivity.CUDA
+
+
+def step_cases(
+    options: dict[str, Any],
+    *,
+    shape: str = SHAPE,
+    batches: SequenceOf[int] = (256, 64, 1),
+    prompt_len: int = 512,
+    num_steps: int = 30,
+    probe: Probe | None = None,
+) -> Iterator[Case]:
+    """Decode steps of several batches, split by events, and those of the first one profiled."""
+    args = bench.BenchArgs(shape=shape, **OPTIONS | options)  # type: ignore[arg-type]
+    probe = probe or Probe()
+    with tempfile.TemporaryDirectory() as scratch, open_llm(args, Path(scratch)) as llm:
+        for batch in batches:
+            measure = partial(split_row, llm, batch, prompt_len, num_steps, probe)
+            yield Case(f"batch {batch}", measure)
+        measure = partial(profile_row, llm, batches[0], prompt_len, num_steps // 3, probe)
+        yield Case(f"kernels, batch {batches[0]}", measure)
+
+
+def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:
+    """Milliseconds of a decode step and of its parts.
+
+    `forward`, `head` and `sampler` are the GPU's time between events; `host` is the rest of the
+    step's wall time. `engine_ms` are the engine's own clocks, on the host.
+    """
+    metrics = decoding(llm, batch, prompt_len, 2 * num_steps)
+    runner = llm.engine.executor
+    seams = Seams(
+        [
+            Seam("forward", runner, "forward"),
+            Seam("head", getattr(runner, "model", None), "logits"),
+            Seam("sampler", getattr(runner, "sampler", None), "sample"),
+        ],
+        probe.make_event,
+    )
+    walls = []
+    try:
+        context = sum(metrics.records[-1].starts) + batch
+        metrics.records.clear()
+        with seams:
+            for _ in range(num_steps):
+                start = time.perf_counter()
+                llm.engine.step()
+                walls.append(time.perf_counter() - start)
+            probe.synchronize()
+        times = [record.times for record in metrics.records]
+    finally:
+        stop(llm)
+    parts = {name: total / num_steps for name, total in seams.total_ms().items()}
+    wall_ms = 1e3 * statistics.mean(walls)
+    names = [f.name for f in fields(StepTimes)]
+    return {
+        "batch": batch,
+        "context_tokens": context + batch * num_steps // 2,
+        "steps": num_steps,
+        "step_ms": wall_ms,
+        "median_step_ms": 1e3 * statistics.median(walls),
+        "gpu_ms": parts,
+        "host_ms": wall_ms - sum(parts.values()),
+        "not_found": seams.missing,
+        "engine_ms": {n: 1e3 * statistics.mean(getattr(t, n) for t in times) for n in names},
+    }
+
+
+def profile_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:
+    """What the GPU ran in some decode steps, by torch's profiler."""
+    decoding(llm, batch, prompt_len, 2 * num_steps)
+    try:
+        with torch.profiler.profile(activities=[probe.activity]) as profile:
+            for _ in range(num_steps):
+                llm.engine.step()
+            probe.synchronize()
+    finally:
+        stop(llm)
+    return {
+        "batch": batch,
+        "steps": num_steps,
+        **kernel_table(kernel_times(profile.key_averages()), num_steps),
+    }
+
+
+def decoding(llm: LLM, batch: int, prompt_len: int, num_steps: int) -> Metrics:
+    """Brings `batch` requests to where each step decodes all of them, for `num_steps` to come."""
+    engine, metrics, draw = llm.engine, Metrics(), random.Random(0)
+    engine.observers[:] = [metrics]
+    params = SamplingParams(
+        temperature=0.6, max_tokens=num_steps + 64, ignore_eos=True, detokenize=False
+    )
+    for number in range(batch):
+        ids = [draw.randrange(engine.info.vocab_size) for _ in range(prompt_len)]
+        engine.add_request(f"{number}", ids, params)
+    settled = 0
+    while settled < 5:
+        if not engine.has_unfinished():
+            raise RuntimeError(f"no step decoded all {batch} sequences of {prompt_len} tokens")
+        engine.step()
+        counts = metrics.records[-1].num_scheduled
+        settled = settled + 1 if len(counts) == batch and max(counts) == 1 else 0
+    return metrics
+
+
+def stop(llm: LLM) -> None:
+    """Ends what runs, and forgets its prefixes."""
+    llm.engine.abort_all()
+    llm.engine.reset_prefix_cache()
+    llm.engine.observers.clear()
