@@ -243,7 +243,7 @@ def decoding(llm: LLM, batch: int, prompt_len: int, num_steps: int) -> Metrics:
         if not engine.has_unfinished():
             raise RuntimeError(f"no step decoded all {batch} sequences of {prompt_len} tokens")
         engine.step()
-        counts = metrics.records[-1].num_scheduled
+        counts = metrics.records[-1].num_scheduled if metrics.records else []
         settled = settled + 1 if len(counts) == batch and max(counts) == 1 else 0
     return metrics
 
