@@ -18,7 +18,7 @@ test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
 test-gpu: $(READY)  ## what needs an NVIDIA GPU
-	@$(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python -m pytest tests/gpu -n 3 --dist loadfile --durations 10
 
 bench: $(READY)  ## the benchmark at a scale for small machines; ARGS= for the standard workload
 	@$(BIN)/python bench.py $(ARGS)

@@ -1,0 +1,197 @@
+"""The engine's GPU paths: graphs at every batch size, memory, staging, tiers on side streams.
+
+Where tokens must be the same, the model is in float64 with the naive backend, as in the tests on a
+CPU: what differs is then the path, never a rounding.
+"""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine import HostTier
+from nanoengine.features.kv_tiers import HostStorage
+from nanoengine.runner.cuda_graph import GraphedForward, capture_sizes
+from nanoengine.runner.rows import Staging
+from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+MIB = 2**20
+CUDA = torch.device("cuda")
+EXACT = {"device": "cuda", "dtype": "float64", "attention_backend": "naive"}
+
+
+def fast_engine(dtype="bfloat16", **options):
+    """A tiny Qwen3 on the GPU's own kernels."""
+    options = {"attention_backend": "triton", "debug_checks": False} | options
+    return make_engine(checkpoint("qwen3"), device="cuda", dtype=dtype, **options)
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def test_the_gpu_gives_the_tokens_of_the_cpu():
+    prompts = random_prompts(9, [3, 40, 17, 64, 90])
+    found = {}
+    for device in ("cpu", "cuda"):
+        engine = make_engine(
+            checkpoint("qwen3"), **EXACT | {"device": device}, max_num_batched_tokens=40,
+            max_num_seqs=6, num_kv_blocks=22,
+        )  # fmt: skip
+        found[device] = tokens(run(engine, prompts, greedy(20)))
+        assert engine.stats().preemptions > 0
+        engine.close()
+    assert found["cuda"] == found["cpu"]
+
+
+def test_equal_runs_give_equal_tokens():
+    prompts = random_prompts(12, [3, 40, 70])
+    found = []
+    for _ in range(2):
+        engine = fast_engine(max_num_seqs=8)
+        found.append(tokens(run(engine, prompts, greedy(30))))
+        engine.close()
+    assert found[0] == found[1]
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 21])
+def test_graphs_cover_every_batch_size(max_num_seqs):
+    """Batches shrink one by one; each replay is held against the model run eagerly."""
+    engine = fast_engine("float32", max_num_seqs=max_num_seqs)
+    runner = engine.executor
+    graphed, seen = runner.forward, []
+    assert isinstance(graphed, GraphedForward)
+    assert graphed.sizes == capture_sizes(max_num_seqs)
+
+    def both(batch):
+        hidden = graphed(batch).clone()
+        expected = runner.model(batch)
+        if batch.num_decodes == batch.num_tokens:
+            seen.append(batch.num_tokens)
+            # Why: products of padded batches add up in another order, in float32.
+            torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+        return hidden
+
+    runner.forward = both
+    prompts = random_prompts(max_num_seqs, [5, 70, 33])
+    run(engine, prompts, [greedy(4 + 2 * i) for i in range(max_num_seqs)])
+    engine.close()
+    assert set(seen) == set(range(1, max_num_seqs + 1))
+
+
+def test_graphs_and_eager_agree_over_long_contexts():
+    prompts = random_prompts(5, [250, 300, 64, 1])
+    found = []
+    for eager in (True, False):
+        engine = fast_engine("float32", max_num_seqs=8, enforce_eager=eager)
+        found.append(tokens(run(engine, prompts, greedy(60))))
+        engine.close()
+    assert found[0] == found[1]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_shutdown_gives_all_memory_back():
+    prompts = random_prompts(6, [40, 90])
+
+    def round_trip():
+        engine = fast_engine(max_num_seqs=8, num_kv_blocks=200)
+        run(engine, prompts, greedy(10))
+        during = torch.cuda.memory_allocated()
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        return during, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    round_trip()  # Why: libraries keep workspaces that they allocate at their first use.
+    during, allocated, reserved = round_trip()
+    for _ in range(3):
+        again = round_trip()
+        assert again[1] - allocated < MIB
+        assert again[2] - reserved < 4 * MIB
+    assert during - allocated > MIB
+
+
+def test_a_share_of_memory_is_not_passed():
+    """A pool that takes all it is given leaves room for prompts, logits, sampling and graphs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, (free, total) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
+    directory = checkpoint("qwen3", vocab_size=150_000, max_position_embeddings=131_072)
+    engine = make_engine(
+        directory, device="cuda", dtype="bfloat16", attention_backend="triton", debug_checks=False,
+        kv_cache_gib=None, memory_fraction=(total - free) / total + 0.05, max_num_seqs=128,
+        max_num_batched_tokens=4096,
+    )  # fmt: skip
+    assert engine.info.num_kv_blocks * engine.info.block_bytes > 0.02 * total
+    run(engine, random_prompts(256, [200, 400]), greedy(40))
+    peak = torch.cuda.max_memory_allocated() - before
+    engine.close()
+    assert peak < 0.05 * total + 64 * MIB
+
+
+# --- staging --------------------------------------------------------------------------------------
+
+
+def test_staging_ships_every_array_as_it_is():
+    staging, draw = Staging(CUDA), np.random.default_rng(0)
+    for size in (1, 3, 17, 1000, 5, 40_000, 2):
+        arrays = [
+            draw.integers(-(2**40), 2**40, size),
+            draw.integers(0, 2**30, (2, size)).astype(np.int32),
+            np.zeros(0, np.int64),
+            draw.integers(0, 2**30, (1, size, 3)).astype(np.int32)[:, :, :2],
+        ]
+        shipped = staging.ship(*arrays)
+        torch.cuda.synchronize()
+        for array, tensor in zip(arrays, shipped, strict=True):
+            assert tensor.device.type == "cuda"
+            assert tensor.data_ptr() % 16 == 0
+            np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+            assert tensor.cpu().numpy().dtype == array.dtype
+
+
+# --- tiers ----------------------------------------------------------------------------------------
+
+
+def test_blocks_stored_and_loaded_on_the_side_stream_are_whole():
+    """The stream copies what the main one has queued before it, and loads before what comes after.
+
+    Long sleeps on the main stream make the wrong order visible.
+    """
+    kv = torch.zeros(2, 3, 9, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
+    storage = HostStorage(kv, 9)
+    assert storage.blocks.is_pinned()
+    cycles = 50_000_000  # some 25 ms
+    for trial in range(3):
+        content = torch.randn_like(kv)
+        torch.cuda._sleep(cycles)
+        kv.copy_(content)
+        storage.store([1, 4, 7], [8, 2, 5])
+        storage.wait()
+        kv.fill_(trial)
+        storage.load([8, 2, 5], [3, 6, 2])
+        for stored, loaded in ((1, 3), (4, 6), (7, 2)):
+            assert torch.equal(kv[:, :, loaded], content[:, :, stored])
+        for untouched in (0, 1, 4, 5, 7, 8):
+            assert (kv[:, :, untouched] == trial).all()
+
+
+def test_host_tier_gives_the_same_tokens():
+    prompts = random_prompts(12, [60, 90, 40])
+    found = {}
+    for name, tiers in {"without": (), "with": (HostTier(gib=0.05, policy="load"),)}.items():
+        engine = make_engine(
+            checkpoint("qwen3"), **EXACT, num_kv_blocks=30, max_num_seqs=6, kv_tiers=tiers
+        )
+        found[name] = [tokens(run(engine, prompts, greedy(30))) for _ in range(2)]
+        if tiers:
+            assert sum(tier.loaded_blocks for tier in engine.stats().tiers) > 0
+        engine.close()
+    assert found["with"] == found["without"]
