@@ -156,7 +156,7 @@ def test_vllm_that_is_not_installed_is_skipped(checkpoint):
 def test_nanoengine_runs_the_checkpoint(checkpoint):
     common = importlib.import_module("common")
     run_nanoengine = importlib.import_module("run_nanoengine")
-    pairs = ["device=cpu", "attention_backend=naive", "num_kv_blocks=300", "max_num_seqs=4"]
+    pairs = ["device=cpu", "attention_backend=naive", "num_kv_blocks=300", "dtype=bfloat16"]
     options = run_nanoengine.options_of(pairs)
     assert options["num_kv_blocks"] == 300
     result = common.run(

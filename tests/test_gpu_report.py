@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.triton import TritonBackend
 from nanoengine.cli import gpu_report
 from nanoengine.cli.gpu import engine, kernels, suite
-from nanoengine.cli.gpu.engine import ABLATION, Probe, Step, ablation_options
+from nanoengine.cli.gpu.engine import ABLATION, Probe, Step, ablation_options, plain_layers
 from nanoengine.cli.gpu.kernels import Heads, make_inputs
 from nanoengine.cli.gpu.parts import Case, Part, drive, run_cases
 from nanoengine.cli.gpu.summary import format_report, standard_roofline, summarize, why
@@ -21,8 +23,10 @@ from nanoengine.cli.gpu_report import GpuReportArgs, launch
 from nanoengine.cli.main import main
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, MissingDependencyError
+from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.peak import Peaks
 from nanoengine.observe.roofline import H200_MEASURABLE
+from nanoengine.runner import model_runner
 
 CPU = torch.device("cpu")
 TINY = Heads(num_heads=4, num_kv_heads=2, head_dim=32)
@@ -279,6 +283,7 @@ def test_inputs_are_a_batch_as_the_engine_makes_it():
 SMALL = {
     "device": "cpu", "attention_backend": "naive", "max_num_seqs": 4, "max_num_batched_tokens": 64,
     "max_model_len": 256, "num_kv_blocks": 200,
+    "dtype": "bfloat16",  # Why: on a CPU it has no kernels that must be compiled first.
 }  # fmt: skip
 
 
@@ -286,7 +291,7 @@ def test_the_workload_runs_in_rounds_without_a_cache_hit(monkeypatch):
     peaks = Peaks(read_gbs=1.0, gemm_gflops=1.0, dtype="float32")
     monkeypatch.setattr("nanoengine.observe.peak.measure_peaks", lambda *_: peaks)
     scale = {"num_requests": 3, "input_len": (20, 30), "output_len": (2, 4)}
-    cases = engine.workload_cases(SMALL, 2, shape="tiny", **scale)
+    cases = engine.workload_cases(SMALL, 2, without=[plain_layers], shape="tiny", **scale)
     rows = [case.measure() for case in cases]
     assert len(rows) == 2
     for row in rows:
@@ -323,6 +328,25 @@ def test_every_ablation_row_is_taken_or_refused_by_its_own_option():
         assert unknown <= set(step.on)
         if not unknown:
             EngineConfig.from_kwargs(model="m", **options)
+
+
+def test_rows_before_the_fused_kernels_do_without_them(monkeypatch):
+    """A row without its own option is turned off by exchange, and comes back afterwards."""
+    fused = next(i for i, step in enumerate(ABLATION) if step.name == "+ fused kernels")
+    without = [engine.ablation_without(index) for index in range(len(ABLATION))]
+    assert without == [[plain_layers]] * fused + [[]] * (len(ABLATION) - fused)
+    before = model_runner.make_ops, TritonBackend.rotate_and_store
+    built = []
+    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: built.append(1))
+    monkeypatch.setattr(TritonBackend, "rotate_and_store", len)
+    with plain_layers():
+        assert isinstance(model_runner.make_ops(CPU, torch.float32), TorchOps)
+        assert TritonBackend.rotate_and_store is AttentionBackend.rotate_and_store
+    model_runner.make_ops(CPU, torch.float32)
+    assert built == [1]
+    assert TritonBackend.rotate_and_store is len
+    monkeypatch.undo()
+    assert (model_runner.make_ops, TritonBackend.rotate_and_store) == before
 
 
 class FakeEvent:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.triton import TritonBackend
 from nanoengine.cli import bench
 from nanoengine.cli.gpu.parts import Case, Row
 from nanoengine.cli.gpu.timing import Event, Seam, Seams, cuda_event, kernel_table, kernel_times
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepTimes
+from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.metrics import Metrics
+from nanoengine.runner import model_runner
 from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,18 +50,40 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A row of the ablation: what it turns on, and what turns that off in the rows before it."""
+    """A row of the ablation: what it turns on, and what turns that off in the rows before it.
+
+    Attributes:
+        on, off: options of the engine.
+        without: entered where an engine must do without it and there is no option for that.
+    """
 
     name: str
     on: dict[str, Any] = field(default_factory=dict)
     off: dict[str, Any] = field(default_factory=dict)
+    without: Callable[[], AbstractContextManager[None]] | None = None
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Engines that are built inside use plain torch for norms, gates, rotation and store.
+
+    Why by exchange: an option would be of use to this report alone.
+    """
+    fused_ops, fused_rotation = model_runner.make_ops, TritonBackend.rotate_and_store
+    model_runner.make_ops = lambda device, dtype: TorchOps()
+    TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model_runner.make_ops = fused_ops
+        TritonBackend.rotate_and_store = fused_rotation  # type: ignore[method-assign]
 
 
 ABLATION = (
     Step(name="plain"),
     Step(name="+ graphs", on={"enforce_eager": False}, off={"enforce_eager": True}),
     Step(name="+ overlap", on={"overlap": True}, off={"overlap": False}),
-    Step(name="+ fused kernels", on={"fused_kernels": True}, off={"fused_kernels": False}),
+    Step(name="+ fused kernels", without=plain_layers),
     Step(name="+ fp8 KV", on={"kv_cache_dtype": "fp8"}, off={"kv_cache_dtype": "auto"}),
 )
 """Each row keeps what the rows above it turned on."""
@@ -79,16 +106,27 @@ def ablation_options(
     return {name: value for name, value in others.items() if name in known} | steps[index].on
 
 
+def ablation_without(index: int) -> list[Callable[[], AbstractContextManager[None]]]:
+    """What row `index` must be entered into, to do without what rows below it add."""
+    return [step.without for step in ABLATION[index + 1 :] if step.without is not None]
+
+
 # --- the standard workload ------------------------------------------------------------------------
 
 
 def workload_cases(
-    options: dict[str, Any], rounds: int, *, shape: str = SHAPE, **scale: Any
+    options: dict[str, Any],
+    rounds: int,
+    *,
+    without: SequenceOf[Callable[[], AbstractContextManager[None]]] = (),
+    shape: str = SHAPE,
+    **scale: Any,
 ) -> Iterator[Case]:
     """Rounds of the standard workload on one engine.
 
     Args:
         options: of the engine, beside `OPTIONS`.
+        without: entered while the engine is built and runs.
         scale: options of the benchmark that make the workload smaller.
 
     Raises:
@@ -96,7 +134,11 @@ def workload_cases(
     """
     EngineConfig.from_kwargs(model=shape, **OPTIONS | options)
     args = bench.BenchArgs(shape=shape, **OPTIONS | options | scale)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as scratch, open_llm(args, Path(scratch)) as llm:
+    with ExitStack() as stack:
+        for enter in without:
+            stack.enter_context(enter())
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        llm = stack.enter_context(open_llm(args, Path(scratch)))
         for number in range(1, rounds + 1):
             yield Case(f"round {number}", partial(round_row, args, llm))
 

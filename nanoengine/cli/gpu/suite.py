@@ -35,7 +35,12 @@ def make_parts(device: torch.device, timer: kernels.Timer) -> list[Part]:
         part(
             f"ablation: {step.name}",
             45,
-            partial(engine.workload_cases, engine.ablation_options(index), 2),
+            partial(
+                engine.workload_cases,
+                engine.ablation_options(index),
+                2,
+                without=engine.ablation_without(index),
+            ),
         )
         for index, step in enumerate(engine.ABLATION)
     ]
