@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from nanoengine.attention import backend_class, make_backend
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import AttentionBackend, AttentionSpec
 from nanoengine.cli.gpu.parts import Case, Row
 from nanoengine.runner.batch import Batch
 
@@ -264,7 +265,7 @@ def _attention_seconds(
 DECODES = [(1, 1 + 131 * i) for i in range(16)]
 LONG_DECODES = [(1, 8192), (1, 9001)]
 PREFILLS = [(300, 300), (2, 700), (65, 1000), (128, 128), (17, 17)]
-PARITY: dict[str, tuple[list[tuple[int, int]], dict[str, float]]] = {
+PARITY: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "decode": (DECODES, {}),
     "decode, long": (LONG_DECODES, {}),
     "prefill": (PREFILLS, {}),
@@ -295,7 +296,11 @@ def parity_row(device: torch.device, name: str, dtype: torch.dtype, what: str, h
     """Greatest error of the output, and whether the new keys and values lie where they must."""
     block_size = backend_class(name).default_block_size
     lengths, options = PARITY[what]
-    common = {"device": device, "head_dim": heads.head_dim, "block_size": block_size}
+    common: dict[str, Any] = {
+        "device": device,
+        "head_dim": heads.head_dim,
+        "block_size": block_size,
+    }
     backend = make_backend(name, dtype=dtype, **common)
     oracle = make_backend("naive", dtype=torch.float64, **common)
     inputs = make_inputs(
@@ -304,7 +309,7 @@ def parity_row(device: torch.device, name: str, dtype: torch.dtype, what: str, h
     caches = [inputs.k_caches[0], inputs.v_caches[0]]
     exact = [cache.double() for cache in caches]
 
-    def attend(backend: object, *tensors: torch.Tensor) -> torch.Tensor:
+    def attend(backend: AttentionBackend, *tensors: torch.Tensor) -> torch.Tensor:
         batch = replace(inputs.batch, attention=backend.prepare(inputs.batch))
         return backend.forward(*tensors, batch, inputs.spec)
 

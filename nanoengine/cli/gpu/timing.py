@@ -26,7 +26,7 @@ def graph_seconds(work: Callable[[], object]) -> float:
     replay, _ = CudaGraphs().capture(work)  # type: ignore[arg-type]
     replay()
     torch.cuda.synchronize()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(REPEATS):
         start, end = cuda_event(), cuda_event()
         start.record()
@@ -49,7 +49,7 @@ class Event(Protocol):
 
 def cuda_event() -> torch.cuda.Event:
     """An event that keeps its time."""
-    return torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class Seam(NamedTuple):
@@ -116,7 +116,7 @@ class KernelTime(NamedTuple):
     """A kernel in a profile: its name, how often it ran, and the microseconds of all runs."""
 
     name: str
-    count: int
+    calls: int
     total_us: float
 
 
@@ -125,7 +125,7 @@ def kernel_times(averages: Iterable[Any]) -> list[KernelTime]:
     return [
         KernelTime(event.key, event.count, event.self_device_time_total)
         for event in averages
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     ]
 
 
@@ -134,11 +134,11 @@ def kernel_table(kernels: SequenceOf[KernelTime], num_steps: int, most: int = 15
     longest = sorted(kernels, key=lambda kernel: -kernel.total_us)[:most]
     return {
         "busy_ms": sum(kernel.total_us for kernel in kernels) / num_steps / 1e3,
-        "kernels": sum(kernel.count for kernel in kernels) / num_steps,
+        "kernels": sum(kernel.calls for kernel in kernels) / num_steps,
         "longest": [
             {
                 "name": kernel.name[:100],
-                "calls": kernel.count / num_steps,
+                "calls": kernel.calls / num_steps,
                 "us": kernel.total_us / num_steps,
             }
             for kernel in longest
