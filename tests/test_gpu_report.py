@@ -363,6 +363,7 @@ CPU_PROBE = Probe(
     make_event=FakeEvent,
     synchronize=lambda: None,
     activity=torch.profiler.ProfilerActivity.CPU,
+    timer=FakeTimer(),
 )
 
 
@@ -371,10 +372,11 @@ def test_a_step_is_taken_apart():
         SMALL, shape="tiny", batches=(3, 1), prompt_len=40, num_steps=6, probe=CPU_PROBE
     )
     rows = {case.name: case.measure() for case in cases}
-    assert list(rows) == ["batch 3", "batch 1", "kernels, batch 3"]
+    names = ["batch 3", "head, batch 3", "batch 1", "head, batch 1", "kernels, batch 3"]
+    assert list(rows) == names
+    assert rows["head, batch 3"] == {"batch": 3, "head_ms": 1e3}
     for batch in (3, 1):
         row = rows[f"batch {batch}"]
-        assert row["not_found"] == []
         assert set(row["gpu_ms"]) == {"forward", "head", "sampler"}
         assert all(ms > 0 for ms in row["gpu_ms"].values())
         assert sum(row["gpu_ms"].values()) + row["host_ms"] == pytest.approx(row["step_ms"])

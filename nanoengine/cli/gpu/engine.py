@@ -24,7 +24,15 @@ from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.triton import TritonBackend
 from nanoengine.cli import bench
 from nanoengine.cli.gpu.parts import Case, Row
-from nanoengine.cli.gpu.timing import Event, Seam, Seams, cuda_event, kernel_table, kernel_times
+from nanoengine.cli.gpu.timing import (
+    Event,
+    Seam,
+    Seams,
+    cuda_event,
+    graph_seconds,
+    kernel_table,
+    kernel_times,
+)
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepTimes
 from nanoengine.layers.ops import TorchOps
@@ -181,11 +189,13 @@ class Probe:
         make_event: an event on the GPU's stream.
         synchronize: waits for the GPU.
         activity: what the profiler records.
+        timer: median seconds of one call.
     """
 
     make_event: Callable[[], Event] = cuda_event
     synchronize: Callable[[], None] = torch.cuda.synchronize
     activity: torch.profiler.ProfilerActivity = torch.profiler.ProfilerActivity.CUDA
+    timer: Callable[[Callable[[], object]], float] = graph_seconds
 
 
 def step_cases(
@@ -204,6 +214,7 @@ def step_cases(
         for batch in batches:
             measure = partial(split_row, llm, batch, prompt_len, num_steps, probe)
             yield Case(f"batch {batch}", measure)
+            yield Case(f"head, batch {batch}", partial(head_row, llm, batch, probe.timer))
         measure = partial(profile_row, llm, batches[0], prompt_len, num_steps // 3, probe)
         yield Case(f"kernels, batch {batches[0]}", measure)
 
@@ -211,11 +222,12 @@ def step_cases(
 def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:
     """Milliseconds of a decode step and of its parts.
 
-    `forward`, `head` and `sampler` are the GPU's time between events; `host` is the rest of the
-    step's wall time. `engine_ms` are the engine's own clocks, on the host.
+    `gpu_ms` is the GPU's time between events around each part, and `host_ms` the rest of the step's
+    wall time. `engine_ms` are the engine's own clocks; where one graph holds the whole step, they
+    stand in for the events, and `head_row` tells the head's share.
     """
     metrics = decoding(llm, batch, prompt_len, 2 * num_steps)
-    runner = llm.engine.executor
+    runner: Any = llm.engine.executor
     seams = Seams(
         [
             Seam("forward", runner, "forward"),
@@ -237,9 +249,12 @@ def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Prob
         times = [record.times for record in metrics.records]
     finally:
         stop(llm)
-    parts = {name: total / num_steps for name, total in seams.total_ms().items()}
     wall_ms = 1e3 * statistics.mean(walls)
     names = [f.name for f in fields(StepTimes)]
+    engine_ms = {n: 1e3 * statistics.mean(getattr(t, n) for t in times) for n in names}
+    parts = {name: total / num_steps for name, total in seams.total_ms().items() if total}
+    if "forward" not in parts:  # One graph holds the whole step: the engine's clock has it.
+        parts = {"forward, head, sampler": engine_ms["forward_s"] + engine_ms["sample_s"]}
     return {
         "batch": batch,
         "context_tokens": context + batch * num_steps // 2,
@@ -248,9 +263,17 @@ def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Prob
         "median_step_ms": 1e3 * statistics.median(walls),
         "gpu_ms": parts,
         "host_ms": wall_ms - sum(parts.values()),
-        "not_found": seams.missing,
-        "engine_ms": {n: 1e3 * statistics.mean(getattr(t, n) for t in times) for n in names},
+        "engine_ms": engine_ms,
     }
+
+
+@torch.inference_mode()
+def head_row(llm: LLM, batch: int, timer: Callable[[Callable[[], object]], float]) -> Row:
+    """Milliseconds of the LM head alone, from random hidden states."""
+    runner: Any = llm.engine.executor
+    shape = (batch, runner.model_config.hidden_size)
+    hidden = torch.randn(shape, dtype=runner.dtype, device=runner.device)
+    return {"batch": batch, "head_ms": 1e3 * timer(lambda: runner.model.logits(hidden))}
 
 
 def profile_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:

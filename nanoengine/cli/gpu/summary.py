@@ -172,12 +172,20 @@ def format_report(report: dict[str, Any]) -> str:
     names = ("forward", "head", "sampler")
     columns = ("wall", "ideal", *names, "host")
     lines += ["", f"{'decode steps [ms]':<20}" + "".join(f"{name:>10}" for name in columns)]
-    for row in parts.get("decode steps", {}).get("rows", []):
+    steps = _rows(parts, "decode steps")
+    for row in steps:
         if "gpu_ms" in row:
-            gpu = [row["gpu_ms"].get(name) for name in names]
-            cells = [row["step_ms"], row.get("ideal_ms"), *gpu, row["host_ms"]]
+            gpu = row["gpu_ms"]
+            together = [sum(gpu.values())] if names[0] not in gpu else []
+            cells = [row["step_ms"], row.get("ideal_ms")]
+            cells += [*together, *(gpu.get(name) for name in names)][: len(names)]
+            cells.append(row["host_ms"])
             label = f"  batch {row['batch']}"
             lines.append(f"{label:<20}" + "".join(f"{_number(cell):>10}" for cell in cells))
+    if any("forward, head, sampler" in row.get("gpu_ms", {}) for row in steps):
+        lines.append(
+            "  (one graph holds forward, head and sampler: their sum stands under forward)"
+        )
     lines += ["", *_left_out(parts)]
     return "\n".join(lines)
 
