@@ -102,6 +102,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         quantization=str(quantization) if quantization else None,
+        weight_bits=quantization.bits if quantization else None,
         attention_backend=backend,
         num_parameters=runner.num_parameters,
         weight_bytes=runner.weight_bytes,

@@ -32,7 +32,8 @@ class EngineInfo:
     """What was discovered when the engine started; sizes in bytes, times in seconds.
 
     `max_model_len` is the effective one; `memory_plan` a text for people; `generation_defaults`
-    the sampling values of the model's generation_config.json.
+    the sampling values of the model's generation_config.json. `quantization` says how linear layers
+    are held, and `weight_bits` in how many bits a weight; None: in floats of `dtype`.
     """
 
     model_name: str
@@ -52,6 +53,7 @@ class EngineInfo:
     memory_plan: str
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     quantization: str | None = None
+    weight_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

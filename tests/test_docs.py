@@ -1,4 +1,4 @@
-"""The scripts in README and recipes run as they stand."""
+"""The scripts in README, recipes and the page on quantization run as they stand."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [
     pytest.param(script, id=f"{page}-{number}")
-    for page in ("README.md", "docs/recipes.md")
+    for page in ("README.md", "docs/recipes.md", "docs/quantization.md")
     for number, script in enumerate(
         re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     )

@@ -247,6 +247,15 @@ def test_cost_reads_the_window_of_all_layers_and_its_switch() -> None:
     assert ModelCost.from_config(off, 4).windows == (None, None)
 
 
+def test_quantized_weights_cost_their_own_bytes() -> None:
+    step = record((3, 1, 1))
+    plain = ModelCost.from_config(CONFIG, 4)
+    eighth = ModelCost.from_config(CONFIG, 4, 0.5)
+    weights = plain.dense_params + plain.head_params
+    assert eighth.step(step)[0] == plain.step(step)[0]
+    assert plain.step(step)[1] - eighth.step(step)[1] == 3.5 * weights
+
+
 def test_cost_of_experts() -> None:
     moe = CONFIG | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
     cost = ModelCost.from_config(moe, 1)

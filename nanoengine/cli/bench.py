@@ -201,6 +201,8 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
     peaks = measure_peaks(device, dtype)
     rounds, baseline_s = _run_rounds(args, config, llm, items)
+    weight_bytes = info.weight_bits / 8 if info.weight_bits else dtype.itemsize
+    cost = model_cost(config, dtype.itemsize, weight_bytes)
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -217,7 +219,7 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
         },
         "model": args.shape or args.model,
         "engine": {**bench_report.plain(asdict(info)), "warmup_s": warmup_s},
-        **bench_report.summarize_rounds(rounds, items, model_cost(config, dtype.itemsize), peaks),
+        **bench_report.summarize_rounds(rounds, items, cost, peaks),
     }
     if baseline_s:
         size = args.compare_batch_size
@@ -311,11 +313,13 @@ def _timed_baseline(baseline: HFBaseline, items: list[WorkItem], temperature: fl
     return seconds
 
 
-def model_cost(config: EngineConfig, element_bytes: int) -> ModelCost:
+def model_cost(
+    config: EngineConfig, element_bytes: int, weight_bytes: float | None = None
+) -> ModelCost:
     """FLOPs and bytes of the model, from its config.json."""
     from transformers import AutoConfig
 
     from nanoengine.observe.cost import ModelCost
 
     loaded = AutoConfig.from_pretrained(config.model, revision=config.revision)
-    return ModelCost.from_config(loaded.get_text_config().to_dict(), element_bytes)
+    return ModelCost.from_config(loaded.get_text_config().to_dict(), element_bytes, weight_bytes)

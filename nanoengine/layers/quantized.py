@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 GROUP_SIZE = 32
 """Inputs that share a scale in int4 weights made here. Source: Q4_0 of ggml."""
 
+ROWS_AT_ONCE = 4096
+"""Rows that are quantized together. Why: it takes another copy of them as floats, which for a
+head of 150,000 rows would be the peak of the whole start."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
@@ -238,7 +242,10 @@ class QuantizedLinear(LinearMethod):
         self._parts: dict[int, QuantizedWeight] = {}
 
     def load(self, weight: torch.Tensor, rows: slice) -> None:
-        self.load_quantized(quantize(weight, self.bits, self.group_size), rows)
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
+            first = rows.start + start
+            self.load_quantized(part, slice(first, first + len(part.values)))
 
     def load_quantized(self, weight: QuantizedWeight, rows: slice) -> None:
         """Takes [rows, in_features]; with the last of them the whole is packed."""

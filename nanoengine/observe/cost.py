@@ -6,13 +6,14 @@ tokens it attends to, itself included; at most the sliding window):
 
     weights  = layers * (h*(H + 2K)*D + H*D*h + 3*h*I)         parameters of the matrix products
     FLOPs    = 2*T*weights + 2*L*V*h + sum over layers, tokens: 4*H*D*c(t)
-    bytes    = (weights + V*h if L) * element                  every weight once a step
+    bytes    = (weights + V*h if L) * weight                   every weight once a step
              + sum over layers, sequences: 2*K*D*element*(context read once + tokens written)
 
 h hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, rotary
-embedding, embedding look-ups, sampling and activations are left out: they are small, and leaving
-them out only makes the reported shares lower. With experts, a token computes k of E; a step reads
-the experts that T tokens meet under uniform routing, E * (1 - (1 - k/E)**T).
+embedding, embedding look-ups, sampling, activations and the scales of quantized weights are left
+out: they are small, and leaving them out only makes the reported shares lower. With experts, a
+token computes k of E; a step reads the experts that T tokens meet under uniform routing, E * (1 -
+(1 - k/E)**T).
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009), for one step of a transformer.
 """
@@ -38,7 +39,7 @@ class ModelCost:
 
     `dense_params` are the parameters of attention and dense MLPs over all layers, `expert_params`
     those of one expert summed over the layers that have experts. `windows` has one entry a layer;
-    None is full attention.
+    None is full attention. `element_bytes` is the size of a KV entry, `weight_bytes` of a weight.
     """
 
     dense_params: int
@@ -52,10 +53,14 @@ class ModelCost:
     head_dim: int
     windows: tuple[int | None, ...]
     element_bytes: int
+    weight_bytes: float
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], element_bytes: int) -> ModelCost:
-        """Reads a Hugging Face config; `element_bytes` is the size of a weight and a KV entry."""
+    def from_config(
+        cls, config: dict[str, Any], element_bytes: int, weight_bytes: float | None = None
+    ) -> ModelCost:
+        """Reads a Hugging Face config; `element_bytes` is the size of a KV entry, and of a weight
+        where `weight_bytes` is None."""
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
@@ -76,6 +81,7 @@ class ModelCost:
             head_dim=head_dim,
             windows=_windows(config),
             element_bytes=element_bytes,
+            weight_bytes=element_bytes if weight_bytes is None else weight_bytes,
         )
 
     def step(self, record: StepRecord) -> tuple[float, float]:
@@ -87,10 +93,10 @@ class ModelCost:
             return 0.0, 0.0
         weights = self.dense_params + self.expert_params * self.experts_per_token
         flops = 2.0 * tokens * weights + 2.0 * logits * self.head_params
-        elements = float(self.dense_params + (self.head_params if logits else 0))
+        entries, params = 0.0, float(self.dense_params + (self.head_params if logits else 0))
         if self.num_experts:
             missed = (1 - self.experts_per_token / self.num_experts) ** tokens
-            elements += self.expert_params * self.num_experts * (1 - missed)
+            params += self.expert_params * self.num_experts * (1 - missed)
         for window, num_layers in Counter(self.windows).items():
             pairs = (_pairs(starts + counts, window) - _pairs(starts, window)).sum()
             flops += 4.0 * num_layers * self.num_heads * self.head_dim * float(pairs)
@@ -98,8 +104,8 @@ class ModelCost:
             if window is not None:
                 context = np.minimum(context, window - 1 + counts)
             kv_tokens = float((context[counts > 0] + counts[counts > 0]).sum())
-            elements += 2.0 * num_layers * self.num_kv_heads * self.head_dim * kv_tokens
-        return flops, elements * self.element_bytes
+            entries += 2.0 * num_layers * self.num_kv_heads * self.head_dim * kv_tokens
+        return flops, params * self.weight_bytes + entries * self.element_bytes
 
     def run(self, records: SequenceOf[StepRecord]) -> tuple[float, float]:
         """FLOPs and bytes of all steps."""
