@@ -74,6 +74,26 @@ class ExecutorFailure(RuntimeError):
     """What a fake executor raises when told to fail."""
 
 
+class Ready:
+    """A launched step whose result is there already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class FakeLaunched:
+    """A step of a FakeExecutor."""
+
+    def __init__(self, executor: FakeExecutor, step: int) -> None:
+        self._executor, self._step = executor, step
+
+    def result(self) -> StepResult:
+        return self._executor.result(self._step)
+
+
 class FakeExecutor:
     """Runs plans on a simulated KV cache and verifies every read and write.
 
@@ -111,19 +131,21 @@ class FakeExecutor:
     def start(self) -> KVLayout:
         return self.layout
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.launch(plan)
-        return self.result(plan.step)
-
     def shutdown(self) -> None:
         assert not self.closed, "shut down twice"
         self.closed = True
 
-    # --- in two halves, for a loop that commits one step late -----------------------------------
-
-    def launch(self, plan: StepPlan) -> None:
-        """Runs a step; its values stay here until `result` is asked for."""
+    def launch(self, plan: StepPlan) -> FakeLaunched:
         assert not self.closed
+        self._run(plan)
+        return FakeLaunched(self, plan.step)
+
+    def result(self, step: int) -> StepResult:
+        """The sampled tokens of a launched step, once."""
+        return self._results.pop(step)
+
+    def _run(self, plan: StepPlan) -> None:
+        """Carries out a plan; its values stay here until `result` is asked for."""
         self._fail("start")
         self.plans.append(plan)
         self._update_rows(plan)
@@ -137,10 +159,6 @@ class FakeExecutor:
         self._transfer(plan, "store")
         self._results[plan.step] = self._sample(plan)
         self._fail("end")
-
-    def result(self, step: int) -> StepResult:
-        """The sampled tokens of a launched step, once."""
-        return self._results.pop(step)
 
     def _fail(self, where: str) -> None:
         if self.fail_at == where:
@@ -353,6 +371,34 @@ class FakeExecutor:
         return result
 
 
+class DelayedExecutor(FakeExecutor):
+    """A slow device: it runs a plan only when somebody waits for it, or a later one.
+
+    So each plan is carried out after the next one has been made: whatever the core changes in a
+    plan it has handed out, or expects of it too early, shows.
+    """
+
+    def __init__(self, layout: KVLayout, **options: object) -> None:
+        super().__init__(layout, **options)
+        self.queue: list[StepPlan] = []
+        self.most_queued = 0
+
+    def launch(self, plan: StepPlan) -> FakeLaunched:
+        assert not self.closed
+        self.queue.append(plan)
+        self.most_queued = max(self.most_queued, len(self.queue))
+        return FakeLaunched(self, plan.step)
+
+    def advance(self) -> None:
+        """The device finishes the oldest step that it has."""
+        self._run(self.queue.pop(0))
+
+    def result(self, step: int) -> StepResult:
+        while step not in self._results:
+            self.advance()
+        return super().result(step)
+
+
 # --- engines around it ----------------------------------------------------------------------------
 
 
@@ -383,10 +429,12 @@ def make_engine(
     observers: Iterable[object] = (),
     policy: AdmissionPolicy | None = None,
     make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
+    overlap: bool = False,
 ) -> LLMEngine:
-    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed."""
+    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` over a
+    DelayedExecutor."""
     layout = make_layout(num_blocks, block_size, windows)
-    executor = FakeExecutor(
+    executor = (DelayedExecutor if overlap else FakeExecutor)(
         layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     manager = BlockManager(
@@ -421,7 +469,9 @@ def make_engine(
         start_s=0.0,
         memory_plan="",
     )
-    return LLMEngine(executor, scheduler, info, debug_checks=debug_checks, observers=observers)
+    return LLMEngine(
+        executor, scheduler, info, overlap=overlap, debug_checks=debug_checks, observers=observers
+    )
 
 
 def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:

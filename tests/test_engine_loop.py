@@ -347,7 +347,7 @@ def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported(
         engine.step()
     plan = scheduler.schedule()
     engine.abort("large")
-    assert scheduler.commit(plan, fake(engine).execute(plan)) == []
+    assert scheduler.commit(plan, fake(engine).launch(plan).result()) == []
 
 
 def test_abort_all_and_close():

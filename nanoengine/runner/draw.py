@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanoengine.runner.transfers import ship
+
 BLOCK = 64
 """Tokens reduced together before anything is searched: a search reads V / BLOCK numbers, not V."""
 
@@ -83,8 +85,8 @@ class DrawParams:
         device: torch.device,
     ) -> DrawParams:
         """All arrays are [L]; `top_k` is V where it is off, `top_p` is 1, `min_p` is 0."""
-        packed = np.stack((temperature, top_k, top_p, min_p, uniform)).astype(np.float64)
-        packed = torch.from_numpy(packed).to(device)
+        columns = np.stack((temperature, top_k, top_p, min_p, uniform)).astype(np.float64)
+        (packed,) = ship(device, columns)
         return DrawParams(packed, bool(min_p.any()), int(top_k.max()))
 
     def __getitem__(self, lines: slice | torch.Tensor) -> DrawParams:

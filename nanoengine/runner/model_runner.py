@@ -1,8 +1,8 @@
 """ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
 
     start()    load weights -> profile (GPU) -> size and allocate the KV cache -> bind it to layers
-    execute()  rows.update -> loads from tiers -> block copies -> Batch -> model -> stores to tiers
-               -> logits of sampling rows -> Sampler
+    launch()   rows.update -> loads from tiers -> block copies -> Batch -> model -> stores to tiers
+               -> logits of sampling rows -> Sampler -> downloads; see `LaunchedStep` for the rest
 
 Called by LLMEngine through the Executor door; decides nothing.
 """
@@ -20,7 +20,7 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.config import EngineConfig
 from nanoengine.core.kv_groups import make_kv_groups
-from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
+from nanoengine.core.plan import StepPlan
 from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
@@ -34,8 +34,10 @@ from nanoengine.runner import kv_cache
 from nanoengine.runner.batch import Batch
 from nanoengine.runner.cuda_graph import CudaGraphs, GraphedForward
 from nanoengine.runner.kv_cache import GIB, KVCache
+from nanoengine.runner.launched import LaunchedStep, PromptScores
 from nanoengine.runner.rows import Rows, SampleLines
-from nanoengine.runner.sampler import Sampler, prompt_logprobs
+from nanoengine.runner.sampler import Sampler, token_logprobs
+from nanoengine.runner.transfers import Downloads, Stopwatch, ship
 
 LOGITS_CHUNK = 256
 """Prompt positions whose logits exist at once: 256 x 152k float32 are 0.16 GB."""
@@ -142,6 +144,8 @@ class ModelRunner:
             self.config.max_num_seqs,
             self.model_config.eos_token_ids,
         )
+        self.downloads = Downloads(self.device)
+        self._latest: LaunchedStep | None = None
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         return KVLayout(
             num_blocks=self.memory.num_blocks,
@@ -301,45 +305,47 @@ class ModelRunner:
         fraction = self.config.memory_fraction or kv_cache.GPU_DEFAULT_FRAC
         return int(total * fraction) - (total - free) - activation_bytes
 
-    # --- execute ------------------------------------------------------------------------------
+    # --- launch -------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carries out one plan, in the order of its fields, and waits for the sampled tokens."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Carries out one plan, in the order of its fields.
+
+        On a GPU it waits for nothing but loads from a tier, and processors that follow the tokens
+        of the step before.
+        """
         started = time.perf_counter()
         self._update_rows(plan)
         load_s = self._load_blocks(plan)
         if plan.block_copies:
             self.kv_cache.copy_blocks(plan.block_copies)
-        result = StepResult(token_ids=[[] for _ in plan.rows])
+        step = LaunchedStep(plan=plan, rows=self.rows, storages=tuple(self.tier_storage.values()))
         if plan.rows:
-            self._compute(plan, result, started + load_s)
-            result.times.load_s = load_s
+            self._compute(plan, step, started + load_s)
+            step.times.load_s = load_s
         else:
             self._store_blocks(plan)
-        for storage in self.tier_storage.values():
-            storage.wait()
-        return result
+        self._latest = step
+        return step
 
-    def _compute(self, plan: StepPlan, result: StepResult, started: float) -> None:
+    def _compute(self, plan: StepPlan, step: LaunchedStep, started: float) -> None:
         """Forward, stores and sampling of a step that has rows."""
         batch, lines = self.rows.make_batch(plan)
         self._prepared(batch)
-        prepared = time.perf_counter()
+        step.times.prepare_s = time.perf_counter() - started
+        watch = step.stopwatch = Stopwatch(self.device)
+        watch.mark()
         hidden = self.forward(batch)  # [T, hidden_size]
         logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
         self._store_blocks(plan)
-        self._synchronize()
-        forwarded = time.perf_counter()
+        watch.mark()
+        tensors: list[torch.Tensor] = []
         if len(lines.entries):
-            self._sample(plan, lines, logits, result)
+            tensors += self._sample(plan, lines, logits, step)
         if self._prompt_logprobs:
-            self._score_prompts(plan, batch, hidden, result)
-        result.times = StepTimes(
-            prepare_s=prepared - started,
-            forward_s=forwarded - prepared,
-            sample_s=time.perf_counter() - forwarded,
-        )
+            tensors += self._score_prompts(plan, lines, hidden, step, len(tensors))
+        watch.mark()
+        step.download = self.downloads.start(tensors)
 
     def _load_blocks(self, plan: StepPlan) -> float:
         """Brings blocks up from the tiers; returns the seconds it took."""
@@ -373,57 +379,47 @@ class ModelRunner:
         batch.attention = self.backend.prepare(batch)
         return batch
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _sample(
-        self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor, result: StepResult
-    ) -> None:
-        """Samples a token a line, keeps accepted ones, and puts them where the next step reads."""
-        sampled = self.sampler.sample(
-            logits, lines.rows, lines.positions, plan.draft_token_ids
-        ).fetch()
-        self.rows.write(lines.rows, lines.positions, np.array(sampled.token_ids))
-        for line, entry in enumerate(lines.entries.tolist()):
-            tokens = result.token_ids[entry]
-            drafts = plan.draft_token_ids.get(plan.rows[entry], ())
-            if tokens and tokens[-1] != drafts[len(tokens) - 1]:
-                continue  # the draft before this line was wrong
-            tokens.append(sampled.token_ids[line])
-            if line in sampled.errors:
-                result.errors[entry] = sampled.errors[line]
-            if line in sampled.logprobs:
-                result.logprobs.setdefault(entry, []).append(sampled.logprobs[line])
-        self.sampler.accept(plan.rows, result.token_ids)
+        self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor, step: LaunchedStep
+    ) -> list[torch.Tensor]:
+        """Samples a token a line, and puts it where the next step reads it."""
+        if self.sampler.edited[lines.rows].any() and self._latest is not None:
+            # Why here: processors must know the tokens before; the forward runs while they learn.
+            self._latest.result()
+        sampled = self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
+        # Why not with drafts: how many of them count is found on the host, in `result`.
+        if not plan.draft_token_ids:
+            self.rows.keep(lines, sampled.token_ids)
+        step.lines, step.owners = lines, self.rows.seq_ids[lines.rows]
+        step.sampled, step.followers = sampled, self.sampler.followers(plan.rows)
+        return sampled.tensors
 
     def _score_prompts(
-        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, result: StepResult
-    ) -> None:
-        """Log-probabilities of the prompt tokens that follow positions computed in this step."""
-        starts = batch.query_start_loc.tolist()
-        order = [e for e, n in enumerate(plan.num_scheduled_tokens) if n == 1]
-        order += [e for e, n in enumerate(plan.num_scheduled_tokens) if n > 1]
-        for seq, entry in enumerate(order):
-            row, start = plan.rows[entry], plan.starts[entry]
+        self, plan: StepPlan, lines: SampleLines, hidden: torch.Tensor, step: LaunchedStep, at: int
+    ) -> list[torch.Tensor]:
+        """Log-probabilities of the prompt tokens that follow positions computed in this step;
+        `at` is the place of the first tensor among the step's downloads."""
+        tensors: list[torch.Tensor] = []
+        for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
             num_top, num_prompt = self._prompt_logprobs.get(row, (0, 0))
             end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
-            found: list[list[TokenLogprob]] = []
+            first = len(tensors)
             for low in range(start, end, LOGITS_CHUNK):
                 high = min(low + LOGITS_CHUNK, end)
-                at = starts[seq] - start
-                logits = self.model.logits(hidden[at + low : at + high])
+                offset = int(lines.offsets[entry]) - start
+                logits = self.model.logits(hidden[offset + low : offset + high])
                 following = self.rows.token_ids[row, low + 1 : high + 1].astype(np.int64)
-                next_ids = torch.from_numpy(following).to(self.device)
-                found += prompt_logprobs(logits, next_ids, num_top)
-            if found:
-                result.prompt_logprobs[entry] = found
+                tensors.append(token_logprobs(logits, ship(self.device, following)[0], num_top))
+            if len(tensors) > first:
+                found = range(at + first, at + len(tensors))
+                step.scores.append(PromptScores(entry=entry, num_top=num_top, downloads=found))
+        return tensors
 
     # --- end ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
-        self.tier_storage = {}
+        self.tier_storage, self._latest = {}, None
         for name in ("model", "forward", "kv_cache", "rows", "sampler"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -5,8 +5,8 @@
                 └─ log-probabilities, if asked for
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
-steps: `admit`, `fork` and `release` follow the plan, `accept` tells which sampled tokens became
-part of the sequence.
+steps: `admit`, `fork` and `release` follow the plan, `followers` are told which sampled tokens
+became part of the sequence.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
 """
@@ -33,6 +33,7 @@ from nanoengine.runner.draw import (
     uniforms,
 )
 from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
+from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
 """Logits worked on at a time: few enough that all passes over them stay inside the cache."""
@@ -75,16 +76,40 @@ class SampledTokens:
     logprob_lines: list[tuple[int, int]]
     logprobs: torch.Tensor | None
 
-    def fetch(self) -> FetchedTokens:
-        """Waits for the device; one copy to the host for the tokens, one for log-probabilities."""
-        token_ids, valid = torch.stack((self.token_ids, self.valid.long())).tolist()
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the host wants to see: tokens and validity [2, L], then log-probabilities if any."""
+        packed = torch.stack((self.token_ids, self.valid.long()))
+        return [packed] if self.logprobs is None else [packed, self.logprobs]
+
+    def fetch(self, tensors: Sequence[torch.Tensor] | None = None) -> FetchedTokens:
+        """Plain numbers, from `tensors` once they have come to the host; None: waits for them."""
+        tensors = self.tensors if tensors is None else tensors
+        token_ids, valid = tensors[0].tolist()
         logprobs = {}
         if self.logprobs is not None:
-            entries = self.logprobs.tolist()
+            entries = tensors[1].tolist()
             for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
                 logprobs[line] = to_records(found, num_top)
         errors = {line: NO_TOKEN for line, holds in enumerate(valid) if not holds}
         return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Followers:
+    """The states of processors that wait for a step's tokens: (index in the plan's rows, states).
+
+    Why the states and not their rows: by the time the tokens are known, a row may have passed on.
+    """
+
+    states: list[tuple[int, list[RowState]]]
+
+    def accept(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Records the tokens that rows have gained: sampled ones, or those that verify kept."""
+        for i, states in self.states:
+            for state in states:
+                for token_id in token_ids[i]:
+                    state.accept(token_id)
 
 
 class Sampler:
@@ -183,13 +208,14 @@ class Sampler:
         for states in self.states:
             states.pop(row, None)
 
-    def accept(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Records the tokens that rows have gained: sampled ones, or those that verify kept."""
-        for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)]):
-            for states in self.states:
-                if (state := states.get(rows[i])) is not None:
-                    for token_id in token_ids[i]:
-                        state.accept(token_id)
+    def followers(self, rows: Sequence[int]) -> Followers:
+        """The states that must see the tokens that these rows are about to sample."""
+        return Followers(
+            [
+                (int(i), [states[rows[i]] for states in self.states if rows[i] in states])
+                for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
+            ]
+        )
 
     def sample(
         self,
@@ -198,7 +224,7 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token a line; changes no logits and remembers nothing (`accept` does).
+        """Samples one token a line; changes no logits and remembers nothing (`followers` do).
 
         Args:
             logits: [L, V], any float dtype, on any device.
@@ -218,7 +244,7 @@ class Sampler:
                 valid = largest.isfinite()
                 break
             for start, stop in _chunks(len(lines), logits):
-                chunk = torch.from_numpy(lines[start:stop]).to(device)
+                (chunk,) = ship(device, lines[start:stop])
                 work = _take(logits, lines[start:stop], copy=bool(edits))
                 for processor, of_line in edits:
                     inside = [i for i in of_line if start <= i < stop]
@@ -240,7 +266,7 @@ class Sampler:
         lines = np.flatnonzero(asked >= 0)
         logprobs = None
         if len(lines):
-            index = torch.from_numpy(lines).to(logits.device)
+            (index,) = ship(logits.device, lines)
             logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
         return SampledTokens(
             token_ids=token_ids,
@@ -328,7 +354,7 @@ def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:
     first, last = int(lines[0]), int(lines[-1])
     if not copy and last - first == len(lines) - 1:
         return pad_to_blocks(_widen(logits[first : last + 1]))
-    return pad_to_blocks(_widen(logits[torch.from_numpy(lines).to(logits.device)]))
+    return pad_to_blocks(_widen(logits[ship(logits.device, lines)[0]]))
 
 
 def _widen(logits: torch.Tensor) -> torch.Tensor:
@@ -379,11 +405,3 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 def to_records(entries: Sequence[Sequence[float]], num_top: int) -> list[TokenLogprob]:
     """One line of `token_logprobs`, as a list, cut to the given token and `num_top` others."""
     return [TokenLogprob(int(i), value, int(rank)) for i, value, rank in entries[: 1 + num_top]]
-
-
-def prompt_logprobs(
-    logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int
-) -> list[list[TokenLogprob]]:
-    """Log-probabilities of prompt tokens: line i of `logits` predicts `next_token_ids[i]`."""
-    entries = token_logprobs(logits, next_token_ids, num_top).tolist()
-    return [to_records(line, num_top) for line in entries]
