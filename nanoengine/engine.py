@@ -199,8 +199,11 @@ class LLMEngine:
         if before is not None:
             self._commit(before)
 
-    def _settle(self) -> None:
-        """The same between two steps, for what wants to see every token there is."""
+    def settle(self) -> None:
+        """Takes in the step that the overlapped loop has under way, so that all tokens are seen.
+
+        The plain loop leaves none under way. Requests that end by it are told by the next `step`.
+        """
         try:
             self._take_in()
         except BaseException:
@@ -356,10 +359,15 @@ class LLMEngine:
             The new sequence, already in `request.sequences`; its output comes with the request's.
 
         Raises:
-            RequestError: no such unfinished sequence, or a next_token_id that can't stand there.
+            RequestError: no such unfinished sequence, or a next_token_id that can't stand there;
+                a step is under way: see `settle`.
         """
         self._require_open()
-        self._settle()
+        if self._under_way is not None:
+            raise RequestError(
+                "a step is under way, so the sequence has a token more than can be seen: call"
+                " settle(), look at the outputs, then fork"
+            )
         request = self._requests.get(request_id)
         of_index = request.sequences if request is not None else []
         parent = next((s for s in of_index if s.index == index and not s.is_finished), None)
@@ -396,7 +404,7 @@ class LLMEngine:
         if request is not None:
             self.scheduler.abort(request)
             if not self._requests:
-                self._settle()
+                self.settle()
         return request
 
     def abort_all(self) -> None:

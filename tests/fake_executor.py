@@ -124,6 +124,9 @@ class FakeExecutor:
         self.num_computed_tokens = 0
         self.num_copies = 0
         self.closed = False
+        self.delayed = False  # a plan is carried out only when somebody waits for it
+        self.queue: list[StepPlan] = []  # launched and not carried out
+        self.most_queued = 0
         self._results: dict[int, StepResult] = {}
 
     # --- the Executor door --------------------------------------------------------------------
@@ -137,11 +140,24 @@ class FakeExecutor:
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
         assert not self.closed
-        self._run(plan)
+        self.queue.append(plan)
+        self.most_queued = max(self.most_queued, len(self.queue))
+        if not self.delayed:
+            self.advance()
         return FakeLaunched(self, plan.step)
+
+    def advance(self) -> None:
+        """Carries out the oldest plan that was launched.
+
+        Where that is delayed the next plan has been made already: whatever the core changes in a
+        plan that it has handed out, or expects of it too early, shows.
+        """
+        self._run(self.queue.pop(0))
 
     def result(self, step: int) -> StepResult:
         """The sampled tokens of a launched step, once."""
+        while step not in self._results:
+            self.advance()
         return self._results.pop(step)
 
     def _run(self, plan: StepPlan) -> None:
@@ -164,6 +180,7 @@ class FakeExecutor:
         if self.fail_at == where:
             self.fail_at = None
             self._results.clear()
+            self.queue.clear()
             raise ExecutorFailure(f"told to fail at {where}")
 
     # --- rows ---------------------------------------------------------------------------------
@@ -371,34 +388,6 @@ class FakeExecutor:
         return result
 
 
-class DelayedExecutor(FakeExecutor):
-    """A slow device: it runs a plan only when somebody waits for it, or a later one.
-
-    So each plan is carried out after the next one has been made: whatever the core changes in a
-    plan it has handed out, or expects of it too early, shows.
-    """
-
-    def __init__(self, layout: KVLayout, **options: object) -> None:
-        super().__init__(layout, **options)
-        self.queue: list[StepPlan] = []
-        self.most_queued = 0
-
-    def launch(self, plan: StepPlan) -> FakeLaunched:
-        assert not self.closed
-        self.queue.append(plan)
-        self.most_queued = max(self.most_queued, len(self.queue))
-        return FakeLaunched(self, plan.step)
-
-    def advance(self) -> None:
-        """The device finishes the oldest step that it has."""
-        self._run(self.queue.pop(0))
-
-    def result(self, step: int) -> StepResult:
-        while step not in self._results:
-            self.advance()
-        return super().result(step)
-
-
 # --- engines around it ----------------------------------------------------------------------------
 
 
@@ -431,12 +420,13 @@ def make_engine(
     make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
     overlap: bool = False,
 ) -> LLMEngine:
-    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` over a
-    DelayedExecutor."""
+    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
+    delayed one."""
     layout = make_layout(num_blocks, block_size, windows)
-    executor = (DelayedExecutor if overlap else FakeExecutor)(
+    executor = FakeExecutor(
         layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
+    executor.delayed = overlap
     manager = BlockManager(
         executor.start(),
         enable_prefix_caching=enable_prefix_caching,
@@ -485,24 +475,10 @@ def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
 
 
 def run_late(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
-    """The same with every commit one step late: a step is planned while the one before runs."""
-    scheduler, executor = engine.scheduler, engine.executor
-    assert isinstance(executor, FakeExecutor)
-    finished: list[str] = []
-    under_way: StepPlan | None = None
-    for _ in range(max_steps):
-        plan = scheduler.schedule() if scheduler.num_running or scheduler.num_waiting else None
-        if plan is not None:
-            executor.launch(plan)
-        if under_way is not None:
-            for request in scheduler.commit(under_way, executor.result(under_way.step)):
-                engine.abort(request.request_id)  # it has finished: the engine forgets it
-                finished.append(request.request_id)
-        scheduler.check()
-        under_way = plan
-        if plan is None:
-            return finished
-    raise AssertionError(f"requests are not done in {max_steps} steps")
+    """The same by the overlapped loop, on a device that is always a step behind."""
+    assert isinstance(engine.executor, FakeExecutor)
+    engine.overlap = engine.executor.delayed = True
+    return run(engine, max_steps)
 
 
 def expected_output(

@@ -1,8 +1,8 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
-An `Executor` runs plans (each is `Launched`), a `Proposer` drafts tokens, an `Observer` watches, a `TokenSink` follows
-one sequence, a `TokenChooser` decides what the sequences of one request go on with;
-a `TierStorage` moves blocks.
+An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens, an `Observer`
+watches, a `TokenSink` follows one sequence, a `TokenChooser` decides what the sequences of one
+request go on with; a `TierStorage` moves blocks.
 `KVLayout` is what an executor reports when it has started; the Scheduler and the BlockManager are
 built from it.
 """
