@@ -16,11 +16,11 @@ import nanoengine.runner.sampler as sampler_module
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner.draw import (
     DrawParams,
-    _mix,
     argmax,
     draw,
     draw_min_p,
     draw_top_p,
+    mix,
     top_candidates,
     uniforms,
 )
@@ -280,7 +280,7 @@ def test_float64_logits_are_compared_in_float64():
 
 
 def test_random_numbers_are_splitmix64_and_uniform():
-    assert int(_mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64))[0]) == 0xE220A8397B1DCDAF
+    assert int(mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64))[0]) == 0xE220A8397B1DCDAF
     for u in (
         uniforms(np.full(100_000, 7), np.arange(100_000)),
         uniforms(np.arange(100_000), np.full(100_000, 7)),
