@@ -324,8 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.executor.fail_at = where
         with pytest.raises(ExecutorFailure):
-            for _ in range(3):  # Why: a step that overlaps fails when it is waited for
-                self.finished += [request.request_id for request in self.engine.step()]
+            self.run_three_steps()  # Why three: a step that overlaps fails when it is waited for
         self.forget_all()
         assert self.scheduler.block_manager.pool.counts()["empty"] == self.num_usable()
 
@@ -334,6 +333,10 @@ class EngineMachine(RuleBasedStateMachine):
     def abort_all(self) -> None:
         self.engine.abort_all()
         self.forget_all()
+
+    def run_three_steps(self) -> None:
+        for _ in range(3):
+            self.finished += [request.request_id for request in self.engine.step()]
 
     def forget_all(self) -> None:
         done = set(self.finished)
