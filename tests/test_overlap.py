@@ -79,11 +79,11 @@ def test_the_plain_loop_takes_each_step_in_before_the_next():
 
 def test_a_token_past_the_end_is_dropped():
     engine = make_engine(overlap=True)
-    request = engine.add_request("a", [5], params(60))
+    request = engine.add_request("a", [5], params(60, stop_token_ids=[*range(9)]))
     run(engine)
     (seq,) = request.sequences
     assert seq.finish_reason == "stop"
-    assert seq.output_token_ids == expected_output([5], seq.seed, 60)
+    assert seq.output_token_ids == expected_output([5], seq.seed, 60, seq.stop_ids)
     steps = [plan for plan in engine.executor.plans if plan.rows]
     assert len(steps) == seq.num_output_tokens + 1, "one step more than tokens: the over-run"
     assert engine.stats().output_tokens == seq.num_output_tokens
