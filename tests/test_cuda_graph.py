@@ -12,6 +12,8 @@ import nanoengine.runner.decode_step as decode_step
 import nanoengine.runner.draw as draw
 import nanoengine.runner.model_runner as model_runner
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
+from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.ops import TorchOps
 from nanoengine.runner.cuda_graph import GraphedDecode, capture_sizes
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.model_runner import ModelRunner
@@ -248,6 +250,9 @@ def graphed_engine(graphs, **options):
         mock.patch.object(ModelRunner, "_uses_graphs", True),
         mock.patch.object(model_runner, "CudaGraphs", return_value=graphs),
         mock.patch.object(model_runner, "make_backend", lambda _, **o: GraphSafeNaive(**o)),
+        # Why: numba's kernels write memory behind torch's back, and would not be recorded.
+        mock.patch.object(model_runner, "make_ops", return_value=TorchOps()),
+        mock.patch.object(model_runner, "linear_method_for", return_value=UnquantizedLinear),
     ):
         return make_engine(checkpoint(family, **overrides), **defaults | options)
 
