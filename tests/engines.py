@@ -49,7 +49,7 @@ def make_engine(directory: str, **options: Any) -> LLMEngine:
     # Why: tests want preemptions, and the default policy avoids them.
     options = defaults | {"admission": "watermark"} | options
     engine = build_engine(EngineConfig(model=directory, **options))
-    if engine.overlap:
+    if engine.overlap and engine.info.device == "cpu":
         engine.executor.downloads = LateDownloads()
     return engine
 

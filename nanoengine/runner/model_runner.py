@@ -250,30 +250,38 @@ class ModelRunner:
     def _profile(self) -> int:
         """Peak bytes of activations, logits, sampling and graphs, measured at the largest steps."""
         self._allocate(2)  # every slot is in the null block
-        longest = self.config.max_model_len or self.model_config.max_position_embeddings
-        total, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        # Why two: prompts have the widest activations, decodes a scratch for split contexts.
-        prompts = [min(longest, total - done) for done in range(0, total, longest)]
-        of_prompts = self._peak(self._full_batch(prompts))
-        of_decodes = self._peak(self._full_batch([1] * num_seqs, seq_len=longest))
+        of_prompts, of_decodes = (self._peak(batch) for batch in self._largest_batches())
         peak = max(of_prompts, of_decodes)
         if self._uses_graphs:
-            # Why: they have a pool of their own beside all others', and logits that they return.
-            peak += of_decodes + num_seqs * self.model_config.vocab_size * self.dtype.itemsize
+            # Why: they have a pool of their own beside all others, and logits that they return.
+            num_logits = self.config.max_num_seqs * self.model_config.vocab_size
+            peak += of_decodes + num_logits * self.dtype.itemsize
         torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
         return peak
 
+    def _largest_batches(self) -> tuple[Batch, Batch]:
+        """Prompts, which have the widest activations, and decodes of the longest sequences, which
+        have a scratch for split contexts."""
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        total, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        prompts = [min(longest, total - done) for done in range(0, total, longest)]
+        return self._full_batch(prompts), self._full_batch([1] * num_seqs, seq_len=longest)
+
     def _peak(self, batch: Batch) -> int:
-        """Peak bytes of a forward, with all rows' logits and sampling by every filter."""
+        """Peak bytes of a step."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
+        self._run_all_of(batch)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _run_all_of(self, batch: Batch) -> None:
+        """A forward, with all rows' logits and sampling by every filter."""
         logits = self.model.logits(self.model(batch)[batch.logits_indices])
         lines = np.arange(logits.shape[0])
         sampler = Sampler(self.model_config.vocab_size, len(lines))
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
         sampler.sample(logits, lines, lines).fetch()
-        return torch.cuda.max_memory_allocated(self.device) - before
 
     def _full_batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
         """Sequences of `counts` query tokens, all in the null block; logits of max_num_seqs rows.
