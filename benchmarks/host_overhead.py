@@ -28,6 +28,17 @@ BLOCK_SIZE = 16
 PROMPT_LEN = 128
 
 
+class Prepared:
+    """A step whose result is there at once."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        """The same each time."""
+        return self._result
+
+
 class PreparingExecutor:
     """Builds the tensors of each step, as the model runner does, and samples token 1 everywhere."""
 
@@ -40,16 +51,20 @@ class PreparingExecutor:
             device=torch.device("cpu"),
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Prepared:
         """Prepares the plan; the forward takes no time."""
         start = time.perf_counter()
         self.rows.update(plan)
         _, lines = self.rows.make_batch(plan)
         prepare_s = time.perf_counter() - start
-        self.rows.write(lines.rows, lines.positions, np.ones(len(lines.rows), np.int64))
-        return StepResult(
-            token_ids=[[1] * count for count in plan.num_logits],
-            times=StepTimes(prepare_s=prepare_s),
+        token_ids = np.ones(len(lines.rows), np.int64)
+        self.rows.keep(lines, torch.from_numpy(token_ids))
+        self.rows.write(lines.rows, lines.positions, token_ids, self.rows.seq_ids[lines.rows])
+        return Prepared(
+            StepResult(
+                token_ids=[[1] * count for count in plan.num_logits],
+                times=StepTimes(prepare_s=prepare_s),
+            )
         )
 
     def shutdown(self) -> None:

@@ -118,7 +118,14 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     if quantization is not None:
         logger.info("quantization: %s", quantization)
     logger.info("%s", memory)
-    return LLMEngine(runner, scheduler, info, seed=config.seed, debug_checks=config.debug_checks)
+    return LLMEngine(
+        runner,
+        scheduler,
+        info,
+        seed=config.seed,
+        overlap=device.type == "cuda" if config.overlap is None else config.overlap,
+        debug_checks=config.debug_checks,
+    )
 
 
 def resolve_model(config: EngineConfig) -> Path:

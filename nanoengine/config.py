@@ -90,6 +90,9 @@ class EngineConfig:
     """auto: cpu on a CPU, triton on a GPU."""
     enforce_eager: bool = False
     """Do without CUDA graphs; has no effect on a CPU, which has none."""
+    overlap: bool | None = None
+    """Plan and launch a step while the one before runs; None: on a GPU. A CPU gains nothing by it,
+    as what plans is what computes. The tokens are the same."""
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -124,6 +127,8 @@ class EngineConfig:
                 isinstance(value, bool) or not isinstance(value, int | float)
             ):
                 raise ConfigError(f"{name} must be a number, got {value!r}")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap must be True, False or None, got {self.overlap!r}")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a directory or hub id, got {self.model!r}")
         for name, allowed in CHOICES.items():

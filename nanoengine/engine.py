@@ -1,4 +1,11 @@
-"""LLMEngine: the loop. `schedule`, `execute`, `commit`; requests in, finished requests out.
+"""LLMEngine: the loop. `schedule`, `launch`, `commit`; requests in, finished requests out.
+
+    plain        schedule 1  launch 1  result 1  commit 1 │ schedule 2  launch 2  result 2 ...
+    overlapped   schedule 2  launch 2  result 1  commit 1 │ schedule 3  launch 3  result 2 ...
+                                       └ 2 runs meanwhile                         └ 3 runs
+
+The plain loop is the one to read. The overlapped loop gives the same tokens and never lets a GPU
+wait for Python: see docs/overlap.md.
 
 Built by `build.build_engine`, driven by `LLM`. Imports the core only: what runs the plans is behind
 the `Executor` door, what watches them behind `Observer`.
@@ -10,11 +17,12 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from nanoengine.core.protocols import Executor, Observer, TokenChooser, TokenSink
+from nanoengine.core.plan import StepPlan
+from nanoengine.core.protocols import Executor, Launched, Observer, TokenChooser, TokenSink
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.core.tiers import TierStats
@@ -99,6 +107,14 @@ class EngineStats:
         return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
 
 
+class UnderWay(NamedTuple):
+    """A step that is launched and not committed; `schedule_s` is what planning it took."""
+
+    plan: StepPlan
+    launched: Launched
+    schedule_s: float
+
+
 class LLMEngine:
     """Continuous batching over one executor.
 
@@ -107,6 +123,7 @@ class LLMEngine:
         scheduler: makes them.
         info: what was discovered at start.
         seed: seeds requests that bring no seed of their own.
+        overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
         observers: told of each step.
     """
@@ -118,6 +135,7 @@ class LLMEngine:
         info: EngineInfo,
         *,
         seed: int = 0,
+        overlap: bool = False,
         debug_checks: bool = False,
         observers: Iterable[Observer] = (),
     ) -> None:
@@ -125,41 +143,101 @@ class LLMEngine:
         self.scheduler = scheduler
         self.info = info
         self.observers = list(observers)
+        self.overlap = overlap
         self._seed = seed
         self._debug_checks = debug_checks
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+        self._under_way: UnderWay | None = None  # the overlapped loop's, between two calls
+        self._finished: list[Request] = []  # not told yet
         self._closed = False
 
     # --- the loop -----------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
-        """Runs one step; returns the requests it finished.
+        """Runs one step; returns the requests that have finished since the last call.
 
         An exception, Ctrl-C included, aborts all requests: no caller would know which of them hold
         a half-done step. The engine itself stays usable, with an empty prefix cache.
         """
         self._require_open()
         try:
-            started = time.perf_counter()
-            plan = self.scheduler.schedule()
-            schedule_s = time.perf_counter() - started
-            result = self.executor.execute(plan)
-            executed = time.perf_counter()
-            finished = self.scheduler.commit(plan, result)
-            result.times.schedule_s = schedule_s
-            result.times.commit_s = time.perf_counter() - executed
-            for observer in self.observers:
-                observer.on_step(plan, result, self.scheduler)
-            if self._debug_checks:
-                self.scheduler.check()
+            if self.overlap:
+                self._overlapped_step()
+            else:
+                self._commit(self._launch())
         except BaseException:
-            self.scheduler.recover(self._requests.values())
-            self._requests.clear()
+            self._recover()
             raise
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _overlapped_step(self) -> None:
+        """Launches a step, and while it runs takes in the one before it."""
+        if self._under_way is not None and self._next_plan_needs(self._under_way.plan):
+            self._take_in()
+        before, self._under_way = self._under_way, None
+        if self._requests:
+            self._under_way = self._launch()
+        if before is not None:
+            self._commit(before)
+        if not self._requests:  # Why: what runs now is over-run; nothing may be left under way
+            self._take_in()
+
+    def _next_plan_needs(self, plan: StepPlan) -> bool:
+        """True if the next plan waits for this one's tokens, or for its moves of blocks.
+
+        Drafts: how many of them are right decides where the sequence goes on. Choosers: nothing of
+        their sequences can be planned until they have seen the offers. Transfers: a tier's
+        bookkeeping takes them as done when they are committed, in order.
+        """
+        return bool(plan.draft_token_ids or plan.transfers) or any(
+            seq.request.chooser is not None for seq in self.scheduler.running
+        )
+
+    def _take_in(self) -> None:
+        """Waits for the step under way, if there is one, and commits it."""
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            self._commit(before)
+
+    def settle(self) -> None:
+        """Takes in the step that the overlapped loop has under way, so that all tokens are seen.
+
+        The plain loop leaves none under way. Requests that end by it are told by the next `step`.
+        """
+        try:
+            self._take_in()
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """After an exception: forgets requests and steps; their results are never asked for."""
+        self._under_way, self._finished = None, []
+        self.scheduler.recover(self._requests.values())
+        self._requests.clear()
+
+    def _launch(self) -> UnderWay:
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        schedule_s = time.perf_counter() - started
+        return UnderWay(plan, self.executor.launch(plan), schedule_s)
+
+    def _commit(self, step: UnderWay) -> None:
+        """Takes in what a step has sampled; requests that end by it are told by `step`."""
+        result = step.launched.result()
+        started = time.perf_counter()
+        finished = self.scheduler.commit(step.plan, result)
+        result.times.schedule_s = step.schedule_s
+        result.times.commit_s = time.perf_counter() - started
+        for observer in self.observers:
+            observer.on_step(step.plan, result, self.scheduler)
+        if self._debug_checks:
+            self.scheduler.check()
         for request in finished:
             del self._requests[request.request_id]
-        return finished
+        self._finished += finished
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -283,9 +361,15 @@ class LLMEngine:
             The new sequence, already in `request.sequences`; its output comes with the request's.
 
         Raises:
-            RequestError: no such unfinished sequence, or a next_token_id that can't stand there.
+            RequestError: no such unfinished sequence, or a next_token_id that can't stand there;
+                a step is under way: see `settle`.
         """
         self._require_open()
+        if self._under_way is not None:
+            raise RequestError(
+                "a step is under way, so the sequence has a token more than can be seen: call"
+                " settle(), look at the outputs, then fork"
+            )
         request = self._requests.get(request_id)
         of_index = request.sequences if request is not None else []
         parent = next((s for s in of_index if s.index == index and not s.is_finished), None)
@@ -321,10 +405,13 @@ class LLMEngine:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.abort(request)
+            if not self._requests:
+                self.settle()
         return request
 
     def abort_all(self) -> None:
         """Forgets every request, so that after an exception nothing leaks into later work."""
+        self._under_way, self._finished = None, []
         self.scheduler.abort_all(self._requests.values())
         self._requests.clear()
 
@@ -335,7 +422,7 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        return bool(self._requests)
+        return bool(self._requests or self._finished)
 
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""

@@ -18,6 +18,7 @@ from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.late_device import LateDownloads
 
 _directory = tempfile.TemporaryDirectory(prefix="nanoengine-tests-")
 
@@ -40,13 +41,17 @@ def reference(directory: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def make_engine(directory: str, **options: Any) -> LLMEngine:
-    """A small engine that checks its invariants after each step."""
+    """A small engine that checks its invariants after each step; with `overlap` what it samples
+    comes to the host as late as it can."""
     if "num_kv_blocks" not in options:
         options.setdefault("kv_cache_gib", 0.02)
     defaults = {"dtype": "float64", "attention_backend": "naive", "debug_checks": True}
     # Why: tests want preemptions, and the default policy avoids them.
     options = defaults | {"admission": "watermark"} | options
-    return build_engine(EngineConfig(model=directory, **options))
+    engine = build_engine(EngineConfig(model=directory, **options))
+    if engine.overlap and engine.info.device == "cpu":
+        engine.executor.downloads = LateDownloads()
+    return engine
 
 
 def random_prompts(count: int, lengths: Sequence[int], *, vocab_size: int = 256, seed: int = 0):

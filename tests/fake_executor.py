@@ -74,6 +74,26 @@ class ExecutorFailure(RuntimeError):
     """What a fake executor raises when told to fail."""
 
 
+class Ready:
+    """A launched step whose result is there already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class FakeLaunched:
+    """A step of a FakeExecutor."""
+
+    def __init__(self, executor: FakeExecutor, step: int) -> None:
+        self._executor, self._step = executor, step
+
+    def result(self) -> StepResult:
+        return self._executor.result(self._step)
+
+
 class FakeExecutor:
     """Runs plans on a simulated KV cache and verifies every read and write.
 
@@ -104,6 +124,9 @@ class FakeExecutor:
         self.num_computed_tokens = 0
         self.num_copies = 0
         self.closed = False
+        self.delayed = False  # a plan is carried out only when somebody waits for it
+        self.queue: list[StepPlan] = []  # launched and not carried out
+        self.most_queued = 0
         self._results: dict[int, StepResult] = {}
 
     # --- the Executor door --------------------------------------------------------------------
@@ -111,19 +134,34 @@ class FakeExecutor:
     def start(self) -> KVLayout:
         return self.layout
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.launch(plan)
-        return self.result(plan.step)
-
     def shutdown(self) -> None:
         assert not self.closed, "shut down twice"
         self.closed = True
 
-    # --- in two halves, for a loop that commits one step late -----------------------------------
-
-    def launch(self, plan: StepPlan) -> None:
-        """Runs a step; its values stay here until `result` is asked for."""
+    def launch(self, plan: StepPlan) -> FakeLaunched:
         assert not self.closed
+        self.queue.append(plan)
+        self.most_queued = max(self.most_queued, len(self.queue))
+        if not self.delayed:
+            self.advance()
+        return FakeLaunched(self, plan.step)
+
+    def advance(self) -> None:
+        """Carries out the oldest plan that was launched.
+
+        Where that is delayed the next plan has been made already: whatever the core changes in a
+        plan that it has handed out, or expects of it too early, shows.
+        """
+        self._run(self.queue.pop(0))
+
+    def result(self, step: int) -> StepResult:
+        """The sampled tokens of a launched step, once."""
+        while step not in self._results:
+            self.advance()
+        return self._results.pop(step)
+
+    def _run(self, plan: StepPlan) -> None:
+        """Carries out a plan; its values stay here until `result` is asked for."""
         self._fail("start")
         self.plans.append(plan)
         self._update_rows(plan)
@@ -138,14 +176,11 @@ class FakeExecutor:
         self._results[plan.step] = self._sample(plan)
         self._fail("end")
 
-    def result(self, step: int) -> StepResult:
-        """The sampled tokens of a launched step, once."""
-        return self._results.pop(step)
-
     def _fail(self, where: str) -> None:
         if self.fail_at == where:
             self.fail_at = None
             self._results.clear()
+            self.queue.clear()
             raise ExecutorFailure(f"told to fail at {where}")
 
     # --- rows ---------------------------------------------------------------------------------
@@ -383,12 +418,15 @@ def make_engine(
     observers: Iterable[object] = (),
     policy: AdmissionPolicy | None = None,
     make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
+    overlap: bool = False,
 ) -> LLMEngine:
-    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed."""
+    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
+    delayed one."""
     layout = make_layout(num_blocks, block_size, windows)
     executor = FakeExecutor(
         layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
+    executor.delayed = overlap
     manager = BlockManager(
         executor.start(),
         enable_prefix_caching=enable_prefix_caching,
@@ -421,7 +459,9 @@ def make_engine(
         start_s=0.0,
         memory_plan="",
     )
-    return LLMEngine(executor, scheduler, info, debug_checks=debug_checks, observers=observers)
+    return LLMEngine(
+        executor, scheduler, info, overlap=overlap, debug_checks=debug_checks, observers=observers
+    )
 
 
 def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
@@ -435,24 +475,10 @@ def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
 
 
 def run_late(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
-    """The same with every commit one step late: a step is planned while the one before runs."""
-    scheduler, executor = engine.scheduler, engine.executor
-    assert isinstance(executor, FakeExecutor)
-    finished: list[str] = []
-    under_way: StepPlan | None = None
-    for _ in range(max_steps):
-        plan = scheduler.schedule() if scheduler.num_running or scheduler.num_waiting else None
-        if plan is not None:
-            executor.launch(plan)
-        if under_way is not None:
-            for request in scheduler.commit(under_way, executor.result(under_way.step)):
-                engine.abort(request.request_id)  # it has finished: the engine forgets it
-                finished.append(request.request_id)
-        scheduler.check()
-        under_way = plan
-        if plan is None:
-            return finished
-    raise AssertionError(f"requests are not done in {max_steps} steps")
+    """The same by the overlapped loop, on a device that is always a step behind."""
+    assert isinstance(engine.executor, FakeExecutor)
+    engine.overlap = engine.executor.delayed = True
+    return run(engine, max_steps)
 
 
 def expected_output(

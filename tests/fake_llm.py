@@ -19,6 +19,7 @@ from nanoengine.core.protocols import KVGroup, KVLayout
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.tokenizer import Tokenizer
+from tests.fake_executor import Ready
 from tests.text_fixtures import byte_level
 
 
@@ -41,7 +42,10 @@ class ScriptedExecutor:
     def shutdown(self) -> None:
         self.is_shut_down = True
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Ready:
+        return Ready(self._run(plan))
+
+    def _run(self, plan: StepPlan) -> StepResult:
         errors = self.hook(plan) or {}
         for new in plan.admitted:
             self.rows[new.row] = (list(new.token_ids), new.num_prompt_tokens, new.params)

@@ -27,6 +27,7 @@ from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.observe.peak import Peaks
+from tests.fake_executor import Ready
 
 
 def test_standard_workload_is_the_field_s() -> None:
@@ -173,9 +174,9 @@ def test_options_of_the_engine_and_of_the_benchmark_share_one_command_line() -> 
 class CountingExecutor:
     """Answers each sampled row with token 1, and says that a step took a second of forward."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Ready:
         tokens = [[1] * min(n, 1) for n in plan.num_logits]
-        return StepResult(token_ids=tokens, times=StepTimes(forward_s=1.0))
+        return Ready(StepResult(token_ids=tokens, times=StepTimes(forward_s=1.0)))
 
 
 class FakeLLM:

@@ -25,7 +25,6 @@ from hypothesis.stateful import (
 
 from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import BlockPool
-from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Request
 from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.sampling_params import SamplingParams
@@ -155,7 +154,7 @@ FAMILIES = [[7 + i % 40 for i in range(90)], [3 + i * i % 43 for i in range(90)]
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests with shared prefixes over small pools; commits in time, or one step late."""
+    """Requests with shared prefixes over small pools; in the plain and in the overlapped loop."""
 
     families = FAMILIES
 
@@ -188,7 +187,6 @@ class EngineMachine(RuleBasedStateMachine):
         admission: str,
         seed: int,
     ) -> None:
-        self.late = late
         self.random = Random(seed)
         spare = num_blocks - 1 - int(watermark * (num_blocks - 1))
         # Why this bound: nothing is ever refused, so that every output is the oracle's.
@@ -204,6 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_threshold=threshold if chunked else 0,
             watermark_frac=watermark,
             policy=make_policy(admission),
+            overlap=late,
             make_tiers=self.make_tiers if caching else None,
         )
         assert isinstance(self.engine.executor, FakeExecutor)
@@ -214,7 +213,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.broken: set[int] = set()
         self.given: dict[int, list[int]] = {}  # seq_id of a fork -> the output it starts with
-        self.under_way: StepPlan | None = None
         self.finished: list[str] = []
 
     def make_tiers(self, executor: FakeExecutor) -> Tiers | NoTiers:
@@ -257,24 +255,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        if self.late:
-            self.step_late()
-            return
         if self.random.random() < 0.3:
             self.propose()
         self.finished += [request.request_id for request in self.engine.step()]
-
-    def step_late(self) -> None:
-        plan = None
-        if self.scheduler.num_running or self.scheduler.num_waiting:
-            plan = self.scheduler.schedule()
-            self.executor.launch(plan)
-        if self.under_way is not None:
-            result = self.executor.result(self.under_way.step)
-            for request in self.scheduler.commit(self.under_way, result):
-                self.engine.abort(request.request_id)
-                self.finished.append(request.request_id)
-        self.under_way = plan
 
     def propose(self) -> None:
         for seq in self.scheduler.running:
@@ -301,10 +284,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.abort(request_id) is None
 
     @rule(seed=st.integers(0, 2**20), count=st.integers(1, 4))
-    @precondition(lambda self: not self.late)
     def fork(self, seed: int, count: int) -> None:
         """Between steps, of any unfinished sequence, with the same next token or another one."""
         random = Random(seed)
+        self.engine.settle()
         for _ in range(count):
             live = [
                 seq
@@ -334,13 +317,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.reset_prefix_cache() is not bool(self.scheduler.num_running)
 
     @rule(where=st.sampled_from(["start", "rows", "end"]), dice=st.integers(0, 2))
-    @precondition(lambda self: not self.late)
     def fail(self, where: str, dice: int) -> None:
         if dice or self.random.random() < 0.5:
             return
+        if not self.engine.has_unfinished():
+            return
         self.executor.fail_at = where
         with pytest.raises(ExecutorFailure):
-            self.engine.step()
+            self.run_three_steps()  # Why three: a step that overlaps fails when it is waited for
         self.forget_all()
         assert self.scheduler.block_manager.pool.counts()["empty"] == self.num_usable()
 
@@ -348,10 +332,11 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) % 5 == 4 and self.random.random() < 0.2)
     def abort_all(self) -> None:
         self.engine.abort_all()
-        if self.under_way is not None:
-            self.executor.result(self.under_way.step)
-            self.under_way = None
         self.forget_all()
+
+    def run_three_steps(self) -> None:
+        for _ in range(3):
+            self.finished += [request.request_id for request in self.engine.step()]
 
     def forget_all(self) -> None:
         done = set(self.finished)
@@ -371,7 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         for _ in range(5_000):
-            if not self.engine.has_unfinished() and self.under_way is None:
+            if not self.engine.has_unfinished():
                 break
             self.step()
             self.holds()

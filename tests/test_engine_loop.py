@@ -91,9 +91,10 @@ def test_a_preempted_sequence_leaves_no_table_update_behind(loop):
     assert_outputs(first, second)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["start", "rows", "end"])
-def test_peer_bug_07_nothing_leaks_after_an_exception(where):
-    engine = make_engine(num_blocks=20)
+def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
+    engine = make_engine(num_blocks=20, overlap=overlap)
     old = [
         engine.add_request(f"old {i}", range(1, 15), params(n=2, ignore_eos=True)) for i in range(6)
     ]
@@ -111,14 +112,19 @@ def test_peer_bug_07_nothing_leaks_after_an_exception(where):
     assert_outputs(*new)
 
 
+LOOP = ("_overlapped_step", "_take_in", "_launch", "_commit")
+
+
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line that `nanoengine/core` runs."""
+    """Raises KeyboardInterrupt at the n-th line that `nanoengine/core` or the loop runs."""
 
     def __init__(self, at: int) -> None:
         self.left = at
 
     def __call__(self, frame, event, arg):
-        if "nanoengine/core" not in frame.f_code.co_filename.replace("\\", "/"):
+        name = frame.f_code.co_filename.replace("\\", "/")
+        in_loop = name.endswith("nanoengine/engine.py") and frame.f_code.co_name in LOOP
+        if "nanoengine/core" not in name and not in_loop:
             return None
         if event == "line":
             self.left -= 1
@@ -127,9 +133,14 @@ class Interrupter:
         return self
 
 
-@pytest.mark.parametrize("at", range(3, 900, 13))
-def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at):
-    engine = make_engine(num_blocks=20, windows=(None, 5), max_num_batched_tokens=32)
+@pytest.mark.parametrize(
+    ("at", "overlap"),
+    [*((i, False) for i in range(3, 900, 13)), *((i, True) for i in range(3, 900, 17))],
+)
+def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
+    engine = make_engine(
+        num_blocks=20, windows=(None, 5), max_num_batched_tokens=32, overlap=overlap
+    )
     for i in range(6):
         engine.add_request(str(i), [*range(1, 10), *range(10, 15 + i)], params(n=2))
     engine.step()
@@ -347,7 +358,7 @@ def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported(
         engine.step()
     plan = scheduler.schedule()
     engine.abort("large")
-    assert scheduler.commit(plan, fake(engine).execute(plan)) == []
+    assert scheduler.commit(plan, fake(engine).launch(plan).result()) == []
 
 
 def test_abort_all_and_close():

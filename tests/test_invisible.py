@@ -1,8 +1,8 @@
 """The matrix: no feature shows in the output.
 
 Greedy tokens are the same with every feature on or off, for any batch neighbours, chunk size, block
-size and preemption; seeded samples too. On tiny models in float64, where rounding can't hide a bug
-or fake one. A new feature adds a line to `VARIANTS`.
+size and preemption, in the plain loop and in the overlapped one; seeded samples too. On tiny models
+in float64, where rounding can't hide a bug or fake one. A new feature adds a line to `VARIANTS`.
 """
 
 import functools
@@ -64,9 +64,13 @@ VARIANTS = [
 ]
 
 
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+
+
+@LOOPS
 @pytest.mark.parametrize("options", VARIANTS)
-def test_greedy_tokens_do_not_depend_on_features(options, truth):
-    engine = make_engine(checkpoint("qwen3"), **options)
+def test_greedy_tokens_do_not_depend_on_features(options, overlap, truth):
+    engine = make_engine(checkpoint("qwen3"), overlap=overlap, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
     stats = engine.stats()
     if "num_kv_blocks" in options and options["block_size"] < 256:
@@ -101,8 +105,8 @@ def test_neighbours_and_features_do_not_show_in_quantized_models(quantization, o
 @pytest.mark.parametrize("model", ["window", "hybrid", "gemma3"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [7, 0])
-@pytest.mark.parametrize("blocks", [40, 200])
-def test_windows_do_not_show(model, caching, chunk, blocks, truth):
+@pytest.mark.parametrize(("blocks", "overlap"), [(40, False), (40, True), (200, True)])
+def test_windows_do_not_show(model, caching, chunk, blocks, overlap, truth):
     family, overrides = MODELS[model]
     engine = make_engine(
         checkpoint(family, **overrides),
@@ -111,6 +115,7 @@ def test_windows_do_not_show(model, caching, chunk, blocks, truth):
         block_size=8,
         num_kv_blocks=blocks,
         max_num_batched_tokens=256,
+        overlap=overlap,
     )
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth[model]
     again = tokens(run(engine, prompts(), greedy(NUM_TOKENS)))
@@ -118,8 +123,8 @@ def test_windows_do_not_show(model, caching, chunk, blocks, truth):
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize("store", ["eager", "lazy"])
-def test_tiers_do_not_show(model, store, truth, tmp_path):
+@pytest.mark.parametrize(("store", "overlap"), [("eager", False), ("lazy", False), ("eager", True)])
+def test_tiers_do_not_show(model, store, overlap, truth, tmp_path):
     family, overrides = MODELS[model]
     tiers = [
         HostTier(gib=0.0005, store=store, policy="load"),
@@ -127,7 +132,11 @@ def test_tiers_do_not_show(model, store, truth, tmp_path):
     ]
     for _ in range(2):  # the second engine starts from the directory that the first has left
         engine = make_engine(
-            checkpoint(family, **overrides), block_size=8, num_kv_blocks=40, kv_tiers=tiers
+            checkpoint(family, **overrides),
+            block_size=8,
+            num_kv_blocks=40,
+            kv_tiers=tiers,
+            overlap=overlap,
         )
         assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth[model]
         stats = engine.stats()
@@ -135,6 +144,7 @@ def test_tiers_do_not_show(model, store, truth, tmp_path):
     assert stats.tiers[1].loaded_blocks > 0, "the disk was meant to be read"
 
 
+@LOOPS
 @pytest.mark.parametrize(
     "options",
     [
@@ -147,27 +157,32 @@ def test_tiers_do_not_show(model, store, truth, tmp_path):
         {"admission": "hysteresis", "num_kv_blocks": 25, "block_size": 8},
     ],
 )
-def test_other_settings_do_not_show(options, truth):
-    engine = make_engine(checkpoint("qwen3"), **options)
+def test_other_settings_do_not_show(options, overlap, truth):
+    engine = make_engine(checkpoint("qwen3"), overlap=overlap, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
 
 
-def test_n_sequences_are_the_greedy_one_when_only_the_best_token_is_kept(truth):
+@LOOPS
+def test_n_sequences_are_the_greedy_one_when_only_the_best_token_is_kept(overlap, truth):
     params = SamplingParams(n=3, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
     for blocks in (200, 30):  # the small pool preempts forks and lets them come back
-        engine = make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=blocks)
+        engine = make_engine(
+            checkpoint("qwen3"), block_size=8, num_kv_blocks=blocks, overlap=overlap
+        )
         found = tokens(run(engine, prompts(), params))
         assert found == [[output] * 3 for (output,) in truth["full"]]
 
 
-def test_drafts_right_or_wrong_do_not_show(truth):
+@LOOPS
+def test_drafts_right_or_wrong_do_not_show(overlap, truth):
     """Several tokens a step: the tokens that verification keeps are the greedy ones."""
-    engine = make_engine(checkpoint("qwen3"), block_size=8)
+    engine = make_engine(checkpoint("qwen3"), block_size=8, overlap=overlap)
     requests = [
         engine.add_request(str(i), prompt, greedy(NUM_TOKENS)) for i, prompt in enumerate(prompts())
     ]
     while engine.has_unfinished():
         engine.step()
+        engine.settle()
         for seq in engine.scheduler.running:
             (expected,) = truth["full"][int(seq.request.request_id)]
             done = seq.num_output_tokens
@@ -183,26 +198,30 @@ def test_drafts_right_or_wrong_do_not_show(truth):
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def test_peer_bug_28_seeded_samples_are_the_same_alone_and_among_31_neighbours():
+@LOOPS
+def test_peer_bug_28_seeded_samples_are_the_same_alone_and_among_31_neighbours(overlap):
     prompt = prompts()[3]
     engine = make_engine(checkpoint("qwen3"))
     (expected,) = tokens(run(engine, [prompt], SEEDED))
     others = random_prompts(31, [1, 7, 16, 33, 48], seed=4)
     unseeded = [SamplingParams(temperature=1.3, top_k=20, max_tokens=30)] * 31
-    busy = make_engine(checkpoint("qwen3"), max_num_batched_tokens=64, max_num_seqs=32)
+    busy = make_engine(
+        checkpoint("qwen3"), max_num_batched_tokens=64, max_num_seqs=32, overlap=overlap
+    )
     params = [*unseeded[:9], SEEDED, *unseeded[9:]]
     found = tokens(run(busy, [*others[:9], prompt, *others[9:]], params))
     assert found[9] == expected
     assert expected != tokens(run(engine, [prompt], greedy(NUM_TOKENS)))[0], "nothing was sampled"
 
 
-def test_seeded_samples_are_the_same_after_preemption():
+@LOOPS
+def test_seeded_samples_are_the_same_after_preemption(overlap):
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)
     ]
     inputs = random_prompts(6, [20])
     expected = tokens(run(make_engine(checkpoint("qwen3")), inputs, params))
-    small = make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=22)
+    small = make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=22, overlap=overlap)
     assert tokens(run(small, inputs, params)) == expected
     assert small.stats().preemptions > 0
 

@@ -168,7 +168,7 @@ def test_a_request_that_ends_while_the_disk_reads_leaves_nothing(truth, tmp_path
     plan = second.scheduler.schedule()
     assert plan.rows == [] and "read from disk" in plan.reasons[0]
     second.abort("r")
-    second.scheduler.commit(plan, second.executor.execute(plan))
+    second.scheduler.commit(plan, second.executor.launch(plan).result())
     second.scheduler.check()
     assert outputs(second) == truth["full"]
     assert all(tier.active_blocks == 0 for tier in second.stats().tiers)
@@ -183,7 +183,7 @@ def test_the_plan_says_what_is_loaded_and_why():
         engine.add_request("again", PROMPTS[0], greedy(2))
         plan = engine.scheduler.schedule()
         reasons += plan.reasons
-        engine.scheduler.commit(plan, engine.executor.execute(plan))
+        engine.scheduler.commit(plan, engine.executor.launch(plan).result())
         engine.abort("again")
         outputs(engine, PROMPTS[1:])
     assert "32 tokens of it are in the host tier: load, since rates are not" in reasons[0]

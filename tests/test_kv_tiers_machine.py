@@ -120,9 +120,10 @@ class TierMachine(EngineMachine):
         if dice < 9:
             return
         in_use = bool(self.scheduler.num_running)
-        if self.has_tiers and self.under_way is not None:
-            in_use = in_use or bool(self.under_way.transfers)
-        if not self.late:
+        under_way = self.engine._under_way
+        if self.has_tiers and under_way is not None:
+            in_use = in_use or bool(under_way.plan.transfers)
+        if not self.engine.overlap:
             assert self.engine.reset_prefix_cache() is not in_use
         elif in_use:
             assert not self.engine.reset_prefix_cache()

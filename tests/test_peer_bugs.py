@@ -15,7 +15,7 @@ from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadErro
 from nanoengine.models.config import load_model_config
 from nanoengine.runner.cuda_graph import capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.rows import Staging
+from nanoengine.runner.transfers import ship
 from tests.checkpoints import make_checkpoint
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
@@ -70,8 +70,9 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     forward = runner.model.forward
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
-        runner._run_largest_step()
-    assert seen == [24, 700, (24, 256)]
+        for batch in runner._largest_batches():
+            runner._run_all_of(batch)
+    assert seen == [700, (24, 256), 24, (24, 256)]
 
 
 class _Fetched:
@@ -109,7 +110,7 @@ def test_peer_bug_24_checkpoints_of_every_dtype_load(stored, tmp_path):
     assert len(tokens(run(engine, random_prompts(1, [5]), greedy(4)))[0][0]) == 4
 
 
-def test_peer_bug_27_one_pinned_buffer_and_one_transfer_a_step(monkeypatch):
+def test_peer_bug_27_a_step_ships_in_one_transfer_that_does_not_block(monkeypatch):
     """On a device that is no CPU; torch's meta device stands in for one."""
     allocated = []
     empty = torch.empty
@@ -119,17 +120,16 @@ def test_peer_bug_27_one_pinned_buffer_and_one_transfer_a_step(monkeypatch):
         return empty(*args, **options)
 
     monkeypatch.setattr(torch, "empty", counted)
-    staging = Staging(torch.device("meta"))
     moves = []
     move = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: moves.append(1) or move(t, *a, **k))
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: moves.append(k) or move(t, *a, **k))
     for count in (40, 30, 7):
         ids, table = np.arange(count), np.zeros((2, count), np.int32)
-        sent = staging.ship(ids, table)
+        sent = ship(torch.device("meta"), ids, table)
         assert [t.shape for t in sent] == [(count,), (2, count)]
         assert [t.dtype for t in sent] == [torch.int64, torch.int32]
-    assert len(moves) == 3
-    assert allocated.count(True) == 1
+    assert moves == [{"non_blocking": True}] * 3
+    assert allocated.count(True) == 3
 
 
 def test_a_backend_says_what_it_can_do():

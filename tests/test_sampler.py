@@ -16,15 +16,15 @@ import nanoengine.runner.sampler as sampler_module
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner.draw import (
     DrawParams,
-    _mix,
     argmax,
     draw,
     draw_min_p,
     draw_top_p,
+    mix,
     top_candidates,
     uniforms,
 )
-from nanoengine.runner.sampler import Sampler, prompt_logprobs
+from nanoengine.runner.sampler import Sampler, to_records, token_logprobs
 from nanoengine.sampling_params import SamplingParams
 
 EOS = (2, 3)
@@ -280,7 +280,7 @@ def test_float64_logits_are_compared_in_float64():
 
 
 def test_random_numbers_are_splitmix64_and_uniform():
-    assert int(_mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64))[0]) == 0xE220A8397B1DCDAF
+    assert int(mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64))[0]) == 0xE220A8397B1DCDAF
     for u in (
         uniforms(np.full(100_000, 7), np.arange(100_000)),
         uniforms(np.arange(100_000), np.full(100_000, 7)),
@@ -404,7 +404,7 @@ def run(sampler, row, position, num_tokens, vocab_size):
     for place in range(position, position + num_tokens):
         logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(place)) / 2
         tokens += sampler.sample(logits, [row], [place]).fetch().token_ids
-        sampler.accept([row], [tokens[-1:]])
+        sampler.followers([row]).accept([tokens[-1:]])
     return tokens
 
 
@@ -639,7 +639,7 @@ def test_a_further_processor_enters_by_the_door():
     sampler = sampler_of(10, *sequences, processors=(OnlyEven(),))
     tokens = sampler.sample(torch.arange(10.0).expand(2, -1), [0, 1], [1, 1]).fetch().token_ids
     assert tokens == [8, 9]
-    sampler.accept([1, 0], [[9], [8, 6]])
+    sampler.followers([1, 0]).accept([[9], [8, 6]])
     assert sampler.states[-1][0].accepted == 2
 
 
@@ -681,11 +681,11 @@ def test_logprobs_are_of_the_raw_logits_with_ranks(dtype):
 def test_prompt_logprobs():
     logits = random_logits(4, 3, 50)
     following = torch.tensor([7, 0, 49])
-    lines = prompt_logprobs(logits, following, 100)
+    lines = [to_records(line, 100) for line in token_logprobs(logits, following, 100).tolist()]
     assert [line[0].token_id for line in lines] == [7, 0, 49]
     for line, x, token in zip(lines, logits.log_softmax(-1), following, strict=True):
         assert len(line) == 1 + 50, "no more than the vocabulary"
         assert line[0].logprob == x[token].item()
         assert sorted(record.token_id for record in line[1:]) == list(range(50))
         assert [r.logprob for r in line[1:]] == x.sort(descending=True).values.tolist()
-    assert [len(line) for line in prompt_logprobs(logits, following, 0)] == [1, 1, 1]
+    assert [len(line) for line in token_logprobs(logits, following, 0).tolist()] == [1, 1, 1]

@@ -1,8 +1,8 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
-An `Executor` runs plans, a `Proposer` drafts tokens, an `Observer` watches, a `TokenSink` follows
-one sequence, a `TokenChooser` decides what the sequences of one request go on with;
-a `TierStorage` moves blocks.
+An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens, an `Observer`
+watches, a `TokenSink` follows one sequence, a `TokenChooser` decides what the sequences of one
+request go on with; a `TierStorage` moves blocks.
 `KVLayout` is what an executor reports when it has started; the Scheduler and the BlockManager are
 built from it.
 """
@@ -45,14 +45,22 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
 
 
+class Launched(Protocol):
+    """A step that an executor has taken on; it may still run."""
+
+    def result(self) -> StepResult:
+        """Waits for the step's sampled tokens; the same result each time."""
+
+
 class Executor(Protocol):
     """Runs plans in order. In-process, tensor parallel, or fake."""
 
     def start(self) -> KVLayout:
         """Loads what it needs and allocates the KV cache."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carries out one plan and waits for its sampled tokens."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Takes on one plan. Where the device works by itself this does not wait for it, nor for
+        the step before: the next plan may be launched before this one's result is asked for."""
 
     def shutdown(self) -> None:
         """Gives all memory back; the executor can't be used afterwards."""

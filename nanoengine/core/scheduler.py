@@ -118,7 +118,7 @@ class Scheduler(Roster):
         plan.transfers = manager.tiers.take_transfers(plan, manager.pool)
         self._in_flight[plan.step] = scheduled
         self._drop_ended()
-        if not plan.rows:
+        if not any(self._in_flight.values()):
             manager.tiers.wait()
         return plan
 

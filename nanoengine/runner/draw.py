@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanoengine.runner.transfers import ship
+
 BLOCK = 64
 """Tokens reduced together before anything is searched: a search reads V / BLOCK numbers, not V."""
 
@@ -51,11 +53,12 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     [0.5243, 0.9262]
     """
     counter = np.asarray(positions).astype(np.uint64) + np.uint64(1)
-    bits = _mix(_mix(np.asarray(seeds).astype(np.uint64)) + counter * GOLDEN)
+    bits = mix(mix(np.asarray(seeds).astype(np.uint64)) + counter * GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def mix(z: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64, on uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -83,8 +86,8 @@ class DrawParams:
         device: torch.device,
     ) -> DrawParams:
         """All arrays are [L]; `top_k` is V where it is off, `top_p` is 1, `min_p` is 0."""
-        packed = np.stack((temperature, top_k, top_p, min_p, uniform)).astype(np.float64)
-        packed = torch.from_numpy(packed).to(device)
+        columns = np.stack((temperature, top_k, top_p, min_p, uniform)).astype(np.float64)
+        (packed,) = ship(device, columns)
         return DrawParams(packed, bool(min_p.any()), int(top_k.max()))
 
     def __getitem__(self, lines: slice | torch.Tensor) -> DrawParams:
@@ -177,10 +180,10 @@ def draw(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> tor
         logits: [L, V] float32 or float64; -inf for what can't be drawn. Not changed.
         largest: [L, 1], the largest logit of each line.
     """
-    weights = _weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
+    weights = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
     sums = weights.double().sum(-1)  # [L, V / BLOCK]
     ends = sums.cumsum(-1)
-    target = _target(ends[:, -1:], params)
+    target = draw_target(ends[:, -1:], params)
     block = _first_above(ends, target)
     before = (ends - sums).gather(-1, block)
     inside = weights.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
@@ -193,7 +196,18 @@ def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
 
     top_p is a share of the probability that min_p and top_k have left. Arguments as for `draw`.
     """
-    return _draw_candidates(logits, largest, params, params.max_top_k, total=None)[0]
+    width = min(params.max_top_k, logits.shape[-1])
+    return _draw_candidates(logits, largest, params, width, total=None)[0]
+
+
+def draw_all_sorted(
+    logits: torch.Tensor, largest: torch.Tensor, params: DrawParams
+) -> torch.Tensor:
+    """Draws from the tokens that min_p, top_k and then top_p leave, by a full sort; ids [L].
+
+    Arguments as for `draw`.
+    """
+    return _draw_candidates(logits, largest, params, logits.shape[-1], total=None)[0]
 
 
 def draw_min_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
@@ -209,7 +223,7 @@ def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
 
     Arguments as for `draw`.
     """
-    blocks = _weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
+    blocks = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
     return _draw_widening(logits, largest, params, blocks.double().sum((-1, -2))[:, None])
 
 
@@ -250,7 +264,7 @@ def _draw_candidates(
     """
     values, ids = top_candidates(logits, width)
     # [L, K], falling along the line: every filter keeps a prefix.
-    weights = _weights(values, largest, params).double()
+    weights = draw_weights(values, largest, params).double()
     weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")
     ends = weights.cumsum(-1)
     needed = params.column("top_p") * (ends[:, -1:] if total is None else total)
@@ -258,11 +272,11 @@ def _draw_candidates(
     covered = ~(weights[:, -1] > 0) if total is None else ~(ends[:, -1] < needed[:, 0])
     weights *= ends - weights < needed
     kept = weights.cumsum(-1)
-    token = _first_above(kept, _target(kept[:, -1:], params))
+    token = _first_above(kept, draw_target(kept[:, -1:], params))
     return ids.gather(-1, token)[:, 0], covered
 
 
-def _weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def draw_weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Weights [L, V] float32: whole numbers, SCALE for the most likely token; 0 below min_p.
 
     Whole numbers below 2**53 add up exactly in float64, so their sums are the same in any order. A
@@ -274,7 +288,7 @@ def _weights(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) ->
     return torch.div(relative, 1 / SCALE, rounding_mode="trunc", out=relative)
 
 
-def _target(total: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def draw_target(total: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """A whole number in [0, total - 1]: which unit of weight is drawn. [L, 1] float64."""
     # Why: rounding may lift uniform * total to total itself when uniform is almost 1.
     return torch.minimum((params.column("uniform") * total).floor(), total - 1)

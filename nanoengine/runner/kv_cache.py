@@ -23,6 +23,7 @@ from nanoengine.core.plan import BlockCopy
 from nanoengine.core.protocols import KVGroup
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
+from nanoengine.runner.transfers import ship
 
 GIB = 2**30
 CPU_DEFAULT_FRAC = 0.3
@@ -97,7 +98,8 @@ class KVCache:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks over all layers, keys and values, in one call; no source is a target."""
-        src, dst = torch.tensor(copies, device=self.kv.device).unbind(1)
+        (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
+        src, dst = pairs.unbind(1)
         # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
         self.kv.index_copy_(2, dst, self.kv.index_select(2, src))
 

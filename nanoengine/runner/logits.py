@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence
+from nanoengine.runner.transfers import ship
 
 
 class RowState(Protocol):
@@ -64,7 +65,7 @@ class AllowedTokens:
     ) -> None:
         line, token = _indices(lines, [state.ids for state in states], logits.device)
         kept = logits[line, token]
-        logits[torch.as_tensor(lines, device=logits.device)] = -torch.inf
+        logits[ship(logits.device, np.array(lines, np.int64))[0]] = -torch.inf
         logits[line, token] = kept
 
 
@@ -251,12 +252,12 @@ def _indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs (line, token id) as two index tensors, in one copy to the device."""
     line = np.repeat(np.asarray(lines, dtype=np.int64), [len(of_line) for of_line in ids])
-    pairs = torch.from_numpy(np.stack((line, np.concatenate(ids)))).to(device)
+    (pairs,) = ship(device, np.stack((line, np.concatenate(ids))))
     return pairs[0], pairs[1]
 
 
 def _upload(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(logits)
+    return ship(logits.device, values)[0].to(logits.dtype)
 
 
 def _ban(logits: torch.Tensor, lines: Sequence[int], ids: Sequence[np.ndarray]) -> None:

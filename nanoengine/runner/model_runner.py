@@ -1,8 +1,8 @@
 """ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
 
     start()    load weights -> profile (GPU) -> size and allocate the KV cache -> bind it to layers
-    execute()  rows.update -> loads from tiers -> block copies -> Batch -> model -> stores to tiers
-               -> logits of sampling rows -> Sampler
+    launch()   rows.update -> loads from tiers -> block copies -> Batch -> model -> stores to tiers
+               -> logits of sampling rows -> Sampler -> downloads; see `LaunchedStep` for the rest
 
 Called by LLMEngine through the Executor door; decides nothing.
 """
@@ -20,7 +20,7 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.config import EngineConfig
 from nanoengine.core.kv_groups import make_kv_groups
-from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
+from nanoengine.core.plan import StepPlan
 from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
@@ -32,10 +32,13 @@ from nanoengine.models.quantization import Quantization
 from nanoengine.models.weights import model_size
 from nanoengine.runner import kv_cache
 from nanoengine.runner.batch import Batch
-from nanoengine.runner.cuda_graph import CudaGraphs, GraphedForward
+from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode
+from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.kv_cache import GIB, KVCache
+from nanoengine.runner.launched import LaunchedStep, PromptScores
 from nanoengine.runner.rows import Rows, SampleLines
-from nanoengine.runner.sampler import Sampler, prompt_logprobs
+from nanoengine.runner.sampler import SampledTokens, Sampler, token_logprobs
+from nanoengine.runner.transfers import Downloads, Stopwatch, ship
 
 LOGITS_CHUNK = 256
 """Prompt positions whose logits exist at once: 256 x 152k float32 are 0.16 GB."""
@@ -129,7 +132,6 @@ class ModelRunner:
         )
         self.memory = self._size(bytes_a_block, asked, context_len)
         self.kv_cache = self._allocate(self.memory.num_blocks)
-        self.forward = self._capture() if self._uses_graphs else self.model
         self.rows = Rows(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.memory.max_model_len,
@@ -142,6 +144,11 @@ class ModelRunner:
             self.config.max_num_seqs,
             self.model_config.eos_token_ids,
         )
+        self._decode: tuple[DecodeStep, GraphedDecode] | None = None
+        if self._uses_graphs:
+            self._decode = self._capture()
+        self.downloads = Downloads(self.device)
+        self._latest: LaunchedStep | None = None
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         return KVLayout(
             num_blocks=self.memory.num_blocks,
@@ -176,17 +183,19 @@ class ModelRunner:
         safe = self.backend.graph_safe and self.model.graph_safe
         return self.device.type == "cuda" and safe and not self.config.enforce_eager
 
-    def _capture(self) -> GraphedForward:
-        return GraphedForward(
-            self.model,
-            self.backend.prepare,
-            num_groups=len(self.groups),
-            max_num_seqs=self.config.max_num_seqs,
+    def _capture(self) -> tuple[DecodeStep, GraphedDecode]:
+        """The decode step, and its graphs for every batch size."""
+        step = DecodeStep(
+            forward=self.model,
+            logits=self.model.logits,
+            prepare=self.backend.prepare,
+            rows=self.rows,
+            sampler=self.sampler,
             max_model_len=self.memory.max_model_len,
-            block_size=self.block_size,
-            device=self.device,
-            graphs=CudaGraphs(),
+            dtype=self.dtype,
         )
+        num_seqs = self.config.max_num_seqs
+        return step, GraphedDecode(step, max_num_seqs=num_seqs, graphs=CudaGraphs())
 
     def _allocate(self, num_blocks: int) -> KVCache:
         cache = KVCache(
@@ -239,33 +248,40 @@ class ModelRunner:
         )
 
     def _profile(self) -> int:
-        """Peak bytes of activations, logits, sampling and graphs, measured at the largest step."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        self._run_largest_step()
-        peak = torch.cuda.max_memory_allocated(self.device) - before
+        """Peak bytes of activations, logits, sampling and graphs, measured at the largest steps."""
+        self._allocate(2)  # every slot is in the null block
+        of_prompts, of_decodes = (self._peak(batch) for batch in self._largest_batches())
+        peak = max(of_prompts, of_decodes)
         if self._uses_graphs:
-            # Why: their pool holds the activations of one batch of decodes beside all others.
-            peak += peak * self.config.max_num_seqs // self.config.max_num_batched_tokens
+            # Why: they have a pool of their own beside all others, and logits that they return.
+            num_logits = self.config.max_num_seqs * self.model_config.vocab_size
+            peak += of_decodes + num_logits * self.dtype.itemsize
         torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
         return peak
 
-    def _run_largest_step(self) -> None:
-        """The largest forwards, all rows' logits, and sampling with every filter on."""
-        self._allocate(2)  # every slot is in the null block
+    def _largest_batches(self) -> tuple[Batch, Batch]:
+        """Prompts, which have the widest activations, and decodes of the longest sequences, which
+        have a scratch for split contexts."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
         total, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        # Why twice: prompts have the widest activations, decodes a scratch for split contexts.
-        self.model(self._full_batch([1] * num_seqs, seq_len=longest))
         prompts = [min(longest, total - done) for done in range(0, total, longest)]
-        batch = self._full_batch(prompts)
-        hidden = self.model(batch)
-        logits = self.model.logits(hidden[batch.logits_indices])
-        sampler = Sampler(self.model_config.vocab_size, num_seqs)
-        num_lines = logits.shape[0]
+        return self._full_batch(prompts), self._full_batch([1] * num_seqs, seq_len=longest)
+
+    def _peak(self, batch: Batch) -> int:
+        """Peak bytes of a step."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._run_all_of(batch)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _run_all_of(self, batch: Batch) -> None:
+        """A forward, with all rows' logits and sampling by every filter."""
+        logits = self.model.logits(self.model(batch)[batch.logits_indices])
+        lines = np.arange(logits.shape[0])
+        sampler = Sampler(self.model_config.vocab_size, len(lines))
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
-        sampler.sample(logits, range(num_lines), range(num_lines)).fetch()
+        sampler.sample(logits, lines, lines).fetch()
 
     def _full_batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
         """Sequences of `counts` query tokens, all in the null block; logits of max_num_seqs rows.
@@ -301,45 +317,81 @@ class ModelRunner:
         fraction = self.config.memory_fraction or kv_cache.GPU_DEFAULT_FRAC
         return int(total * fraction) - (total - free) - activation_bytes
 
-    # --- execute ------------------------------------------------------------------------------
+    # --- launch -------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carries out one plan, in the order of its fields, and waits for the sampled tokens."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Carries out one plan, in the order of its fields.
+
+        On a GPU it waits for nothing but loads from a tier, and processors that follow the tokens
+        of the step before.
+        """
         started = time.perf_counter()
         self._update_rows(plan)
         load_s = self._load_blocks(plan)
         if plan.block_copies:
             self.kv_cache.copy_blocks(plan.block_copies)
-        result = StepResult(token_ids=[[] for _ in plan.rows])
+        step = LaunchedStep(plan=plan, rows=self.rows, storages=tuple(self.tier_storage.values()))
         if plan.rows:
-            self._compute(plan, result, started + load_s)
-            result.times.load_s = load_s
+            run = self._run_decodes if self._is_decode(plan) else self._run_batch
+            step.download = self.downloads.start(run(plan, step, started + load_s))
+            step.times.load_s = load_s
         else:
             self._store_blocks(plan)
-        for storage in self.tier_storage.values():
-            storage.wait()
-        return result
+        self._latest = step
+        return step
 
-    def _compute(self, plan: StepPlan, result: StepResult, started: float) -> None:
-        """Forward, stores and sampling of a step that has rows."""
+    def _is_decode(self, plan: StepPlan) -> bool:
+        return self._decode is not None and self._decode[0].fits(plan)
+
+    def _run_batch(self, plan: StepPlan, step: LaunchedStep, started: float) -> list[torch.Tensor]:
+        """Any step, its batch built on the host; returns what the host wants to see of it."""
         batch, lines = self.rows.make_batch(plan)
         self._prepared(batch)
-        prepared = time.perf_counter()
-        hidden = self.forward(batch)  # [T, hidden_size]
+        step.times.prepare_s = time.perf_counter() - started
+        watch = step.stopwatch = Stopwatch(self.device)
+        watch.mark()
+        hidden = self.model(batch)  # [T, hidden_size]
         logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
         self._store_blocks(plan)
-        self._synchronize()
-        forwarded = time.perf_counter()
+        watch.mark()
+        tensors: list[torch.Tensor] = []
         if len(lines.entries):
-            self._sample(plan, lines, logits, result)
+            sampled = self._sample(plan, lines, logits)
+            # Why not with drafts: how many of them count is found on the host, in `result`.
+            if not plan.draft_token_ids:
+                self.rows.keep(lines, sampled.token_ids)
+            tensors += self._expect(plan, step, lines, sampled)
         if self._prompt_logprobs:
-            self._score_prompts(plan, batch, hidden, result)
-        result.times = StepTimes(
-            prepare_s=prepared - started,
-            forward_s=forwarded - prepared,
-            sample_s=time.perf_counter() - forwarded,
-        )
+            tensors += self._score_prompts(plan, lines, hidden, step, len(tensors))
+        watch.mark()
+        return tensors
+
+    def _run_decodes(
+        self, plan: StepPlan, step: LaunchedStep, started: float
+    ) -> list[torch.Tensor]:
+        """A step of decodes by a graph, its inputs being on the device."""
+        assert self._decode is not None
+        decode, graphed = self._decode
+        size = graphed.size_for(len(plan.rows))
+        lines = decode.load(plan, size)
+        edited, asked = self.sampler.edited[lines.rows], self.sampler.num_logprobs[lines.rows] >= 0
+        by_host = bool(edited.any() or asked.any())  # the graph then stops at the logits
+        step.times.prepare_s = time.perf_counter() - started
+        watch = step.stopwatch = Stopwatch(self.device)
+        watch.mark()
+        outputs = graphed(size, None if by_host else self.sampler.kind(lines.rows))
+        self._store_blocks(plan)
+        watch.mark()
+        ours = [output[: len(plan.rows)] for output in outputs]
+        if by_host:
+            sampled = self._sample(plan, lines, ours[0])
+            decode.advance(lines.device_rows, sampled.token_ids)
+        else:
+            sampled = SampledTokens(token_ids=ours[0], valid=ours[1])
+        tensors = self._expect(plan, step, lines, sampled)
+        watch.mark()
+        return tensors
 
     def _load_blocks(self, plan: StepPlan) -> float:
         """Brings blocks up from the tiers; returns the seconds it took."""
@@ -366,6 +418,8 @@ class ModelRunner:
         for fork in plan.forks:
             self.sampler.fork(fork)
         self.rows.update(plan)
+        if self._decode is not None:
+            self._decode[0].update(plan)
         for row, position, _ in plan.chosen_tokens:
             self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
 
@@ -373,58 +427,48 @@ class ModelRunner:
         batch.attention = self.backend.prepare(batch)
         return batch
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _sample(self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor) -> SampledTokens:
+        """Samples a token a line."""
+        if self.sampler.edited[lines.rows].any() and self._latest is not None:
+            # Why here: processors must know the tokens before; the forward runs while they learn.
+            self._latest.result()
+        return self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
 
-    def _sample(
-        self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor, result: StepResult
-    ) -> None:
-        """Samples a token a line, keeps accepted ones, and puts them where the next step reads."""
-        sampled = self.sampler.sample(
-            logits, lines.rows, lines.positions, plan.draft_token_ids
-        ).fetch()
-        self.rows.write(lines.rows, lines.positions, np.array(sampled.token_ids))
-        for line, entry in enumerate(lines.entries.tolist()):
-            tokens = result.token_ids[entry]
-            drafts = plan.draft_token_ids.get(plan.rows[entry], ())
-            if tokens and tokens[-1] != drafts[len(tokens) - 1]:
-                continue  # the draft before this line was wrong
-            tokens.append(sampled.token_ids[line])
-            if line in sampled.errors:
-                result.errors[entry] = sampled.errors[line]
-            if line in sampled.logprobs:
-                result.logprobs.setdefault(entry, []).append(sampled.logprobs[line])
-        self.sampler.accept(plan.rows, result.token_ids)
+    def _expect(
+        self, plan: StepPlan, step: LaunchedStep, lines: SampleLines, sampled: SampledTokens
+    ) -> list[torch.Tensor]:
+        """Notes who waits for the tokens; returns copies of them that no later step overwrites."""
+        step.lines, step.owners = lines, self.rows.seq_ids[lines.rows]
+        step.sampled, step.followers = sampled, self.sampler.followers(plan.rows)
+        return sampled.tensors
 
     def _score_prompts(
-        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, result: StepResult
-    ) -> None:
-        """Log-probabilities of the prompt tokens that follow positions computed in this step."""
-        starts = batch.query_start_loc.tolist()
-        order = [e for e, n in enumerate(plan.num_scheduled_tokens) if n == 1]
-        order += [e for e, n in enumerate(plan.num_scheduled_tokens) if n > 1]
-        for seq, entry in enumerate(order):
-            row, start = plan.rows[entry], plan.starts[entry]
+        self, plan: StepPlan, lines: SampleLines, hidden: torch.Tensor, step: LaunchedStep, at: int
+    ) -> list[torch.Tensor]:
+        """Log-probabilities of the prompt tokens that follow positions computed in this step;
+        `at` is the place of the first tensor among the step's downloads."""
+        tensors: list[torch.Tensor] = []
+        for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
             num_top, num_prompt = self._prompt_logprobs.get(row, (0, 0))
             end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
-            found: list[list[TokenLogprob]] = []
+            first = len(tensors)
             for low in range(start, end, LOGITS_CHUNK):
                 high = min(low + LOGITS_CHUNK, end)
-                at = starts[seq] - start
-                logits = self.model.logits(hidden[at + low : at + high])
+                offset = int(lines.offsets[entry]) - start
+                logits = self.model.logits(hidden[offset + low : offset + high])
                 following = self.rows.token_ids[row, low + 1 : high + 1].astype(np.int64)
-                next_ids = torch.from_numpy(following).to(self.device)
-                found += prompt_logprobs(logits, next_ids, num_top)
-            if found:
-                result.prompt_logprobs[entry] = found
+                tensors.append(token_logprobs(logits, ship(self.device, following)[0], num_top))
+            if len(tensors) > first:
+                found = range(at + first, at + len(tensors))
+                step.scores.append(PromptScores(entry=entry, num_top=num_top, downloads=found))
+        return tensors
 
     # --- end ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
-        self.tier_storage = {}
-        for name in ("model", "forward", "kv_cache", "rows", "sampler"):
+        self.tier_storage, self._latest = {}, None
+        for name in ("model", "_decode", "kv_cache", "rows", "sampler"):
             if hasattr(self, name):
                 delattr(self, name)
         gc.collect()

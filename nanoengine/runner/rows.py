@@ -3,6 +3,11 @@
     plan ──update──► token_ids     [R, max_model_len + 1]      one numpy row a running sequence,
                      block_tables  [G, R, M]                   changed in place
     plan ──make_batch──► Batch, SampleLines                gathered by index, no loop over sequences
+    sampled ──keep──► pool         [R + 1]                     on the device: each row's last token
+
+A sampled token goes into the pool at once, and the next step reads it there; the host learns it
+later (`write`), when the device has finished. So a step can be launched before the tokens of the
+one before it are known.
 
 Called by the ModelRunner. Legend: R rows, G KV groups, M blocks of the longest table, T tokens,
 S sequences, L rows of logits, E entries of the plan's parallel lists.
@@ -18,6 +23,7 @@ from numpy.typing import NDArray
 
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.batch import Batch
+from nanoengine.runner.transfers import ship
 
 Ints = NDArray[np.int64]
 
@@ -30,11 +36,15 @@ class SampleLines:
         entries: index into `plan.rows`.
         rows: the row that samples.
         positions: where the sampled token goes in its sequence.
+        device_rows: `rows` on the device.
+        offsets: [E], where the tokens of each entry of the plan start in [T].
     """
 
     entries: Ints
     rows: Ints
     positions: Ints
+    device_rows: torch.Tensor
+    offsets: Ints
 
 
 class Rows:
@@ -45,7 +55,13 @@ class Rows:
         max_model_len: [tokens]; one column more holds a token that is sampled but never computed.
         block_size: [tokens].
         num_groups: G.
-        device: of the batches' tensors.
+        device: of the batches' tensors and of the pool.
+
+    Attributes:
+        pool: [R + 1] int64 on the device, the token that each row has sampled last; the last
+            entry belongs to padding.
+        pool_positions: [R], that token's position in its sequence; -1: the pool holds none.
+        seq_ids: [R], whose row it is; -1: nobody's.
     """
 
     def __init__(
@@ -62,16 +78,25 @@ class Rows:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         max_blocks = -(-max_model_len // block_size) + 1
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
-        self._staging = Staging(device)
+        self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.pool_positions = np.full(max_num_seqs, -1)
+        self.seq_ids = np.full(max_num_seqs, -1)
+        self._device = device
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows, in its order."""
+        self._forget(plan.released)
         for new in plan.admitted:
+            self._forget(new.row)
+            self.seq_ids[new.row] = new.seq_id
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
         for fork in plan.forks:
+            self._forget(fork.row)
+            self.seq_ids[fork.row] = fork.seq_id
             self.token_ids[fork.row] = self.token_ids[fork.parent_row]
         for row, position, token_id in plan.chosen_tokens:
             self.token_ids[row, position] = token_id
+            self.pool_positions[row] = -1
         for row, group, start, block_ids in plan.table_updates:
             self.block_tables[group, row, start : start + len(block_ids)] = block_ids
         if plan.draft_token_ids:
@@ -80,9 +105,18 @@ class Rows:
                 drafts = plan.draft_token_ids.get(row, ())
                 self.token_ids[row, ends[entry] - len(drafts) : ends[entry]] = drafts
 
-    def write(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
-        """Puts sampled tokens in their places, where the next step finds them."""
-        self.token_ids[rows, positions] = token_ids
+    def _forget(self, rows: int | list[int]) -> None:
+        self.pool_positions[rows] = self.seq_ids[rows] = -1
+
+    def keep(self, lines: SampleLines, token_ids: torch.Tensor) -> None:
+        """Puts sampled tokens [L] into the pool, one a row, where the next step finds them."""
+        self.pool.index_copy_(0, lines.device_rows, token_ids)
+        self.pool_positions[lines.rows] = lines.positions
+
+    def write(self, rows: Ints, positions: Ints, token_ids: Ints, owners: Ints) -> None:
+        """Tells the host what was sampled, for rows that still belong to their `owners`."""
+        still = self.seq_ids[rows] == owners
+        self.token_ids[rows[still], positions[still]] = token_ids[still]
 
     def make_batch(self, plan: StepPlan) -> tuple[Batch, SampleLines]:
         """Builds the tensors of a step; sequences with one query token come first."""
@@ -109,18 +143,31 @@ class Rows:
         token_rows = seq_rows[seq_of_token]
         blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
 
-        lines, indices = self._sample_lines(
-            plan, rows, starts + counts, num_logits, order, query_start_loc
-        )
-        tensors = self._staging.ship(
+        # Lines of logits: the last `num_logits` positions of each entry.
+        ends = np.zeros(len(rows), np.int64)  # of each entry's tokens in [T]
+        ends[order] = query_start_loc[1:]
+        offsets = ends - counts
+        self._lend_ends(plan, ends)
+        entries = np.repeat(np.arange(len(rows)), num_logits)
+        before = np.cumsum(num_logits) - num_logits
+        back = num_logits[entries] - (np.arange(len(entries)) - before[entries])  # L_e ... 1
+
+        in_pool = np.flatnonzero(positions == self.pool_positions[token_rows])
+        tensors = ship(
+            self._device,
             self.token_ids[token_rows, positions].astype(np.int64),
             positions,
             blocks * self.block_size + positions % self.block_size,
-            indices,
+            ends[entries] - back,
             query_start_loc.astype(np.int32),
             seq_lens.astype(np.int32),
             self.block_tables[:, seq_rows, :num_blocks],
+            rows[entries],
+            in_pool,
+            token_rows[in_pool],
         )
+        if len(in_pool):
+            tensors[0].index_copy_(0, tensors[8], self.pool.index_select(0, tensors[9]))
         batch = Batch(
             token_ids=tensors[0],
             positions=tensors[1],
@@ -133,60 +180,22 @@ class Rows:
             max_query_len=int(seq_counts.max(initial=1)),
             max_seq_len=max_seq_len,
         )
+        lines = SampleLines(
+            entries=entries,
+            rows=rows[entries],
+            positions=(starts + counts)[entries] - back + 1,
+            device_rows=tensors[7],
+            offsets=offsets,
+        )
         return batch, lines
 
-    def _sample_lines(
-        self,
-        plan: StepPlan,
-        rows: Ints,
-        ends: Ints,
-        num_logits: Ints,
-        order: Ints,
-        query_start_loc: Ints,
-    ) -> tuple[SampleLines, Ints]:
-        """Which row of logits belongs to whom, and where in [T] it comes from."""
-        end_in_batch = np.zeros(len(rows), np.int64)
-        end_in_batch[order] = query_start_loc[1:]
-        if plan.forks:  # a fork of this step samples from its parent's last position
-            entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
-            for fork in plan.forks:
-                child = entry_of_row.get(fork.row)
-                if child is not None and plan.num_scheduled_tokens[child] == 0:
-                    end_in_batch[child] = end_in_batch[entry_of_row[fork.parent_row]]
-        entries = np.repeat(np.arange(len(rows)), num_logits)
-        before = np.cumsum(num_logits) - num_logits
-        back = num_logits[entries] - (np.arange(len(entries)) - before[entries])  # L_e ... 1
-        lines = SampleLines(entries=entries, rows=rows[entries], positions=ends[entries] - back + 1)
-        return lines, end_in_batch[entries] - back
-
-
-class Staging:
-    """Moves the arrays of a step to the device: as they are on a CPU, in one transfer elsewhere.
-
-    Why one buffer is enough: a step's tokens are fetched before the next step is built.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def ship(self, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        """Tensors with the arrays' shapes and dtypes, on the device."""
-        if self._device.type == "cpu":
-            return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-        offsets, size = [], 0
-        for array in arrays:
-            offsets.append(size)
-            size += -(-array.nbytes // 16) * 16  # Why 16: kernels load aligned
-        if size > self._buffer.numel():
-            self._buffer = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-        host = self._buffer.numpy()
-        for array, offset in zip(arrays, offsets, strict=True):
-            host[offset : offset + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-        sent = self._buffer[:size].to(self._device, non_blocking=True)
-        return [
-            sent[offset : offset + array.nbytes]
-            .view(getattr(torch, array.dtype.name))
-            .view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=True)
-        ]
+    @staticmethod
+    def _lend_ends(plan: StepPlan, ends: Ints) -> None:
+        """A fork of this step computes nothing: it samples from its parent's last position."""
+        if not plan.forks:
+            return
+        entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
+        for fork in plan.forks:
+            child = entry_of_row.get(fork.row)
+            if child is not None and plan.num_scheduled_tokens[child] == 0:
+                ends[child] = ends[entry_of_row[fork.parent_row]]

@@ -4,9 +4,12 @@
                 │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw (draw.py)
                 └─ log-probabilities, if asked for
 
+On a CPU the rows are grouped by their filters, and each filter looks at values to stop early. A GPU
+is never asked: all rows go through `pick.py`, which gives the same tokens.
+
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
-steps: `admit`, `fork` and `release` follow the plan, `accept` tells which sampled tokens became
-part of the sequence.
+steps: `admit`, `fork` and `release` follow the plan, `followers` are told which sampled tokens
+became part of the sequence.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
 """
@@ -14,13 +17,14 @@ Legend: L lines of logits, V vocabulary, N top log-probabilities.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
 from nanoengine.runner.draw import (
+    FIRST_WIDTH,
     MAX_VOCAB_SIZE,
     DrawParams,
     argmax,
@@ -33,12 +37,11 @@ from nanoengine.runner.draw import (
     uniforms,
 )
 from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
+from nanoengine.runner.pick import CHUNK, Kind, device_params, pick
+from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
 """Logits worked on at a time: few enough that all passes over them stay inside the cache."""
-
-GPU_CHUNK = 2**25
-"""The same on a GPU: so many that launches don't count; a float64 copy of them takes 256 MiB."""
 
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
@@ -72,19 +75,43 @@ class SampledTokens:
 
     token_ids: torch.Tensor
     valid: torch.Tensor
-    logprob_lines: list[tuple[int, int]]
-    logprobs: torch.Tensor | None
+    logprob_lines: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: torch.Tensor | None = None
 
-    def fetch(self) -> FetchedTokens:
-        """Waits for the device; one copy to the host for the tokens, one for log-probabilities."""
-        token_ids, valid = torch.stack((self.token_ids, self.valid.long())).tolist()
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the host wants to see: tokens and validity [2, L], then log-probabilities if any."""
+        packed = torch.stack((self.token_ids, self.valid.long()))
+        return [packed] if self.logprobs is None else [packed, self.logprobs]
+
+    def fetch(self, tensors: Sequence[torch.Tensor] | None = None) -> FetchedTokens:
+        """Plain numbers, from `tensors` once they have come to the host; None: waits for them."""
+        tensors = self.tensors if tensors is None else tensors
+        token_ids, valid = tensors[0].tolist()
         logprobs = {}
         if self.logprobs is not None:
-            entries = self.logprobs.tolist()
+            entries = tensors[1].tolist()
             for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
                 logprobs[line] = to_records(found, num_top)
         errors = {line: NO_TOKEN for line, holds in enumerate(valid) if not holds}
         return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Followers:
+    """The states of processors that wait for a step's tokens: (index in the plan's rows, states).
+
+    Why the states and not their rows: by the time the tokens are known, a row may have passed on.
+    """
+
+    states: list[tuple[int, list[RowState]]]
+
+    def accept(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Records the tokens that rows have gained: sampled ones, or those that verify kept."""
+        for i, states in self.states:
+            for state in states:
+                for token_id in token_ids[i]:
+                    state.accept(token_id)
 
 
 class Sampler:
@@ -124,6 +151,7 @@ class Sampler:
         self.edited = np.zeros(max_num_seqs, dtype=bool)  # some processor has a state of this row
         self.num_logprobs = np.full(max_num_seqs, -1)  # -1: none asked for
         self.admitted: dict[int, AdmittedSequence] = {}  # of the edited rows, as they were admitted
+        self.changed: set[int] = set()  # rows with new parameters; the decode step empties it
 
     def admit(self, sequence: AdmittedSequence) -> None:
         """Starts a row, for a new sequence or one that comes back with its output tokens.
@@ -139,6 +167,7 @@ class Sampler:
         self.min_p[row] = params.min_p
         self.greedy[row] = params.is_greedy
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.changed.add(row)
         self._admit_states(row, sequence)
 
     def _admit_states(self, row: int, sequence: AdmittedSequence) -> None:
@@ -170,6 +199,7 @@ class Sampler:
         ):
             column[fork.row] = column[fork.parent_row]
         self.seed[fork.row] = fork.seed
+        self.changed.add(fork.row)
         for states in self.states:
             if fork.parent_row in states:
                 states[fork.row] = states[fork.parent_row].fork()
@@ -183,13 +213,14 @@ class Sampler:
         for states in self.states:
             states.pop(row, None)
 
-    def accept(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Records the tokens that rows have gained: sampled ones, or those that verify kept."""
-        for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)]):
-            for states in self.states:
-                if (state := states.get(rows[i])) is not None:
-                    for token_id in token_ids[i]:
-                        state.accept(token_id)
+    def followers(self, rows: Sequence[int]) -> Followers:
+        """The states that must see the tokens that these rows are about to sample."""
+        return Followers(
+            [
+                (int(i), [states[rows[i]] for states in self.states if rows[i] in states])
+                for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
+            ]
+        )
 
     def sample(
         self,
@@ -198,7 +229,7 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token a line; changes no logits and remembers nothing (`accept` does).
+        """Samples one token a line; changes no logits and remembers nothing (`followers` do).
 
         Args:
             logits: [L, V], any float dtype, on any device.
@@ -211,14 +242,13 @@ class Sampler:
         device = logits.device
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
         valid = torch.ones(len(rows), dtype=torch.bool, device=device)
-        for lines, pick in self._groups(rows, positions, device):
+        for lines, picker in self._groups(rows, positions, device):
             edits = self._edits(rows, lines, drafts or {})
-            if not edits and pick is _pick_greedy and len(lines) == len(rows):
-                token_ids, largest = argmax(logits)
-                valid = largest.isfinite()
+            if not edits and picker is _pick_greedy and len(lines) == len(rows):
+                token_ids, valid = picker(logits, slice(None))
                 break
             for start, stop in _chunks(len(lines), logits):
-                chunk = torch.from_numpy(lines[start:stop]).to(device)
+                (chunk,) = ship(device, lines[start:stop])
                 work = _take(logits, lines[start:stop], copy=bool(edits))
                 for processor, of_line in edits:
                     inside = [i for i in of_line if start <= i < stop]
@@ -228,8 +258,7 @@ class Sampler:
                             [i - start for i in inside],
                             [of_line[i] for i in inside],
                         )
-                token_ids[chunk], largest = pick(work, slice(start, stop))
-                valid[chunk] = largest.isfinite()
+                token_ids[chunk], valid[chunk] = picker(work, slice(start, stop))
         return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid)
 
     def _with_logprobs(
@@ -240,7 +269,7 @@ class Sampler:
         lines = np.flatnonzero(asked >= 0)
         logprobs = None
         if len(lines):
-            index = torch.from_numpy(lines).to(logits.device)
+            (index,) = ship(logits.device, lines)
             logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
         return SampledTokens(
             token_ids=token_ids,
@@ -253,6 +282,9 @@ class Sampler:
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
     ) -> Iterator[tuple[np.ndarray, Pick]]:
         """Splits the lines by how they are picked; each filter knows best where it ends."""
+        if device.type != "cpu":
+            yield np.arange(len(rows)), self._device_picker(rows, positions, device)
+            return
         greedy = self.greedy[rows]
         kind = np.select(
             [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
@@ -275,6 +307,29 @@ class Sampler:
                 device=device,
             )
             yield lines, _drawer(draw_lines, params)
+
+    def kind(self, rows: np.ndarray) -> Kind:
+        """How `pick` takes these rows together."""
+        drawn = rows[~self.greedy[rows]]
+        filters = (self.min_p[drawn] > 0) | (self.top_p[drawn] < 1)
+        filtered = drawn[filters | (self.top_k[drawn] < self.vocab_size)]
+        if not len(drawn):
+            return Kind.GREEDY
+        if not len(filtered):
+            return Kind.DRAWN
+        return Kind.TOP_K if self.top_k[filtered].max() <= FIRST_WIDTH else Kind.FILTERED
+
+    def columns(self, rows: np.ndarray) -> np.ndarray:
+        """Temperature (0 where greedy), top_k, top_p and min_p of these rows, [4, L] float64."""
+        temperature = np.where(self.greedy[rows], 0.0, self.temperature[rows])
+        return np.stack((temperature, self.top_k[rows], self.top_p[rows], self.min_p[rows]))
+
+    def _device_picker(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> Pick:
+        kind = self.kind(rows)
+        uniform = uniforms(self.seed[rows], positions)
+        (packed,) = ship(device, np.vstack((self.columns(rows), uniform)))
+        params = device_params(packed)
+        return lambda logits, lines: pick(logits, params[lines], kind)
 
     def _edits(
         self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
@@ -299,17 +354,18 @@ class Sampler:
 
 
 Pick = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
-"""From the edited logits of some lines of a group to their tokens and their largest logits."""
+"""From the edited logits of some lines of a group to their tokens, and which of these are valid."""
 
 
 def _pick_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    return argmax(logits)
+    token_ids, largest = argmax(logits)
+    return token_ids, largest.isfinite()
 
 
 def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> Pick:
     def pick(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
         largest = logits.amax(-1, keepdim=True)
-        return draw_lines(logits, largest, params[lines]), largest[:, 0]
+        return draw_lines(logits, largest, params[lines]), largest[:, 0].isfinite()
 
     return pick
 
@@ -328,7 +384,7 @@ def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:
     first, last = int(lines[0]), int(lines[-1])
     if not copy and last - first == len(lines) - 1:
         return pad_to_blocks(_widen(logits[first : last + 1]))
-    return pad_to_blocks(_widen(logits[torch.from_numpy(lines).to(logits.device)]))
+    return pad_to_blocks(_widen(logits[ship(logits.device, lines)[0]]))
 
 
 def _widen(logits: torch.Tensor) -> torch.Tensor:
@@ -338,7 +394,7 @@ def _widen(logits: torch.Tensor) -> torch.Tensor:
 
 def _chunks(num_lines: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Cuts `num_lines` lines like those of `logits` into ranges that are worked on at a time."""
-    elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    elements = CPU_CHUNK if logits.device.type == "cpu" else CHUNK
     size = max(1, elements // logits.shape[-1])
     return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
 
@@ -379,11 +435,3 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 def to_records(entries: Sequence[Sequence[float]], num_top: int) -> list[TokenLogprob]:
     """One line of `token_logprobs`, as a list, cut to the given token and `num_top` others."""
     return [TokenLogprob(int(i), value, int(rank)) for i, value, rank in entries[: 1 + num_top]]
-
-
-def prompt_logprobs(
-    logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int
-) -> list[list[TokenLogprob]]:
-    """Log-probabilities of prompt tokens: line i of `logits` predicts `next_token_ids[i]`."""
-    entries = token_logprobs(logits, next_token_ids, num_top).tolist()
-    return [to_records(line, num_top) for line in entries]

@@ -13,7 +13,7 @@ import torch
 from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.observe.metrics import Metrics
-from nanoengine.runner.rows import Staging
+from nanoengine.runner.transfers import ship
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 MIB = 2**20
@@ -135,7 +135,7 @@ def test_a_share_of_memory_is_not_passed():
 
 
 def test_staging_ships_every_array_as_it_is():
-    staging, draw = Staging(CUDA), np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     for size in (1, 3, 17, 1000, 5, 40_000, 2):
         arrays = [
             draw.integers(-(2**40), 2**40, size),
@@ -143,7 +143,7 @@ def test_staging_ships_every_array_as_it_is():
             np.zeros(0, np.int64),
             draw.integers(0, 2**30, (1, size, 3)).astype(np.int32)[:, :, :2],
         ]
-        shipped = staging.ship(*arrays)
+        shipped = ship(CUDA, *arrays)
         torch.cuda.synchronize()
         for array, tensor in zip(arrays, shipped, strict=True):
             assert tensor.device.type == "cuda"

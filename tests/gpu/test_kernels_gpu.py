@@ -105,7 +105,7 @@ def test_graphs_replay_what_eager_gives(name, block_size, count):
             case.q.copy_(q)
             expected.append(case.run(backend))
         case.batch.max_seq_len = 4096
-        replay, out = CudaGraphs().capture(lambda: case.run(backend))
+        replay, (out,) = CudaGraphs().capture(lambda: (case.run(backend),))
         for number in (0, 1, 0):
             case.q.copy_(queries[number])
             replay()

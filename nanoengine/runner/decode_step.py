@@ -1,0 +1,206 @@
+"""DecodeStep: a step of one token for every sequence, done on the device from end to end.
+
+    kept on the device, a line for each row; the last line belongs to padding
+        pool       the token that comes next            (`Rows.pool`)
+        lengths    its position                         tables    block ids
+        columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
+
+    batch_rows ─► gather ─► forward ─► LM head ─► pick ─► pool, lengths advance
+
+`load` uploads what the device can't know: who runs, if that has changed, new blocks, and new rows.
+From one decode to the next that is a block now and then, and mostly nothing. `__call__` reads only
+what is on the device, so it is the same function that runs eagerly and that a CUDA graph captures.
+
+Called by the ModelRunner; it knows rows and plans, but not which model it runs.
+
+Source: rows that stay on the GPU, from which kernels build a step's inputs, are the idea of vLLM's
+second model runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanoengine.core.plan import StepPlan
+from nanoengine.runner.batch import Batch
+from nanoengine.runner.pick import Kind, device_params, mixed_seeds, pick, row_uniforms
+from nanoengine.runner.rows import Ints, Rows, SampleLines
+from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.transfers import ship
+
+Picked = tuple[torch.Tensor, ...]
+"""Token ids [S] int64 and whether they are valid [S] bool; or logits [S, V] alone."""
+
+
+class DecodeStep:
+    """The device's side of all rows, and the step that advances them.
+
+    Args:
+        forward: batch -> hidden states [T, hidden_size].
+        logits: hidden states -> logits [T, V].
+        prepare: the attention backend's.
+        rows: the host's side of all rows.
+        sampler: has their sampling parameters.
+        max_model_len: [tokens]; launches are sized for it.
+        dtype: of the logits.
+    """
+
+    def __init__(
+        self,
+        *,
+        forward: Callable[[Batch], torch.Tensor],
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        prepare: Callable[[Batch], object],
+        rows: Rows,
+        sampler: Sampler,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._forward, self._logits, self._prepare = forward, logits, prepare
+        self._rows, self._sampler = rows, sampler
+        self._max_model_len = max_model_len
+        self._device = device = rows.pool.device
+        num_groups, self.num_rows, num_blocks = rows.block_tables.shape
+        lines = self.num_rows + 1
+        self.lengths = torch.zeros(lines, dtype=torch.int64, device=device)
+        self.tables = torch.zeros((num_groups, lines, num_blocks), dtype=torch.int32, device=device)
+        self.columns = torch.zeros((4, lines), dtype=torch.float64, device=device)
+        self.seeds = torch.zeros(lines, dtype=torch.int64, device=device)
+        self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
+        self._query_start_loc = torch.arange(lines, dtype=torch.int32, device=device)
+        shape = (self.num_rows, sampler.vocab_size)
+        self._logits_out = torch.zeros(shape, dtype=dtype, device=device)
+        # What the device holds, for the host to know what it lacks.
+        self._held_lengths = np.zeros(lines, np.int64)
+        self._held_rows = np.full(self.num_rows, self.num_rows)
+        self._stale: dict[tuple[int, int], tuple[int, int]] = {}  # (group, row) -> table entries
+
+    def fits(self, plan: StepPlan) -> bool:
+        """True if each row of a plan computes one token, and samples after it."""
+        one = {1}
+        return set(plan.num_scheduled_tokens) == one and set(plan.num_logits) == one
+
+    def update(self, plan: StepPlan) -> None:
+        """Notes which entries of block tables have changed; `load` uploads them when needed."""
+        self._held_lengths[plan.released] = -1  # Why: a step that failed may not have advanced them
+        for row, group, start, block_ids in plan.table_updates:
+            first, last = self._stale.get((group, row), (start, start))
+            self._stale[group, row] = (min(first, start), max(last, start + len(block_ids)))
+
+    def load(self, plan: StepPlan, size: int) -> SampleLines:
+        """Brings the device up to date for a plan of decodes, padded to `size` rows."""
+        rows, starts = np.array(plan.rows, np.int64), np.array(plan.starts, np.int64)
+        padded = np.full(size, self.num_rows)
+        padded[: len(rows)] = rows
+        moved = np.flatnonzero(self._held_lengths[rows] != starts)
+        unknown = np.flatnonzero(self._rows.pool_positions[rows] != starts)
+        changed = np.array(sorted(self._sampler.changed), np.int64)
+        entries, block_ids = self._stale_entries()
+        if not np.array_equal(self._held_rows[:size], padded):
+            changes = 1
+        else:
+            changes = len(moved) + len(unknown) + len(changed) + len(entries)
+        if changes:
+            self._held_rows[:size] = -1  # Why: until all of it is sent, nothing is known
+            self._upload(
+                padded,
+                (rows[moved], starts[moved]),
+                (rows[unknown], self._rows.token_ids[rows[unknown], starts[unknown]]),
+                changed,
+                (entries, block_ids),
+            )
+        self._held_rows[:size] = padded
+        self._held_lengths[rows] = starts + 1
+        self._rows.pool_positions[rows] = starts + 1
+        self._sampler.changed.clear()
+        self._stale.clear()
+        at = np.arange(len(rows))
+        device_rows = self.batch_rows[: len(rows)]
+        return SampleLines(
+            entries=at, rows=rows, positions=starts + 1, device_rows=device_rows, offsets=at
+        )
+
+    def _stale_entries(self) -> tuple[Ints, Ints]:
+        """Changed entries of block tables, by their place in `tables`, and what they hold now."""
+        places, block_ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        for (group, row), (first, last) in self._stale.items():
+            line = group * (self.num_rows + 1) + row
+            places.append(np.arange(first, last) + line * self.tables.shape[2])
+            block_ids.append(self._rows.block_tables[group, row, first:last])
+        return np.concatenate(places), np.concatenate(block_ids)
+
+    def _upload(
+        self,
+        padded: Ints,
+        lengths: tuple[Ints, Ints],
+        tokens: tuple[Ints, Ints],
+        changed: Ints,
+        entries: tuple[Ints, Ints],
+    ) -> None:
+        """One transfer, and a scatter for each kind of change that there is."""
+        sampler = self._sampler
+        sent = ship(
+            self._device,
+            padded,
+            *lengths,
+            tokens[0],
+            tokens[1].astype(np.int64),
+            *entries,
+            changed,
+            sampler.columns(changed),
+            mixed_seeds(sampler.seed[changed]),
+        )
+        self.batch_rows[: len(padded)].copy_(sent[0])
+        for target, at, values in (
+            (self.lengths, sent[1], sent[2]),
+            (self._rows.pool, sent[3], sent[4]),
+            (self.tables.view(-1), sent[5], sent[6]),
+            (self.columns, sent[7], sent[8]),
+            (self.seeds, sent[7], sent[9]),
+        ):
+            if len(at):
+                target.index_copy_(-1, at, values)
+
+    def __call__(self, size: int, kind: Kind | None) -> Picked:
+        """The step for the first `size` of `batch_rows`; without a kind it stops at the logits."""
+        rows = self.batch_rows[:size]
+        positions = self.lengths.index_select(0, rows)
+        batch = self._batch(rows, positions)
+        batch.attention = self._prepare(batch)
+        logits = self._logits(self._forward(batch))
+        if kind is None:
+            # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
+            return (self._logits_out[:size].copy_(logits),)
+        uniform = row_uniforms(self.seeds.index_select(0, rows), positions + 1)
+        packed = torch.cat((self.columns.index_select(1, rows), uniform[None]))
+        token_ids, valid = pick(logits, device_params(packed), kind)
+        self.advance(rows, token_ids)
+        return token_ids, valid
+
+    def _batch(self, rows: torch.Tensor, positions: torch.Tensor) -> Batch:
+        tables = self.tables.index_select(1, rows)  # [G, S, M]
+        size, block_size = len(rows), self._rows.block_size
+        at = (positions // block_size).expand(len(tables), -1)[:, :, None]
+        blocks = tables.gather(2, at)[:, :, 0].long()
+        return Batch(
+            token_ids=self._rows.pool.index_select(0, rows),
+            positions=positions,
+            slot_mapping=blocks * block_size + positions % block_size,
+            query_start_loc=self._query_start_loc[: size + 1],
+            seq_lens=(positions + 1).int(),
+            block_tables=tables,
+            logits_indices=self._query_start_loc[:size],
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+        )
+
+    def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """The sampled tokens come next, each a position further; padding stays where it is."""
+        self._rows.pool.index_copy_(0, rows, token_ids)
+        self.lengths.index_copy_(0, rows, self.lengths.index_select(0, rows) + 1)
+        self._rows.pool[-1:].zero_()
+        self.lengths[-1:].zero_()

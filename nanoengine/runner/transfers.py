@@ -1,0 +1,107 @@
+"""Between host and device: a step's arrays on their way up, what it sampled on its way down.
+
+    ship       numpy ──► pinned buffer ──► device      one transfer, in the order of the step
+    Downloads  device ──► pinned buffer ──► numpy      on a side stream, as soon as it is there
+
+Nothing here makes the host wait, except `Download.wait`. Called by the runner; it knows no plans.
+
+Why a pinned buffer for each transfer: the device reads and writes it later, when the next step is
+already being built. torch hands a freed pinned buffer out again once the copies that used it have
+finished, so this costs no allocation after the first steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
+    """Tensors with the arrays' shapes and dtypes, on the device, by one transfer.
+
+    On a CPU they are the arrays themselves where these are contiguous.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    offsets, size = [], 0
+    for array in arrays:
+        offsets.append(size)
+        size += -(-array.nbytes // 16) * 16  # Why 16: kernels load aligned
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    host = buffer.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        host[offset : offset + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    sent = buffer.to(device, non_blocking=True)
+    return [
+        sent[offset : offset + array.nbytes]
+        .view(getattr(torch, array.dtype.name))
+        .view(array.shape)
+        for array, offset in zip(arrays, offsets, strict=True)
+    ]
+
+
+class Download:
+    """Tensors on their way to the host; as they are if they are there already."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        self._host = list(tensors)
+        self._arrived: torch.cuda.Event | None = None
+        if stream is None:
+            return
+        # Why kept: their memory must not get another use before it is copied.
+        self._sources = list(tensors)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for i, tensor in enumerate(tensors):
+                self._host[i] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._host[i].copy_(tensor, non_blocking=True)
+            self._arrived = stream.record_event()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._sources = []
+        return self._host
+
+
+class Downloads:
+    """Starts downloads from one device, on a stream of their own, so that no step waits for one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> Download:
+        """Sends tensors down as they are after all work issued so far."""
+        return Download(tensors, self._stream)
+
+
+class Stopwatch:
+    """Seconds between marks, by the clock of whoever does the work: the host's, or a GPU's own.
+
+    Why: to stop a GPU's work by the host's clock, the host would have to wait for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Notes the time at which all work issued so far is done."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Time from each mark to the next; on a GPU once the last of them has been reached."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._on_gpu:
+            return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        return [after - before for before, after in pairs]
