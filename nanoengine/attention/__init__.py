@@ -46,13 +46,24 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
 
 def make_backend(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    fp8_cache: bool = False,
 ) -> AttentionBackend:
-    """Builds a resolved backend for one engine.
+    """Builds a resolved backend for one engine; `fp8_cache`: its KV cache will be fp8.
 
     Raises:
-        ConfigError: it can't do this device, dtype, head_dim or block size; the message says what
-            it can.
+        ConfigError: it can't do this device, dtype, head_dim, block size or cache; the message says
+            what it can.
         MissingDependencyError: its package is not installed.
     """
-    return backend_class(name)(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    backend = backend_class(name)(
+        device=device, dtype=dtype, head_dim=head_dim, block_size=block_size
+    )
+    if fp8_cache:
+        backend.check_fp8()
+    return backend
