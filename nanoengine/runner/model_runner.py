@@ -97,7 +97,9 @@ class ModelRunner:
             dtype=dtype,
             head_dim=model_config.head_dim,
             block_size=self.block_size,
+            fp8_cache=config.kv_cache_dtype == "fp8",
         )
+        self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
         self.groups = make_kv_groups(model_config.sliding_windows)
         self.load_s = 0.0
         self.num_parameters = 0
@@ -125,7 +127,7 @@ class ModelRunner:
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
             num_layers=max(len(group.layers) for group in self.groups),
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
         )
         self.memory = self._size(bytes_a_block, asked, context_len)
         self.kv_cache = self._allocate(self.memory.num_blocks)
@@ -196,7 +198,7 @@ class ModelRunner:
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
             layout=self.backend.kv_layout,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
             device=self.device,
         )
         cache.bind(self.model.attention_layers)
