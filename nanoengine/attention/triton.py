@@ -12,7 +12,8 @@ shorter sequences, whose programs find nothing to do.
 
 A row's result does not depend on the sequences beside it: key tiles and splits are laid out by the
 sequence alone, and nothing is added up by atomics. A token computed alone takes the decode kernel
-and in a chunk the varlen kernel; these two agree to rounding, not to the bit.
+and in a chunk the varlen kernel; these two agree to rounding, not to the bit. With `deterministic`
+all tokens take the one kernel of `triton_uniform.py`.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
 float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
@@ -42,6 +43,7 @@ except ImportError as error:
 
 from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention import triton_store as store_kernels
+from nanoengine.attention import triton_uniform as uniform
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -175,7 +177,8 @@ class TritonBackend(AttentionBackend):
     """Paged FlashAttention in Triton: one varlen kernel, one split-KV decode kernel.
 
     Head dims that are no power of two are computed in tiles of the next one, so 80 and 96 cost
-    what 128 costs. float32 is exact, without tensor cores, and slow.
+    what 128 costs. float32 is exact, without tensor cores, and slow. `deterministic`: one kernel
+    for all tokens, so that chunks, cache hits and neighbours don't show in a bit.
 
     Raises:
         ConfigError: float64, or another dtype than float16, bfloat16 and float32; a head dim above
@@ -189,9 +192,16 @@ class TritonBackend(AttentionBackend):
     graph_safe: ClassVar[bool] = True
 
     def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        deterministic: bool = False,
     ) -> None:
         _check(device, dtype, head_dim, block_size)
+        self.deterministic = deterministic
         self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
         self.arch, self.num_sms = 90, 1  # In the interpreter: any GPU that can do everything.
         if device.type == "cuda":
@@ -264,6 +274,15 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self.deterministic:
+            group_size = spec.num_heads // spec.num_kv_heads
+            uniform.attend_uniform(
+                out, q, k_cache, v_cache, batch, spec,
+                attention_constants(q, k_cache, v_cache, spec),
+                uniform.uniform_config(self.arch, self.head_dim, group_size, self.dtype),
+                self.num_sms,
+            )  # fmt: skip
+            return out
         if batch.num_decodes:
             self._decode(out, q, k_cache, v_cache, batch, spec)
         if batch.num_seqs > batch.num_decodes:
