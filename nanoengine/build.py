@@ -74,6 +74,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             "dtype": dtype,
             "quantization": quantization,
             "kv_dtype": runner.kv_dtype,
+            "deterministic": config.deterministic,
             "attention_backend": backend,
             "layout": runner.backend.kv_layout,
             "block_size": layout.block_size,

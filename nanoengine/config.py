@@ -89,6 +89,9 @@ class EngineConfig:
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
 
+    deterministic: bool = False
+    """The same bits for the same tokens, whatever runs beside them and however prompts are chunked
+    or found in the cache; slower. On a GPU with the triton backend; refused elsewhere."""
     attention_backend: Literal["auto", "naive", "cpu", "triton", "flash_attn"] = "auto"
     """auto: cpu on a CPU, triton on a GPU."""
     enforce_eager: bool = False

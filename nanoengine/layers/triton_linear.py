@@ -2,7 +2,7 @@
 
 For `deterministic=True` on a GPU: cuBLAS picks its algorithm by the number of rows, and with it the
 order of a sum, so the same token may get other bits in another batch. Here a row's bits follow from
-the row. `linear_factory` is called by the runner.
+the row. Chosen by the runner.
 
 It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
 """
@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_gemm as kernels
 from nanoengine.layers.linear import UnquantizedLinear
 from nanoengine.layers.ops import GATES, LayerOps
-from nanoengine.layers.triton_ops import DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,7 @@ def gemm_config(arch: int, out_features: int, gated: bool, dtype: torch.dtype) -
 class TritonLinear(UnquantizedLinear):
     """A weight of the model's dtype; row-wise products, and gates in the same kernel.
 
-    Raises:
-        ConfigError: from `apply`, for a dtype that the kernel doesn't compute.
+    The attention backend has refused dtypes that the kernel doesn't compute.
     """
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -95,11 +92,3 @@ def _arch(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raises ConfigError for a dtype that the kernel doesn't compute."""
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"deterministic=True computes float16, bfloat16 and float32, got {dtype}: set dtype"
-        )
