@@ -3,8 +3,10 @@
 Run by test_triton_aot.py in its own process: Triton's interpreter and its compiler exclude each
 other. The launch arguments are those that the package's own callers give, caught at the launch.
 
-    python -m tests.aot_compile 90,bfloat16,128,64,8,2,auto ...
-                    arch,dtype,head_dim,block_size,num_kv_heads,group_size,cache
+    python -m tests.aot_compile 90,bfloat16,128,64,8,2,all ...
+                    arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
+
+`what` is all, attention, or fp8: attention over an fp8 cache.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from triton.compiler import ASTSource
 
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.rotate import HeadNormWeights
-from nanoengine.attention.triton import TritonBackend, kernels, store_kernels
+from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.kernels import triton_gemm
 from nanoengine.kernels import triton_layers as layer_kernels
+from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_ops import TritonOps
 from tests.attention_cases import Case, make_case
 
@@ -49,7 +53,7 @@ class Catch:
 def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
-    for module in (store_kernels, kernels, layer_kernels):
+    for module in (store_kernels, kernels, uniform, layer_kernels, triton_gemm):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 originals.append((module, name, value))
@@ -59,12 +63,12 @@ def caught_launches():
         setattr(module, name, value)
 
 
-def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, cache):
+def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     """What the backend and the layers launch for one mixed batch."""
     backend_module.COMPILED = False  # Why: the CPU tensors below only lend their shapes.
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
-        head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=cache == "fp8",
+        head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
     )  # fmt: skip
     with caught_launches() as caught:
         backend = TritonBackend(
@@ -74,8 +78,14 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, cache)
         backend.arch, backend.dtype = arch, dtype
         case.run(backend)
         run_rotation(backend, case)
-        if cache == "auto":
+        if what != "attention":
+            # So few decodes of such lengths share their splits.
+            backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
+            backend.attend(case.q, case.k_cache, case.v_cache, case.batch, case.spec)
+        if what == "all":
             run_layers(dtype)
+            triton_linear._arch = lambda device: arch
+            run_linear(dtype)
     return caught
 
 
@@ -96,6 +106,15 @@ def run_layers(dtype, hidden=4096, inner=12288):
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
+
+
+def run_linear(dtype, hidden=4096, inner=12288):
+    """The deterministic products, one with gates."""
+    x = torch.zeros(2, hidden, dtype=dtype)
+    method = triton_linear.TritonLinear("layer")
+    method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
+    method.apply(x, None)
+    method.apply_gated(x, "silu", None)
 
 
 def compile_launch(kernel, args, options, arch):
@@ -150,11 +169,17 @@ def report(kernel, compiled):
 def main():
     results = []
     for target in sys.argv[1:]:
-        arch, dtype, *shape, cache = target.split(",")
-        shape = [int(x) for x in shape]
-        for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, cache):
-            compiled = compile_launch(kernel, args, options, int(arch))
-            results.append({"target": target} | report(kernel, compiled))
+        arch, dtype, *shape, what = target.split(",")
+        shape, compiled = [int(x) for x in shape], set()
+        for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
+            name = kernel.__name__
+            if name == "gemm_kernel" and options["ACTIVATION"]:
+                name = "gated_gemm_kernel"
+            if (name, str(options)) in compiled:
+                continue  # decodes and prompts with deterministic=True: launches of one kernel
+            compiled.add((name, str(options)))
+            found = compile_launch(kernel, args, options, int(arch))
+            results.append({"target": target} | report(kernel, found) | {"kernel": name})
     print(json.dumps(results))
 
 

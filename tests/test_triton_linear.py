@@ -122,7 +122,7 @@ def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(determinist
 
 
 def test_a_dense_layer_takes_eight_kernels(deterministic_engine, monkeypatch):
-    """A decode of many sequences: norm, qkv, rotate and store, attend, o, norm, gate and up, down."""
+    """A decode: norm, qkv, rotate and store, attend, o, norm, gate and up with the gate, down."""
     launched = []
 
     class Count:

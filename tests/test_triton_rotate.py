@@ -56,16 +56,16 @@ def check(*lengths, norm=None, padding=0, **options):
     weights = None if norm is None else norm_of(case, norm == "wide")
     arguments = heads_of(case, padding), rotation_of(case, case.q.dtype), weights
     plain = [cache.clone() for cache in (case.k_cache, case.v_cache)]
-    expected = AttentionBackend.rotate_and_store(
-        backend, *arguments, *plain, case.batch, case.spec
-    )
+    expected = AttentionBackend.rotate_and_store(backend, *arguments, *plain, case.batch, case.spec)
     fused = [cache.clone() for cache in (case.k_cache, case.v_cache)]
     q = backend.rotate_and_store(*arguments, *fused, case.batch, case.spec)
     assert q.shape == expected.shape
     assert q.is_contiguous()
     atol = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(q, expected, rtol=0, atol=atol)
-    torch.testing.assert_close(fused[0].float(), plain[0].float(), rtol=0, atol=atol, equal_nan=True)
+    torch.testing.assert_close(
+        fused[0].float(), plain[0].float(), rtol=0, atol=atol, equal_nan=True
+    )
     assert torch.equal(fused[1].float().nan_to_num(7.0), plain[1].float().nan_to_num(7.0))
     return case
 

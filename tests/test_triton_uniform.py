@@ -1,4 +1,4 @@
-"""Deterministic attention: right, and the same bits alone, in a batch, in chunks and after a hit."""
+"""Deterministic attention: right, and the same bits alone, in a batch, in chunks, after a hit."""
 
 from dataclasses import replace
 
@@ -61,7 +61,9 @@ def test_equals_the_oracle(num_sms, options):
 def test_a_decode_has_the_same_bits_however_its_splits_are_shared(window):
     alone = run((1, 110), sliding_window=window, group_size=2)
     for num_sms in (1, 100):
-        shared = run((1, 110), (1, 3), (9, 20), num_sms=num_sms, sliding_window=window, group_size=2)
+        shared = run(
+            (1, 110), (1, 3), (9, 20), num_sms=num_sms, sliding_window=window, group_size=2
+        )
         assert torch.equal(shared[:1], alone)
 
 

@@ -1,11 +1,12 @@
 """The fp8 KV cache in plain torch: how a number becomes a byte and comes back.
 
-The format is e4m3: 4 bits of exponent, 3 of mantissa, no infinity. A layer's keys (and values) share
-one scale: stored = number / scale, rounded to nearest, where what passes the format's largest number
-is held there. The scale comes from the checkpoint if it has one, else it is 1.
+The format is e4m3: 4 bits of exponent, 3 of mantissa, no infinity. A layer's keys share one scale,
+its values another: stored = number / scale, rounded to nearest, where what passes the format's
+largest number is held there. The scale comes from the checkpoint if it has one, else it is 1.
 
-Rounding is off by at most 1/16 of a number, or 2**-10 scales where that is more. So an output is off
-by at most 1/16 of the greatest value, and each score by 1/16 of the sum of its products' sizes.
+Rounding is off by at most 1/16 of a number, or 2**-10 scales where that is more. So values move an
+output by at most 1/16 of the greatest one, and keys a score by 1/16 of the sum of its products'
+sizes.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); static scales as in
 vLLM's checkpoints.

@@ -212,8 +212,8 @@ class TritonBackend(AttentionBackend):
     def check_fp8(self) -> None:
         """Raises ConfigError on GPUs before Ada and Hopper.
 
-        Why: only from compute capability 8.9 on does the hardware convert fp8; by integer arithmetic
-        a decode would take longer than it saves in memory traffic.
+        Why: only from compute capability 8.9 on does the hardware convert fp8, and converting by
+        integer arithmetic would take a decode longer than the memory traffic that it saves.
         """
         if self.arch < 89:
             raise ConfigError(

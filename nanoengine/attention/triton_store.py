@@ -1,8 +1,8 @@
-"""The Triton kernels that write the paged KV cache: keys and values as they are, or on their way out
-of the fused projection, with norm and rotation.
+"""The Triton kernels that write the paged KV cache: keys and values as they are, or on their way
+out of the fused projection, with norm and rotation.
 
-Called by `attention/triton.py` alone. A cache in fp8 holds number * factor, rounded to nearest, where
-the factor is one over the layer's scale; the twin in plain torch is `attention/fp8.py`.
+Called by `attention/triton.py` alone. A cache in fp8 holds number * factor, rounded to nearest,
+where the factor is one over the layer's scale; the twin in plain torch is `attention/fp8.py`.
 
 They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
 run on a GPU yet.
@@ -116,9 +116,7 @@ def rotate_store_kernel(
     target = k_cache + block * KC_BLOCK + offset * KC_TOKEN
     target += (rows - NUM_HEADS) * KC_HEAD + dims
     tl.store(target, to_cache(new_first, k_cache, k_factor), mask=inside & is_key)
-    tl.store(
-        target + HEAD_DIM // 2, to_cache(new_second, k_cache, k_factor), mask=inside & is_key
-    )
+    tl.store(target + HEAD_DIM // 2, to_cache(new_second, k_cache, k_factor), mask=inside & is_key)
 
     is_value = mask & (rows >= NUM_HEADS + NUM_KV_HEADS)
     target = v_cache + block * VC_BLOCK + offset * VC_TOKEN

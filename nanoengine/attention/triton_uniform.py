@@ -1,7 +1,7 @@
 """Attention whose bits depend on a token and its context alone, not on how a step computes it.
 
-Called by `attention/triton.py` for `deterministic=True`. One kernel serves decodes, chunks and whole
-prompts, so that a token's arithmetic is the same machine code in all of them:
+Called by `attention/triton.py` for `deterministic=True`. One kernel serves decodes, chunks and
+whole prompts, so that a token's arithmetic is the same machine code in all of them:
 
     context     0 ....... 511 | 512 ...... 1023 | 1024 .. 1100     splits of a fixed size, from 0 on
     a program   softmax within a split -> (result, log-sum-exp)    masked code in all tiles
@@ -48,14 +48,12 @@ class UniformConfig:
 
 
 @functools.cache
-def uniform_config(
-    arch: int, head_dim: int, group_size: int, dtype: torch.dtype
-) -> UniformConfig:
+def uniform_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype) -> UniformConfig:
     """Tile sizes: enough rows for prompts, few enough that a decode is not all padding."""
     dim = triton.next_power_of_2(head_dim)
     rows = max(32, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
-        return UniformConfig(rows=rows, keys=16, warps=8 if dim > 128 else 4, stages=2)
+        return UniformConfig(rows=rows, keys=16, warps=8, stages=2)
     if dim > 128:
         return UniformConfig(rows=rows, keys=32, warps=8, stages=2)
     return UniformConfig(rows=rows, keys=32, warps=4, stages=4 if arch in (80, 90, 100, 103) else 3)
@@ -113,8 +111,8 @@ def uniform_kernel(
         mask = inside[:, None] & (dims < HEAD_DIM)
         token_rows = (query_start + tokens).to(tl.int64)
         heads = kv_head * GROUP + rows % GROUP
-        place = token_rows[:, None] * Q_TOKEN + (heads[:, None] * Q_HEAD + dims)
-        query = tl.load(q + place, mask=mask, other=0.0)
+        q_place = token_rows[:, None] * Q_TOKEN + (heads[:, None] * Q_HEAD + dims)
+        query = tl.load(q + q_place, mask=mask, other=0.0)
         end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
         low = 0
         if WINDOW > 0:
@@ -124,9 +122,7 @@ def uniform_kernel(
         all_acc = tl.zeros([M, DIM], tl.float32)
         all_total = tl.zeros([M], tl.float32)
         all_high = tl.full([M], MIN_SCORE, tl.float32)
-        for split in range(
-            first_split + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)
-        ):
+        for split in range(first_split + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
             start = tl.maximum(split * SPLIT, low // N * N)
             acc, total, high = attend(
                 query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
@@ -143,13 +139,13 @@ def uniform_kernel(
             if direct:
                 all_acc, all_total, all_high = merge(all_acc, all_total, all_high, part, lse)
             else:
-                place = part_row + (split - first_split)
-                tl.store(part_lse + place, lse, mask=inside)
-                tl.store(part_out + place[:, None] * HEAD_DIM + dims, part, mask=mask)
+                row = part_row + (split - first_split)
+                tl.store(part_lse + row, lse, mask=inside)
+                tl.store(part_out + row[:, None] * HEAD_DIM + dims, part, mask=mask)
         if direct:
             result = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
-            place = token_rows[:, None] * O_TOKEN + (heads[:, None] * O_HEAD + dims)
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+            out_place = token_rows[:, None] * O_TOKEN + (heads[:, None] * O_HEAD + dims)
+            tl.store(out + out_place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])

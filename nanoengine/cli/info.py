@@ -147,7 +147,8 @@ def model_lines(
         f" runs in {_name(dtype)}, EOS {list(model.eos_token_ids)}",
         *([f"sliding windows of {sorted(windows)} tokens"] if windows else []),
         *([f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"] if moe else []),
-        f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)}, {2**30 // token_bytes:,} tokens a GiB",
+        f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)},"
+        f" {2**30 // token_bytes:,} tokens a GiB",
     ]
 
 

@@ -1,12 +1,12 @@
-"""A matrix multiplication in Triton whose rows don't depend on each other, with gates on its way out.
+"""A matrix multiplication in Triton whose rows don't depend on each other, with or without gates.
 
 Called by `layers/triton_linear.py` alone. Each output is one sum over the inputs, from the first to
 the last, in tiles of a fixed size: no split of the sum, no choice by the number of rows. So a row
 has the same bits alone and among thousands, which a library that picks its algorithm by shape does
 not promise.
 
-It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run on
-a GPU yet.
+It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run
+on a GPU yet.
 """
 
 from __future__ import annotations

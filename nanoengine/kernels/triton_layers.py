@@ -1,7 +1,7 @@
 """The Triton kernels between matrix multiplications: RMSNorm, with or without a sum, and gates.
 
-Called by `layers/triton_ops.py` alone, which chooses grids and widths. One program has one row (or a
-part of one, where elements don't meet), so a row's result never depends on its neighbours. All
+Called by `layers/triton_ops.py` alone, which chooses grids and widths. One program has one row, or
+a part of one where elements don't meet, so a row's result never depends on its neighbours. All
 arithmetic is float32; where plain torch would round to the model's dtype in between, so do these.
 
 They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
