@@ -73,6 +73,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             "seed": config.seed if config.load_format == "dummy" else None,
             "dtype": dtype,
             "quantization": quantization,
+            "kv_dtype": runner.kv_dtype,
+            "deterministic": config.deterministic,
             "attention_backend": backend,
             "layout": runner.backend.kv_layout,
             "block_size": layout.block_size,
@@ -112,6 +114,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         load_s=runner.load_s,
         start_s=time.perf_counter() - started,
         memory_plan=str(memory),
+        kv_cache_dtype=str(runner.kv_dtype).removeprefix("torch."),
         generation_defaults=dict(model_config.generation_defaults),
     )
     logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)

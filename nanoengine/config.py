@@ -83,9 +83,15 @@ class EngineConfig:
     """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     kv_tiers: tuple[Tier, ...] = ()
     """Where KV blocks live on below the device: a HostTier, or one and a DiskTier below it."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: the model's dtype. fp8: e4m3 with a scale a layer, from the checkpoint or 1; half the
+    memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
 
+    deterministic: bool = False
+    """The same bits for the same tokens, whatever runs beside them and however prompts are chunked
+    or found in the cache; slower. On a GPU with the triton backend; refused elsewhere."""
     attention_backend: Literal["auto", "naive", "cpu", "triton", "flash_attn"] = "auto"
     """auto: cpu on a CPU, triton on a GPU."""
     enforce_eager: bool = False
@@ -197,6 +203,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "float64", "bfloat16", "float16"),
     "admission": ("predictive", "watermark", "hysteresis"),
+    "kv_cache_dtype": ("auto", "fp8"),
     "attention_backend": ("auto", "naive", "cpu", "triton", "flash_attn"),
     "quantization": (None, "int8", "int4", "int8_weight_only", "int4_weight_only"),
 }

@@ -59,6 +59,7 @@ class EngineInfo:
     load_s: float
     start_s: float
     memory_plan: str
+    kv_cache_dtype: str = "auto"
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     quantization: str | None = None
     weight_bits: int | None = None

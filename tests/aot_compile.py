@@ -1,14 +1,17 @@
-"""Compiles the attention kernels to machine code for GPUs that need not be here; prints JSON.
+"""Compiles the Triton kernels to machine code for GPUs that need not be here; prints JSON.
 
 Run by test_triton_aot.py in its own process: Triton's interpreter and its compiler exclude each
-other. The launch arguments are those that `TritonBackend` gives, caught at the launch.
+other. The launch arguments are those that the package's own callers give, caught at the launch.
 
-    python -m tests.aot_compile 90,bfloat16,128,64,8,2 ...
-                    arch,dtype,head_dim,block_size,num_kv_heads,group_size
+    python -m tests.aot_compile 90,bfloat16,128,64,8,2,all ...
+                    arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
+
+`what` is all, attention, or fp8: attention over an fp8 cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -22,12 +25,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanoengine.attention import triton as backend_module
-from nanoengine.attention.triton import TritonBackend, kernels
-from tests.attention_cases import make_case
+from nanoengine.attention.rotate import HeadNormWeights
+from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.kernels import triton_gemm
+from nanoengine.kernels import triton_layers as layer_kernels
+from nanoengine.layers import triton_linear
+from nanoengine.layers.triton_ops import TritonOps
+from tests.attention_cases import Case, make_case
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 
@@ -41,26 +49,72 @@ class Catch:
         return lambda *args, **options: self.launches.append((self.kernel, args, options))
 
 
-def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size):
-    """What the backend launches for one mixed batch, as (kernel, arguments, options)."""
-    caught = []
-    names = ("store_kernel", "varlen_kernel", "decode_kernel", "combine_kernel")
-    originals = {name: getattr(kernels, name) for name in names}
+@contextlib.contextmanager
+def caught_launches():
+    """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
+    caught, originals = [], []
+    for module in (store_kernels, kernels, uniform, layer_kernels, triton_gemm):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
+                originals.append((module, name, value))
+                setattr(module, name, Catch(value, caught))
+    yield caught
+    for module, name, value in originals:
+        setattr(module, name, value)
+
+
+def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
+    """What the backend and the layers launch for one mixed batch."""
     backend_module.COMPILED = False  # Why: the CPU tensors below only lend their shapes.
-    backend = TritonBackend(
-        device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim, block_size=block_size
-    )
-    backend.arch, backend.dtype = arch, dtype
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
-        head_dim=head_dim, block_size=block_size, dtype=dtype,
+        head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
     )  # fmt: skip
-    for name in names:
-        setattr(kernels, name, Catch(originals[name], caught))
-    case.run(backend)
-    for name in names:
-        setattr(kernels, name, originals[name])
+    with caught_launches() as caught:
+        backend = TritonBackend(
+            device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
+            block_size=block_size,
+        )  # fmt: skip
+        backend.arch, backend.dtype = arch, dtype
+        case.run(backend)
+        run_rotation(backend, case)
+        if what != "attention":
+            # So few decodes of such lengths share their splits.
+            backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
+            backend.attend(case.q, case.k_cache, case.v_cache, case.batch, case.spec)
+        if what == "all":
+            run_layers(dtype)
+            triton_linear._arch = lambda device: arch
+            run_linear(dtype)
     return caught
+
+
+def run_rotation(backend: TritonBackend, case: Case):
+    """The fused store, with a norm."""
+    heads = torch.cat([case.q, case.k, case.v], 1)
+    table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
+    shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
+    norm = HeadNormWeights(weight=torch.ones(shape, dtype=heads.dtype), eps=1e-6)
+    backend.rotate_and_store(
+        heads, table.chunk(2, -1), norm, case.k_cache, case.v_cache, case.batch, case.spec
+    )
+
+
+def run_layers(dtype, hidden=4096, inner=12288):
+    """The norm with a sum and the gate, at the sizes of an 8B model."""
+    ops = TritonOps(dtype)
+    x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+    ops.add_rms_norm(x, x.clone(), weight, 1e-6)
+    ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
+
+
+def run_linear(dtype, hidden=4096, inner=12288):
+    """The deterministic products, one with gates."""
+    x = torch.zeros(2, hidden, dtype=dtype)
+    method = triton_linear.TritonLinear("layer")
+    method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
+    method.apply(x, None)
+    method.apply_gated(x, "silu", None)
 
 
 def compile_launch(kernel, args, options, arch):
@@ -81,7 +135,7 @@ def compile_launch(kernel, args, options, arch):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             assert kernel.params[i].do_not_specialize, name
-            signature[name] = "i32"
+            signature[name] = "fp32" if isinstance(args[i], float) else "i32"
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build)
 
@@ -115,11 +169,17 @@ def report(kernel, compiled):
 def main():
     results = []
     for target in sys.argv[1:]:
-        arch, dtype, *shape = target.split(",")
-        shape = [int(x) for x in shape]
-        for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape):
-            compiled = compile_launch(kernel, args, options, int(arch))
-            results.append({"target": target} | report(kernel, compiled))
+        arch, dtype, *shape, what = target.split(",")
+        shape, compiled = [int(x) for x in shape], set()
+        for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
+            name = kernel.__name__
+            if name == "gemm_kernel" and options["ACTIVATION"]:
+                name = "gated_gemm_kernel"
+            if (name, str(options)) in compiled:
+                continue  # decodes and prompts with deterministic=True: launches of one kernel
+            compiled.add((name, str(options)))
+            found = compile_launch(kernel, args, options, int(arch))
+            results.append({"target": target} | report(kernel, found) | {"kernel": name})
     print(json.dumps(results))
 
 

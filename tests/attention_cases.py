@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec
+from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.runner.batch import Batch
 
@@ -36,8 +37,10 @@ class Case:
             block_size=self.k_cache.shape[1],
         )
         batch = replace(self.batch, attention=oracle.prepare(self.batch))
-        tensors = (x.double() for x in (self.q, self.k, self.v, self.k_cache, self.v_cache))
-        return oracle.forward(*tensors, batch, self.spec)
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        caches = self.k_cache, self.v_cache
+        caches = (x.clone() if x.dtype == FP8 else x.double() for x in caches)
+        return oracle.forward(q, k, v, *caches, batch, self.spec)
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         """One forward of `backend`, [T, H, D]."""
@@ -67,6 +70,7 @@ def make_case(
     softcap: float | None = None,
     shared: dict[int, tuple[int, int]] | None = None,
     spread: float = 1.0,
+    fp8: bool = False,
 ) -> Case:
     """Builds a batch of sequences of (query_len, seq_len), those with one query token first.
 
@@ -74,21 +78,30 @@ def make_case(
     every slot that nobody wrote holds NaN. `shared[i] = (j, n)`: the first n blocks of sequence i
     are those of sequence j, an earlier one. The layer belongs to group 1 of 2: group 0 has slots
     and tables that would give garbage. `spread` scales the queries. A sequence's numbers are the
-    same whatever stands beside it.
+    same whatever stands beside it. `fp8`: the caches are fp8, and all keys and values are numbers
+    that it holds exactly. Why: Triton's interpreter rounds to fp8 otherwise than a GPU.
     """
+    scales = (0.5, 0.125) if fp8 else (1.0, 1.0)
     heads, num_seqs = num_kv_heads * group_size, len(lengths)
     blocks = [-(-seq_len // block_size) for _, seq_len in lengths]
     shuffle = torch.Generator().manual_seed(7)
     free = (1 + torch.randperm(sum(blocks) + 2, generator=shuffle)).tolist()
     tables = torch.zeros(2, num_seqs, max(blocks) + 1, dtype=torch.int32)
     shape = (2, sum(blocks) + 3, block_size, num_kv_heads, head_dim)
-    caches = torch.full(shape, float("nan"), dtype=dtype)
+    caches = torch.full(shape, float("nan"), dtype=FP8 if fp8 else dtype)
     new, slots, positions = [], [], []
     for i, (query_len, seq_len) in enumerate(lengths):
         generator = torch.Generator().manual_seed(i)
         numbers = torch.randn(seq_len, heads + 2 * num_kv_heads, head_dim, generator=generator).to(
             dtype
         )
+        keys_values = numbers[:, heads:].unflatten(1, (2, num_kv_heads)).transpose(0, 1)
+        if fp8:
+            stored = torch.stack([to_fp8(x, s) for x, s in zip(keys_values, scales, strict=True)])
+            for x, codes, s in zip(keys_values, stored, scales, strict=True):
+                x.copy_(from_fp8(codes, s, dtype))
+        else:
+            stored = keys_values
         table = torch.tensor([free.pop() for _ in range(blocks[i])])
         parent, count = (shared or {}).get(i, (0, 0))
         table[:count] = tables[1, parent, :count]
@@ -97,8 +110,7 @@ def make_case(
         slot = table[position // block_size] * block_size + position % block_size
         # Why only its own: what it shares is written by the parent, maybe in this very step.
         written = slice(count * block_size, seq_len - query_len)
-        context = numbers[written, heads:].unflatten(1, (2, num_kv_heads)).transpose(0, 1)
-        caches.view(2, -1, num_kv_heads, head_dim)[:, slot[written]] = context
+        caches.view(2, -1, num_kv_heads, head_dim)[:, slot[written]] = stored[:, written]
         new.append(numbers[seq_len - query_len :])
         slots.append(slot[seq_len - query_len :])
         positions.append(position[seq_len - query_len :])
@@ -123,6 +135,8 @@ def make_case(
         scale=head_dim**-0.5 if scale is None else scale,
         sliding_window=sliding_window,
         softcap=softcap,
+        k_scale=scales[0],
+        v_scale=scales[1],
         group=1,
     )
     # Why slices of one tensor: a model's q, k and v are cut from one projection and its strides.

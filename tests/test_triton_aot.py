@@ -16,8 +16,19 @@ import triton
 
 TESTS = Path(__file__).parent
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MAIN = [f"{arch},bfloat16,128,64,8,2" for arch in (80, 89, 90)]
-OTHERS = ["80,float32,64,16,2,4", "89,float16,96,16,2,7"]
+MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]
+FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
+OTHERS = ["80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention"]
+STORES = ("store_kernel", "rotate_store_kernel")
+ATTENTION = ("varlen_kernel", "decode_kernel", "combine_kernel")
+LAYERS = ("rms_norm_kernel", "gate_kernel")
+UNIFORM = ("uniform_kernel", "uniform_combine_kernel")
+PRODUCTS = ("gemm_kernel", "gated_gemm_kernel")
+KERNELS = {
+    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS,
+    "fp8": STORES + ATTENTION + UNIFORM,
+    "attention": STORES + ATTENTION,
+}
 SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024}
 
 
@@ -33,7 +44,7 @@ def reports(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.aot_compile", *MAIN, *OTHERS], cwd=TESTS.parent,
+        [sys.executable, "-m", "tests.aot_compile", *MAIN, *FP8, *OTHERS], cwd=TESTS.parent,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -41,8 +52,8 @@ def reports(tmp_path_factory):
 
 
 def test_every_kernel_compiles_for_every_target(reports):
-    kernels = ("store_kernel", "varlen_kernel", "decode_kernel", "combine_kernel")
-    assert set(reports) == {(t, k) for t in MAIN + OTHERS for k in kernels}
+    targets = MAIN + FP8 + OTHERS
+    assert set(reports) == {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
 
 
 def test_nothing_spills_and_shared_memory_fits(reports):
@@ -52,16 +63,19 @@ def test_nothing_spills_and_shared_memory_fits(reports):
         assert figures["shared"] <= SHARED_BYTES[target[:2]], (target, kernel, figures)
 
 
-@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("target", MAIN + FP8)
 def test_registers_leave_room_for_enough_programs(reports, target):
     # A multiprocessor has 65,536: four decodes of 128 threads, one prefill tile of 256.
     assert reports[target, "decode_kernel"]["registers"] <= 128
     assert reports[target, "varlen_kernel"]["registers"] <= 224
     assert reports[target, "combine_kernel"]["registers"] <= 64
-    assert reports[target, "store_kernel"]["registers"] <= 64
+    assert reports[target, "uniform_kernel"]["registers"] <= 240
+    for kernel in (*STORES, *LAYERS, *PRODUCTS):
+        if (target, kernel) in reports:
+            assert reports[target, kernel]["registers"] <= (168 if kernel in PRODUCTS else 64)
 
 
-@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("target", MAIN + FP8)
 def test_attention_multiplies_on_tensor_cores(reports, target):
     for kernel in ("varlen_kernel", "decode_kernel"):
         assert reports[target, kernel]["mma"] > 0
@@ -80,7 +94,28 @@ def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, ker
 
 
 @pytest.mark.parametrize("target", MAIN)
-def test_the_store_moves_16_bytes_at_a_time(reports, target):
-    figures = reports[target, "store_kernel"]
+@pytest.mark.parametrize("kernel", ["uniform_kernel", *PRODUCTS])
+def test_deterministic_kernels_use_tensor_cores_and_overlapping_copies(reports, target, kernel):
+    figures = reports[target, kernel]
+    assert figures["mma"] > 0
+    assert figures["async_copies"] == figures["wide_copies"] > 0
+    assert figures["in_flight"] >= 2
+    if target.startswith("90") and kernel in PRODUCTS:
+        assert figures["wgmma"] > 0
+
+
+@pytest.mark.parametrize("target", FP8)
+@pytest.mark.parametrize("kernel", ["varlen_kernel", "decode_kernel", "uniform_kernel"])
+def test_fp8_keys_and_values_arrive_by_copies_that_overlap(reports, target, kernel):
+    # Why no word on widths: where an operand's layout asks for it, rows come 8 bytes at a time.
+    figures = reports[target, kernel]
+    assert figures["async_copies"] >= figures["wide_copies"] > 0
+    assert figures["in_flight"] >= 2
+
+
+@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("kernel", STORES + LAYERS)
+def test_element_wise_kernels_move_16_bytes_at_a_time(reports, target, kernel):
+    figures = reports[target, kernel]
     assert figures["wide_loads"] > 0
     assert figures["wide_stores"] > 0

@@ -46,13 +46,37 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
 
 def make_backend(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    fp8_cache: bool = False,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """Builds a resolved backend for one engine.
 
+    Args:
+        fp8_cache: the KV cache will be fp8.
+        deterministic: a token's result must have the same bits however it is computed.
+
     Raises:
-        ConfigError: it can't do this device, dtype, head_dim or block size; the message says what
-            it can.
+        ConfigError: it can't do this device, dtype, head_dim, block size or cache; the message says
+            what it can.
         MissingDependencyError: its package is not installed.
     """
-    return backend_class(name)(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    options: dict[str, bool] = {}
+    if deterministic:
+        if name != "triton":
+            raise ConfigError(
+                f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
+                " leave it out; greedy tokens seldom show last bits"
+            )
+        options["deterministic"] = True
+    backend = backend_class(name)(
+        device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options
+    )
+    if fp8_cache:
+        backend.check_fp8()
+    return backend

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 
 from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
+from nanoengine.errors import ConfigError
 from nanoengine.runner.batch import Batch
 
 KVLayoutName = Literal["PKD", "KPD"]
@@ -30,6 +31,8 @@ class AttentionSpec:
         scale: factor on q.k, usually head_dim ** -0.5.
         sliding_window: None, or w: a token sees itself and the w - 1 tokens before it.
         softcap: None, or c: scores become c * tanh(score / c).
+        k_scale, v_scale: what the numbers of an fp8 cache are multiplied with; without meaning for
+            a cache of the model's dtype.
         group: index of the layer's KV group in `batch.slot_mapping` and `batch.block_tables`.
     """
 
@@ -39,6 +42,8 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
     group: int = 0
 
 
@@ -54,13 +59,21 @@ class AttentionBackend(ABC):
 
     An instance is made by `attention.make_backend` and serves all layers of one engine; it keeps no
     state between steps, so two batches may be in flight. In what follows k_cache and v_cache are
-    one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`.
+    one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`; of the model's dtype, or fp8 if
+    `check_fp8` allows it.
     """
 
     name: ClassVar[str]
     kv_layout: ClassVar[KVLayoutName]
     default_block_size: ClassVar[int]
     graph_safe: ClassVar[bool]
+
+    def check_fp8(self) -> None:
+        """Raises ConfigError unless caches may be fp8: see `attention.fp8`."""
+        raise ConfigError(
+            f"attention backend {self.name} keeps no fp8 KV cache: set kv_cache_dtype='auto', or"
+            " attention_backend='triton' on a GPU, 'naive' elsewhere"
+        )
 
     @abstractmethod
     def prepare(self, batch: Batch) -> object:

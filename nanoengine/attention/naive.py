@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
 from nanoengine.runner.batch import Batch
 
 
@@ -40,6 +41,9 @@ class NaiveBackend(AttentionBackend):
         # Why: 16-bit scores would lose more than the kernels under test; float64 stays float64.
         self.math_dtype = torch.float32 if dtype.itemsize < 4 else dtype
 
+    def check_fp8(self) -> None:
+        """Nothing to refuse: plain torch converts on any device."""
+
     def prepare(self, batch: Batch) -> list[tuple[int, int, int]]:
         """For each sequence (first query token, one past the last, seq_len), as Python ints."""
         starts = batch.query_start_loc.tolist()
@@ -55,6 +59,8 @@ class NaiveBackend(AttentionBackend):
         spec: AttentionSpec,
     ) -> None:
         slots = batch.slot_mapping[spec.group]
+        if k_cache.dtype == FP8:
+            k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
         k_cache[slots // self.block_size, slots % self.block_size] = k
         v_cache[slots // self.block_size, slots % self.block_size] = v
 
@@ -94,6 +100,9 @@ class NaiveBackend(AttentionBackend):
         """softmax(q k^T * scale) v for the keys that each query may see -> [N, H, D]."""
         # Query heads k*R ... k*R + R - 1 share KV head k.
         grouped = q.to(self.math_dtype).unflatten(1, (spec.num_kv_heads, -1))  # [N, K, R, D]
+        if k.dtype == FP8:
+            k = from_fp8(k, spec.k_scale, self.math_dtype)
+            v = from_fp8(v, spec.v_scale, self.math_dtype)
         k, v = k.to(self.math_dtype), v.to(self.math_dtype)
         scores = torch.einsum("nkrd,ckd->krnc", grouped, k) * spec.scale
         if spec.softcap is not None:

@@ -1,10 +1,10 @@
 """TritonBackend: paged attention on CUDA with nanoengine's own kernels. The default backend there.
 
 Chosen by `attention.make_backend`, called by every attention layer. Here are the choices: tile
-sizes, grids, scratch memory; the arithmetic is in `triton_kernels.py`.
+sizes, grids, scratch memory; the arithmetic is in `triton_store.py` and `triton_kernels.py`.
 
-    forward = store (all tokens) -> decode + combine (first num_decodes sequences)
-                                 -> varlen           (all others)
+    norm, rotate and store (all tokens) -> decode + combine (first num_decodes sequences)
+                                        -> varlen           (all others)
 
 Grids come from Python ints of the batch, so nothing waits for the GPU, and the launches of a batch
 of decodes may be captured in a CUDA graph: a graph captured with a greater `max_seq_len` serves
@@ -12,7 +12,8 @@ shorter sequences, whose programs find nothing to do.
 
 A row's result does not depend on the sequences beside it: key tiles and splits are laid out by the
 sequence alone, and nothing is added up by atomics. A token computed alone takes the decode kernel
-and in a chunk the varlen kernel; these two agree to rounding, not to the bit.
+and in a chunk the varlen kernel; these two agree to rounding, not to the bit. With `deterministic`
+all tokens take the one kernel of `triton_uniform.py`.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
 float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
@@ -28,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.runner.batch import Batch
 
@@ -40,6 +42,8 @@ except ImportError as error:
     ) from error
 
 from nanoengine.attention import triton_kernels as kernels
+from nanoengine.attention import triton_store as store_kernels
+from nanoengine.attention import triton_uniform as uniform
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -150,18 +154,31 @@ def store_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Writes k, v [T, K, D] to the slots [T] of caches [B, P, K, D], in one launch."""
-    kernels.store_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, slot_mapping, **store_constants(k, v, k_cache, v_cache)
-    )
+    store_kernels.store_kernel[(k.shape[0],)](
+        k, v, k_cache, v_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale,
+        **store_constants(k, v, k_cache, v_cache),
+    )  # fmt: skip
+
+
+def rotate_rows(num_heads: int, head_dim: int) -> int:
+    """Heads that one program of `rotate_store_kernel` norms and turns.
+
+    Why 1,024 halves' elements: 8 for each of 128 threads, one load of 16 bytes.
+    """
+    half = triton.next_power_of_2(head_dim // 2)
+    return min(triton.next_power_of_2(num_heads), max(1024 // half, 1))
 
 
 class TritonBackend(AttentionBackend):
     """Paged FlashAttention in Triton: one varlen kernel, one split-KV decode kernel.
 
     Head dims that are no power of two are computed in tiles of the next one, so 80 and 96 cost
-    what 128 costs. float32 is exact, without tensor cores, and slow.
+    what 128 costs. float32 is exact, without tensor cores, and slow. `deterministic`: one kernel
+    for all tokens, so that chunks, cache hits and neighbours don't show in a bit.
 
     Raises:
         ConfigError: float64, or another dtype than float16, bfloat16 and float32; a head dim above
@@ -175,15 +192,34 @@ class TritonBackend(AttentionBackend):
     graph_safe: ClassVar[bool] = True
 
     def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        deterministic: bool = False,
     ) -> None:
         _check(device, dtype, head_dim, block_size)
+        self.deterministic = deterministic
         self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
-        self.arch, self.num_sms = 80, 1
+        self.arch, self.num_sms = 90, 1  # In the interpreter: any GPU that can do everything.
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.arch = 10 * properties.major + properties.minor
             self.num_sms = properties.multi_processor_count
+
+    def check_fp8(self) -> None:
+        """Raises ConfigError on GPUs before Ada and Hopper.
+
+        Why: only from compute capability 8.9 on does the hardware convert fp8, and converting by
+        integer arithmetic would take a decode longer than the memory traffic that it saves.
+        """
+        if self.arch < 89:
+            raise ConfigError(
+                "an fp8 KV cache needs a GPU of compute capability 8.9 or newer, got"
+                f" {self.arch // 10}.{self.arch % 10}: set kv_cache_dtype='auto'"
+            )
 
     def prepare(self, batch: Batch) -> None:
         """Nothing: the kernels find their sequences by `query_start_loc`, without a host's help."""
@@ -197,7 +233,37 @@ class TritonBackend(AttentionBackend):
         batch: Batch,
         spec: AttentionSpec,
     ) -> None:
-        store_kv(k, v, k_cache, v_cache, batch.slot_mapping[spec.group])
+        slots = batch.slot_mapping[spec.group]
+        store_kv(k, v, k_cache, v_cache, slots, spec.k_scale, spec.v_scale)
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNormWeights | None,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        num_tokens, num_rows, head_dim = heads.shape
+        cos, sin = rotation
+        weight = heads if norm is None else norm.weight  # Without norm nothing reads it.
+        assert heads.stride(2) == cos.stride(2) == sin.stride(2) == 1, "heads must be contiguous"
+        shape = (num_tokens, spec.num_heads, head_dim)
+        q = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+        rows = rotate_rows(num_rows, head_dim)
+        store_kernels.rotate_store_kernel[(num_tokens, triton.cdiv(num_rows, rows))](
+            q, heads, cos, sin, weight, k_cache, v_cache, batch.slot_mapping[spec.group],
+            1.0 / spec.k_scale, 1.0 / spec.v_scale,
+            TOKEN=heads.stride(0), HEAD=heads.stride(1),
+            COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
+            **cache_constants(k_cache, v_cache), BLOCK_SIZE=k_cache.shape[1],
+            NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
+            HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), ROWS=rows,
+            NORM=norm is not None, EPS=0.0 if norm is None else norm.eps, num_warps=4,
+        )  # fmt: skip
+        return q
 
     def attend(
         self,
@@ -208,6 +274,15 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self.deterministic:
+            group_size = spec.num_heads // spec.num_kv_heads
+            uniform.attend_uniform(
+                out, q, k_cache, v_cache, batch, spec,
+                attention_constants(q, k_cache, v_cache, spec),
+                uniform.uniform_config(self.arch, self.head_dim, group_size, self.dtype),
+                self.num_sms,
+            )  # fmt: skip
+            return out
         if batch.num_decodes:
             self._decode(out, q, k_cache, v_cache, batch, spec)
         if batch.num_seqs > batch.num_decodes:
@@ -235,7 +310,7 @@ class TritonBackend(AttentionBackend):
         num_tiles = (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills
         kernels.varlen_kernel[(num_tiles, spec.num_kv_heads)](
             out, q, k_cache, v_cache, table, batch.query_start_loc, batch.seq_lens,
-            table.stride(0), batch.num_decodes, num_prefills,
+            table.stride(0), batch.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
             **attention_constants(q, k_cache, v_cache, spec),
             M=config.prefill_rows, N=config.prefill_keys,
@@ -267,7 +342,7 @@ class TritonBackend(AttentionBackend):
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         kernels.decode_kernel[(num_seqs, spec.num_kv_heads, programs)](
             part_out, part_lse, q, k_cache, v_cache, table, batch.seq_lens,
-            table.stride(0), max_splits,
+            table.stride(0), max_splits, spec.k_scale, spec.v_scale,
             **attention_constants(q, k_cache, v_cache, spec),
             M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,
             MAX_SPLITS=config.max_splits,

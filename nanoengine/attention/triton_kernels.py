@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention: store, varlen attention, split-KV decode and its combine.
+"""The Triton kernels of paged attention: varlen attention, split-KV decode and its combine.
 
 Called by `attention/triton.py` alone, which chooses grids and tile sizes. They know pointers and
 strides, not batches or models. Everything is read through the block table of a sequence:
@@ -9,7 +9,8 @@ strides, not batches or models. Everything is read through the block table of a 
 
 One tile of queries holds all query heads of one KV head (row = token * GROUP + head), so that keys
 and values are read once a group. Softmax is online, in float32, in base 2: the score scale is
-multiplied by log2(e) once, and exp2 is the hardware's instruction.
+multiplied by log2(e) once, and exp2 is the hardware's instruction. Keys and values of an fp8 cache
+become the queries' dtype in registers, which is exact; their scales multiply scores and outputs.
 
 Key tiles are aligned to position 0 of the sequence and taken in rising order, and a tile that a row
 may not see leaves that row as it was. So a row's result never depends on the batch around it. How
@@ -36,35 +37,6 @@ import triton.language as tl
 
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
-
-
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
-def store_kernel(
-    k, v, k_cache, v_cache, slot_mapping,
-    K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """Copies one token's keys and values to its slot. Grid: [T].
-
-    HEADS and DIM are NUM_KV_HEADS and HEAD_DIM rounded up to powers of two; the rest is masked.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    heads = tl.arange(0, HEADS)[:, None]
-    dims = tl.arange(0, DIM)[None, :]
-    mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
-    key = tl.load(k + token * K_TOKEN + (heads * K_HEAD + dims), mask=mask)
-    value = tl.load(v + token * V_TOKEN + (heads * V_HEAD + dims), mask=mask)
-    k_row = k_cache + block * KC_BLOCK + offset * KC_TOKEN
-    v_row = v_cache + block * VC_BLOCK + offset * VC_TOKEN
-    tl.store(k_row + (heads * KC_HEAD + dims), key, mask=mask)
-    tl.store(v_row + (heads * VC_HEAD + dims), value, mask=mask)
 
 
 @triton.jit
@@ -108,7 +80,7 @@ def load_keys(
 
 @triton.jit
 def attend_tile(
-    q, acc, total, high, k_cache, v_cache, blocks, positions, start, low, end,
+    q, acc, total, high, k_cache, v_cache, blocks, positions, start, low, end, k_scale,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr,
@@ -125,7 +97,9 @@ def attend_tile(
         k_cache, blocks, start, low, end,
         KC_BLOCK, KC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
     )  # fmt: skip
-    scores = tl.dot(q, tl.trans(key), input_precision="ieee")  # [M, N]
+    scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")  # [M, N]
+    if key.dtype != q.dtype:
+        scores = scores * k_scale
     if SOFTCAP > 0.0:
         # tanh(x) = 1 - 2 / (e^2x + 1): right at both infinities, and only exp2 is needed.
         power = tl.exp2(scores * (2.0 * LOG2_E * SCALE / SOFTCAP))
@@ -145,14 +119,14 @@ def attend_tile(
     value = load_keys(
         v_cache, blocks, start, low, end,
         VC_BLOCK, VC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
-    )  # fmt: skip
+    ).to(q.dtype)  # fmt: skip
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     return acc, total, new_high
 
 
 @triton.jit
 def attend(
-    q, k_cache, v_cache, table, positions, start, low, full_end, end,
+    q, k_cache, v_cache, table, positions, start, low, full_end, end, k_scale,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr,
@@ -171,7 +145,7 @@ def attend(
         blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
         for first in range(start, full_end, N):
             acc, total, high = attend_tile(
-                q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end,
+                q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
                 SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
                 BLOCK_SIZE, N, HEAD_DIM, DIM, False,
             )  # fmt: skip
@@ -180,7 +154,7 @@ def attend(
     blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
     for first in range(start, end, N):
         acc, total, high = attend_tile(
-            q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end,
+            q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
             SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
             BLOCK_SIZE, N, HEAD_DIM, DIM, True,
         )  # fmt: skip
@@ -212,12 +186,12 @@ def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKE
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_decodes", "num_prefills"],
+    do_not_specialize=["table_stride", "num_decodes", "num_prefills", "k_scale", "v_scale"],
     do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
 )
 def varlen_kernel(
     out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    table_stride, num_decodes, num_prefills,
+    table_stride, num_decodes, num_prefills, k_scale, v_scale,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
@@ -262,11 +236,14 @@ def varlen_kernel(
         acc, total, _ = attend(
             query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
             block_tables + seq.to(tl.int64) * table_stride, context + tokens,
-            low // N * N, low, (first_position + 1) // N * N, end,
+            low // N * N, low, (first_position + 1) // N * N, end, k_scale,
             SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
             BLOCK_SIZE, M, N, HEAD_DIM, DIM,
         )  # fmt: skip
-        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        result = acc / total[:, None]
+        if v_cache.dtype.element_ty != q.dtype.element_ty:
+            result = result * v_scale
+        result = result.to(out.dtype.element_ty)
         tl.store(out + token_rows * O_TOKEN + (heads * O_HEAD + dims), result, mask=mask)
 
 
@@ -291,11 +268,12 @@ def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: t
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "max_splits"],
+    do_not_specialize=["table_stride", "max_splits", "k_scale", "v_scale"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
     part_out, part_lse, q, k_cache, v_cache, block_tables, seq_lens, table_stride, max_splits,
+    k_scale, v_scale,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
@@ -327,14 +305,17 @@ def decode_kernel(
         acc, total, high = attend(
             query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
             block_tables + seq.to(tl.int64) * table_stride, positions,
-            tl.maximum(split_start, low // N * N), low, end // N * N, end,
+            tl.maximum(split_start, low // N * N), low, end // N * N, end, k_scale,
             SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
             BLOCK_SIZE, M, N, HEAD_DIM, DIM,
         )  # fmt: skip
         num_heads = tl.num_programs(1) * GROUP
         part = (seq.to(tl.int64) * num_heads + heads) * max_splits + split
         tl.store(part_lse + part, high + tl.log2(total), mask=rows < GROUP)
-        tl.store(part_out + part[:, None] * HEAD_DIM + dims, acc / total[:, None], mask=mask)
+        result = acc / total[:, None]
+        if v_cache.dtype.element_ty != q.dtype.element_ty:
+            result = result * v_scale
+        tl.store(part_out + part[:, None] * HEAD_DIM + dims, result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])

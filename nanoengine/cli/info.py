@@ -42,6 +42,7 @@ def main(args: InfoArgs) -> None:
     """
     from nanoengine.build import resolve_device, resolve_dtype, resolve_model
     from nanoengine.models.config import load_model_config
+    from nanoengine.runner.kv_cache import stored_dtype
 
     device = resolve_device(args.device)
     config = EngineConfig(**engine_options(args))
@@ -52,9 +53,10 @@ def main(args: InfoArgs) -> None:
     _print_section("device", device_lines(device))
     _print_section(
         f"attention backends ({device.type}, {_name(dtype)}, head_dim {model.head_dim})",
-        backend_lines(device, dtype, model.head_dim),
+        backend_lines(device, dtype, model.head_dim, fp8_cache=args.kv_cache_dtype == "fp8"),
     )
-    _print_section(f"model {args.model}", model_lines(model, directory, dtype))
+    kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
+    _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
     if args.load:
         from nanoengine.build import build_engine
 
@@ -100,7 +102,9 @@ def device_lines(device: torch.device) -> list[str]:
     ]
 
 
-def backend_lines(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def backend_lines(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, fp8_cache: bool = False
+) -> list[str]:
     """Each attention backend: chosen by auto, available, or why not."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
@@ -108,7 +112,10 @@ def backend_lines(device: torch.device, dtype: torch.dtype, head_dim: int) -> li
     for name in BACKENDS:
         try:
             block_size = backend_class(name).default_block_size
-            make_backend(name, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+            make_backend(
+                name, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size,
+                fp8_cache=fp8_cache,
+            )  # fmt: skip
             state = f"available, {block_size} tokens a block"
         except (NanoEngineError, ImportError) as error:
             state = f"not available: {error}"
@@ -116,7 +123,9 @@ def backend_lines(device: torch.device, dtype: torch.dtype, head_dim: int) -> li
     return lines
 
 
-def model_lines(model: ModelConfig, directory: Path, dtype: torch.dtype) -> list[str]:
+def model_lines(
+    model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> list[str]:
     """The model's shape, and what its KV cache costs."""
     from nanoengine.runner.kv_cache import block_bytes
 
@@ -125,7 +134,7 @@ def model_lines(model: ModelConfig, directory: Path, dtype: torch.dtype) -> list
         num_kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
         num_layers=model.num_hidden_layers,
-        dtype=dtype,
+        dtype=kv_dtype,
     )
     windows = {window for window in model.sliding_windows if window is not None}
     moe = model.moe
@@ -138,7 +147,8 @@ def model_lines(model: ModelConfig, directory: Path, dtype: torch.dtype) -> list
         f" runs in {_name(dtype)}, EOS {list(model.eos_token_ids)}",
         *([f"sliding windows of {sorted(windows)} tokens"] if windows else []),
         *([f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"] if moe else []),
-        f"KV cache: {token_bytes:,} bytes a token, {2**30 // token_bytes:,} tokens a GiB",
+        f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)},"
+        f" {2**30 // token_bytes:,} tokens a GiB",
     ]
 
 

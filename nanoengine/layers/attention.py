@@ -7,11 +7,14 @@ that are only profiled, the layer has none.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layer import Layer
+from nanoengine.layers.weights import WeightSlot
 from nanoengine.runner.batch import Batch
 
 if TYPE_CHECKING:
@@ -37,6 +40,29 @@ class Attention(Layer):
         reads."""
         self.k_cache, self.v_cache = k_cache, v_cache
         self.spec = replace(self.spec, group=group)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        """The scales of an fp8 cache, beside this module in the checkpoint; 1 if it has none.
+
+        Raises:
+            WeightLoadError: a scale is not a positive number.
+        """
+        beside = path.rpartition(".")[0]
+
+        def store(name: str, scale: torch.Tensor) -> None:
+            value = scale.item()
+            if not 0 < value < float("inf"):
+                raise WeightLoadError(f"{beside}.{name} must be a positive number, got {value}")
+            self.spec = replace(self.spec, **{name: value})
+
+        return {
+            f"{beside}.{name}": WeightSlot(
+                shape=(1,),
+                store=partial(store, name),
+                absent=partial(store, name, torch.ones(1)),
+            )
+            for name in ("k_scale", "v_scale")
+        }
 
     def forward(
         self,

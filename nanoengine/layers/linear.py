@@ -21,6 +21,7 @@ from nanoengine.layers.weights import WeightSlot, empty_parameter
 
 if TYPE_CHECKING:
     from nanoengine.layers.context import ModelContext
+    from nanoengine.layers.ops import LayerOps
 
 
 class LinearMethod(nn.Module):
@@ -58,6 +59,11 @@ class LinearMethod(nn.Module):
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], the dtype of x."""
         raise NotImplementedError
+
+    def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+        """[T, in_features] -> act(gate) * up [T, out_features / 2], where the outputs are gate,
+        then up; a method may fuse the two."""
+        return ops.gate(self.apply(x, None), activation)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a weight that was given to `create`, [T] -> [T, in_features]: the lookup of the
@@ -131,6 +137,10 @@ class MergedLinear(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, self.bias)
+
+    def gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+        """act(first part) * second part, of two parts without bias: [T, in_features] -> [T, I]."""
+        return self.method.apply_gated(x, activation, ops)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slots, start = {}, 0

@@ -1,8 +1,8 @@
 """LayerOps: the element-wise work between matrix multiplications, a door for fused kernels.
 
-`TorchOps` is the plain version that every other one is tested against. Layers reach their ops
-through `ModelContext.ops`. What happens between the projection and attention belongs to the
-attention backend, since it ends in the KV cache.
+`TorchOps` is the plain version that every other one is tested against; `make_ops` chooses. Layers
+reach their ops through `ModelContext.ops`. What happens between the projection and attention
+belongs to the attention backend, since it ends in the KV cache.
 
 The dtype of a norm's weight says where to round: a weight of x's dtype is multiplied after the norm
 was rounded to it, a wider one before, as the checkpoints' own code does. Statistics are float32 or
@@ -62,10 +62,18 @@ class TorchOps:
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """The fastest ops for a device: kernels compiled by numba on a CPU, where they know the
-    dtype."""
+    """The fastest ops for a device: fused by numba on a CPU, by Triton on CUDA, where they know the
+    dtype.
+
+    Raises:
+        MissingDependencyError: a CUDA device without the package triton.
+    """
     if device.type == "cpu" and dtype in (torch.float32, torch.float64):
         from nanoengine.layers.cpu_ops import CPUOps
 
         return CPUOps()
+    if device.type == "cuda" and dtype != torch.float64:
+        from nanoengine.layers.triton_ops import TritonOps
+
+        return TritonOps(dtype)
     return TorchOps()

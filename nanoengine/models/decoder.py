@@ -113,7 +113,7 @@ class GatedMLP(Layer):
         self.down_proj = RowParallelLinear(f"{path}.down_proj", inner, hidden, context=context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.ops.gate(self.gate_up_proj(x), self.activation))
+        return self.down_proj(self.gate_up_proj.gated(x, self.activation, self.ops))
 
 
 class DecoderLayer(Layer):

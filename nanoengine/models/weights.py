@@ -72,6 +72,9 @@ def dummy_weights(model: CausalLM, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     bank = torch.empty(1_000_003).normal_(0, 0.02, generator=generator)  # a prime: no row repeats
     for name, slot in weight_slots(model).items():
+        if slot.absent:
+            slot.absent()
+            continue
         shape = torch.Size(slot.shape)
         start = zlib.crc32(name.encode()) % len(bank)
         copies = (start + shape.numel() - 1) // len(bank) + 1
@@ -130,7 +133,10 @@ def _matched(
 ) -> dict[str, WeightSlot]:
     """The slots to fill, after checking that they and the stored tensors are the same set."""
     for name, slot in list(slots.items()):
-        if slot.pieces_only or (slot.pieces and name not in stored):
+        if slot.absent and name not in stored:
+            slots.pop(name)
+            slot.absent()
+        elif slot.pieces_only or (slot.pieces and name not in stored):
             slots.pop(name)
             for piece_name, piece in slot.pieces.items():
                 if piece.absent and (piece_name in slots or piece_name not in stored):

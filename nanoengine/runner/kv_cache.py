@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanoengine.attention.base import KVLayoutName
+from nanoengine.attention.fp8 import FP8
 from nanoengine.core.plan import BlockCopy
 from nanoengine.core.protocols import KVGroup
 from nanoengine.errors import ConfigError
@@ -43,6 +44,11 @@ def block_bytes(
     5242880
     """
     return 2 * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
+
+
+def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
+    return FP8 if kv_cache_dtype == "fp8" else dtype
 
 
 def num_blocks_for_bytes(num_bytes: int, bytes_a_block: int) -> int:
@@ -100,8 +106,10 @@ class KVCache:
         """Copies blocks over all layers, keys and values, in one call; no source is a target."""
         (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
         src, dst = pairs.unbind(1)
+        # Why bytes: torch copies fp8 by index on a GPU only.
+        kv = self.kv.view(torch.uint8) if self.kv.dtype == FP8 else self.kv
         # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
-        self.kv.index_copy_(2, dst, self.kv.index_select(2, src))
+        kv.index_copy_(2, dst, kv.index_select(2, src))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

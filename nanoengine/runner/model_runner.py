@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from nanoengine.core.plan import StepPlan
 from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
+from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.ops import make_ops
 from nanoengine.layers.packed import linear_method_for
 from nanoengine.models.config import ModelConfig
@@ -100,7 +102,10 @@ class ModelRunner:
             dtype=dtype,
             head_dim=model_config.head_dim,
             block_size=self.block_size,
+            fp8_cache=config.kv_cache_dtype == "fp8",
+            deterministic=config.deterministic,
         )
+        self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
         self.groups = make_kv_groups(model_config.sliding_windows)
         self.load_s = 0.0
         self.num_parameters = 0
@@ -128,7 +133,7 @@ class ModelRunner:
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
             num_layers=max(len(group.layers) for group in self.groups),
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
         )
         self.memory = self._size(bytes_a_block, asked, context_len)
         self.kv_cache = self._allocate(self.memory.num_blocks)
@@ -157,6 +162,19 @@ class ModelRunner:
             groups=self.groups,
         )
 
+    def _linear_methods(self) -> Callable[[str], LinearMethod]:
+        if not self.config.deterministic:
+            return linear_method_for(self.device, self.dtype, self.quantization)
+        if self.quantization is not None or self.model_config.moe is not None:
+            what = "quantized weights" if self.quantization else "mixtures of experts"
+            raise ConfigError(
+                f"deterministic=True does not cover {what}: their products depend on the number of"
+                " tokens; leave it out"
+            )
+        from nanoengine.layers.triton_linear import TritonLinear
+
+        return TritonLinear
+
     def _load(self) -> None:
         started = time.perf_counter()
         context = ModelContext(
@@ -164,7 +182,7 @@ class ModelRunner:
             device=self.device,
             attention_backend=self.backend,
             ops=make_ops(self.device, self.dtype),
-            linear_method_factory=linear_method_for(self.device, self.dtype, self.quantization),
+            linear_method_factory=self._linear_methods(),
             max_positions=self.config.max_model_len,
         )
         self.model = load_model(
@@ -205,7 +223,7 @@ class ModelRunner:
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
             layout=self.backend.kv_layout,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
             device=self.device,
         )
         cache.bind(self.model.attention_layers)

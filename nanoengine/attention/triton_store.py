@@ -1,0 +1,125 @@
+"""The Triton kernels that write the paged KV cache: keys and values as they are, or on their way
+out of the fused projection, with norm and rotation.
+
+Called by `attention/triton.py` alone. A cache in fp8 holds number * factor, rounded to nearest,
+where the factor is one over the layer's scale; the twin in plain torch is `attention/fp8.py`.
+
+They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
+run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def to_cache(x, cache, factor):
+    """x as the cache stores it: a conversion in registers if that is fp8."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        # Why NaN stays: a broken model must not give plausible numbers.
+        scaled = x.to(tl.float32) * factor
+        x = tl.clamp(scaled, -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)
+
+
+@triton.jit(
+    do_not_specialize=["k_factor", "v_factor"], do_not_specialize_on_alignment=["slot_mapping"]
+)
+def store_kernel(
+    k, v, k_cache, v_cache, slot_mapping, k_factor, v_factor,
+    K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
+    V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
+    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Copies one token's keys and values to its slot. Grid: [T].
+
+    HEADS and DIM are NUM_KV_HEADS and HEAD_DIM rounded up to powers of two; the rest is masked.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    heads = tl.arange(0, HEADS)[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
+    key = tl.load(k + token * K_TOKEN + (heads * K_HEAD + dims), mask=mask)
+    value = tl.load(v + token * V_TOKEN + (heads * V_HEAD + dims), mask=mask)
+    k_row = k_cache + block * KC_BLOCK + offset * KC_TOKEN
+    v_row = v_cache + block * VC_BLOCK + offset * VC_TOKEN
+    tl.store(k_row + (heads * KC_HEAD + dims), to_cache(key, k_cache, k_factor), mask=mask)
+    tl.store(v_row + (heads * VC_HEAD + dims), to_cache(value, v_cache, v_factor), mask=mask)
+
+
+@triton.jit
+def norm_half(half, shrink, weight, heads, mask):
+    """One half of normed heads, rounded where the weight's dtype says: see `attention.rotate`."""
+    half = (half * shrink).to(weight.dtype.element_ty).to(tl.float32)
+    half = half * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    return half.to(heads.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["k_factor", "v_factor"], do_not_specialize_on_alignment=["slot_mapping"]
+)
+def rotate_store_kernel(
+    out, heads, cos, sin, weight, k_cache, v_cache, slot_mapping, k_factor, v_factor,
+    TOKEN: tl.constexpr, HEAD: tl.constexpr, COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr,
+    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
+    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Norms and rotates one token's query and key heads, and stores its keys and values.
+
+    Grid: [T, all heads / ROWS rounded up]. A program has some rows of one token's projection, query
+    heads, key heads and value heads in this order, each in two halves, which the rotation mixes:
+    (a, b) -> (a cos - b sin, b cos + a sin). Queries go to `out` [T, H, D], contiguous. HALF is
+    HEAD_DIM / 2 rounded up to a power of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, HALF)[None, :]
+    inside = dims < HEAD_DIM // 2
+    turned = rows < NUM_HEADS + NUM_KV_HEADS
+    mask = inside & (rows < NUM_HEADS + 2 * NUM_KV_HEADS)
+    place = heads + token * TOKEN + (rows * HEAD + dims)
+    raw_first = tl.load(place, mask=mask, other=0.0)
+    raw_second = tl.load(place + HEAD_DIM // 2, mask=mask, other=0.0)
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        shrink = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]
+        weights = weight + (rows * HEAD_DIM + dims)
+        first = norm_half(first, shrink, weights, heads, inside & turned)
+        second = norm_half(second, shrink, weights + HEAD_DIM // 2, heads, inside & turned)
+    cosine = tl.load(cos + token * COS_TOKEN + dims, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sin + token * SIN_TOKEN + dims, mask=inside, other=0.0).to(tl.float32)
+    new_first = (first * cosine - second * sine).to(out.dtype.element_ty)
+    new_second = (second * cosine + first * sine).to(out.dtype.element_ty)
+
+    is_query = rows < NUM_HEADS
+    target = out + token * (NUM_HEADS * HEAD_DIM) + (rows * HEAD_DIM + dims)
+    tl.store(target, new_first, mask=inside & is_query)
+    tl.store(target + HEAD_DIM // 2, new_second, mask=inside & is_query)
+
+    is_key = turned & (rows >= NUM_HEADS)
+    target = k_cache + block * KC_BLOCK + offset * KC_TOKEN
+    target += (rows - NUM_HEADS) * KC_HEAD + dims
+    tl.store(target, to_cache(new_first, k_cache, k_factor), mask=inside & is_key)
+    tl.store(target + HEAD_DIM // 2, to_cache(new_second, k_cache, k_factor), mask=inside & is_key)
+
+    is_value = mask & (rows >= NUM_HEADS + NUM_KV_HEADS)
+    target = v_cache + block * VC_BLOCK + offset * VC_TOKEN
+    target += (rows - NUM_HEADS - NUM_KV_HEADS) * VC_HEAD + dims
+    tl.store(target, to_cache(raw_first, v_cache, v_factor), mask=is_value)
+    tl.store(target + HEAD_DIM // 2, to_cache(raw_second, v_cache, v_factor), mask=is_value)

@@ -1,0 +1,72 @@
+"""The Triton kernels between matrix multiplications: RMSNorm, with or without a sum, and gates.
+
+Called by `layers/triton_ops.py` alone, which chooses grids and widths. One program has one row, or
+a part of one where elements don't meet, so a row's result never depends on its neighbours. All
+arithmetic is float32; where plain torch would round to the model's dtype in between, so do these.
+
+They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
+run on a GPU yet.
+
+Source: fusing the residual sum into the norm, and the activation into the product, is what vLLM and
+TensorRT-LLM do; the code is our own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    out, x, residual, weight,
+    X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out [T, SIZE] = norm(x) * weight. Grid: [T]. WIDTH is SIZE rounded up to a power of two.
+
+    ADD: x + residual, rounded to x's dtype, is what is normed, and takes residual's place.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    mask = columns < SIZE
+    value = tl.load(x + row * X_ROW + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * RESIDUAL_ROW + columns
+        total = value + tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(x.dtype.element_ty)
+        tl.store(place, total, mask=mask)
+        value = total.to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
+    # The weight's dtype says where to round: see `layers.ops`.
+    normed = normed.to(weight.dtype.element_ty).to(tl.float32)
+    normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """SiLU, or GELU by its tanh formula, of float32 numbers.
+
+    Both are gate * sigmoid(z): 1 + tanh(y) is 2 * sigmoid(2 y), so one exponential serves both.
+    """
+    z = gate
+    if ACTIVATION == "gelu_pytorch_tanh":
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def gate_kernel(
+    out, gate_up,
+    ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out [T, SIZE] = act(gate) * up of gate_up [T, 2 SIZE]. Grid: [T, SIZE / WIDTH rounded up]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = columns < SIZE
+    place = gate_up + row * ROW + columns
+    gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
+    gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + columns, (gate * up).to(out.dtype.element_ty), mask=mask)

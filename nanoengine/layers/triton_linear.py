@@ -1,0 +1,94 @@
+"""TritonLinear: matrix multiplication with one configuration for every number of tokens.
+
+For `deterministic=True` on a GPU: cuBLAS picks its algorithm by the number of rows, and with it the
+order of a sum, so the same token may get other bits in another batch. Here a row's bits follow from
+the row. Chosen by the runner.
+
+It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from nanoengine.kernels import triton_gemm as kernels
+from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.ops import GATES, LayerOps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    """`rows`, `columns` and `inputs` of a tile, warps, and tiles in flight."""
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def gemm_config(arch: int, out_features: int, gated: bool, dtype: torch.dtype) -> GemmConfig:
+    """Tile sizes for a GPU of compute capability `arch` and one layer's shape.
+
+    Why never by the number of rows: that is the point. 64 rows are a compromise between a decode,
+    whose time is that of reading the weights, and a prompt, whose time is arithmetic. Narrow tiles
+    where there are few outputs: a decode needs as many programs as the GPU has multiprocessors.
+    """
+    if dtype == torch.float32:
+        return GemmConfig(rows=32, columns=32, inputs=32, warps=4, stages=2)
+    columns = 128 if out_features >= 16384 else 64
+    roomy = arch in (80, 90, 100, 103)
+    return GemmConfig(
+        rows=64,
+        columns=columns // 2 if gated else columns,
+        inputs=64,
+        warps=4,
+        stages=4 if roomy else 3,
+    )
+
+
+class TritonLinear(UnquantizedLinear):
+    """A weight of the model's dtype; row-wise products, and gates in the same kernel.
+
+    The attention backend has refused dtypes that the kernel doesn't compute.
+    """
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._multiply(x, bias, self.weight.shape[0], "")
+
+    def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+        assert activation in GATES, activation
+        return self._multiply(x, None, self.weight.shape[0] // 2, activation)
+
+    def _multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_features: int, activation: str
+    ) -> torch.Tensor:
+        weight, in_features = self.weight, x.shape[-1]
+        assert weight.is_contiguous(), "the kernel reads whole rows"
+        rows = x.reshape(-1, in_features)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
+        config = gemm_config(_arch(x.device), out_features, bool(activation), x.dtype)
+        grid = (triton.cdiv(len(rows), config.rows), triton.cdiv(out_features, config.columns))
+        kernels.gemm_kernel[grid](
+            out, rows, weight, weight if bias is None else bias, len(rows),
+            X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
+            M=config.rows, N=config.columns, K=config.inputs,
+            BIAS=bias is not None, ACTIVATION=activation,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], out_features)
+
+
+@functools.cache
+def _arch(device: torch.device) -> int:
+    """Compute capability as 80, 89, 90, ...; that of a Hopper in the interpreter."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,173 @@
+"""Deterministic linear layers, and a whole model of them: right, and the same bits in any batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention import triton as attention
+from nanoengine.attention import triton_uniform
+from nanoengine.attention.triton_uniform import UniformConfig
+from nanoengine.errors import ConfigError
+from nanoengine.kernels import triton_gemm, triton_layers
+from nanoengine.layers import triton_linear
+from nanoengine.layers.ops import TorchOps
+from nanoengine.layers.triton_linear import GemmConfig, TritonLinear, gemm_config
+from nanoengine.layers.triton_ops import TritonOps
+from nanoengine.runner import model_runner
+from nanoengine.sampling_params import SamplingParams
+from tests.attention_cases import DEVICE
+from tests.engines import checkpoint, make_engine, random_prompts, run
+from tests.row_products import row_products  # noqa: F401
+
+ATOL = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles so small that tiny layers have several."""
+    config = GemmConfig(rows=16, columns=16, inputs=32, warps=4, stages=2)
+    monkeypatch.setattr(triton_linear, "gemm_config", lambda *shape: config)
+
+
+def layer(in_features, out_features, dtype):
+    method = TritonLinear("layer").to(DEVICE)
+    method.create(in_features, out_features, dtype=dtype, device=DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    method.load(weight, slice(0, out_features))
+    return method
+
+
+def inputs(rows, size, dtype):
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 48), (80, 20)])
+def test_products_with_and_without_bias(small, sizes, dtype):
+    method, x = layer(*sizes, dtype), inputs(19, sizes[0], dtype)
+    bias = inputs(1, sizes[1], dtype)[0]
+    for b in (None, bias):
+        out, wide = method.apply(x, b), None if b is None else b.float()
+        expected = F.linear(x.float(), method.weight.float(), wide)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=ATOL[dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gates_in_the_same_kernel(small, activation):
+    method, x, ops = layer(64, 80, torch.float16), inputs(5, 64, torch.float16), TorchOps()
+    expected = ops.gate(method.apply(x, None), activation)
+    out = method.apply_gated(x, activation, ops)
+    assert out.shape == (5, 40)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.usefixtures("row_products")
+def test_a_row_has_the_same_bits_in_any_batch(small):
+    method, x = layer(64, 48, torch.float32), inputs(40, 64, torch.float32)
+    many = method.apply(x, None)
+    for rows in (slice(0, 1), slice(21, 22), slice(9, 30)):
+        assert torch.equal(method.apply(x[rows], None), many[rows])
+    gated = method.apply_gated(x, "silu", TorchOps())
+    assert torch.equal(method.apply_gated(x[21:22], "silu", TorchOps()), gated[21:22])
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+def test_tiles_fit_together(arch):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for out_features in (64, 1024, 4096, 151936):
+            for gated in (False, True):
+                config = gemm_config(arch, out_features, gated, dtype)
+                tiles = config.rows + (1 + gated) * config.columns
+                in_flight = tiles * config.inputs * dtype.itemsize * (config.stages - 1)
+                assert min(config.rows, config.columns, config.inputs) >= 16
+                assert in_flight < 99 * 1024
+
+
+@pytest.fixture
+def deterministic_engine(monkeypatch, row_products):  # noqa: F811
+    """Makes engines whose every operation is the GPU's, interpreted, with small tiles."""
+    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
+    uniform = UniformConfig(rows=16, keys=16, warps=4, stages=2, split=16)
+    monkeypatch.setattr(triton_uniform, "uniform_config", lambda *shape: uniform)
+
+    def make(**options):
+        directory = checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64)
+        return make_engine(
+            directory, dtype="float32", attention_backend="triton", block_size=16,
+            deterministic=True, num_kv_blocks=24, max_num_seqs=8, **options,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(deterministic_engine):
+    """Log-probabilities are compared bit for bit: tokens would hide last bits."""
+    prompts = random_prompts(2, [37, 20], vocab_size=64)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
+
+    def logprobs(engine, which):
+        requests = run(engine, which, params)
+        return [[found[0].logprob for found in r.sequences[0].logprobs] for r in requests]
+
+    engine = deterministic_engine()
+    together = logprobs(engine, prompts)
+    after_a_hit = logprobs(engine, prompts[:1])
+    engine.close()
+    assert after_a_hit == together[:1]
+    engine = deterministic_engine(long_prefill_threshold=13, enable_prefix_caching=False)
+    assert logprobs(engine, prompts[:1]) == together[:1]
+    engine.close()
+
+
+def test_a_dense_layer_takes_eight_kernels(deterministic_engine, monkeypatch):
+    """A decode: norm, qkv, rotate and store, attend, o, norm, gate and up with the gate, down."""
+    launched = []
+
+    class Count:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for module in (
+        triton_gemm, triton_layers, triton_uniform, attention.kernels, attention.store_kernels
+    ):  # fmt: skip
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Count(name, getattr(module, name)))
+    engine = deterministic_engine(enable_prefix_caching=False)
+    for i, prompt in enumerate(random_prompts(3, [2], vocab_size=64)):
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        engine.add_request(f"{i}", prompt, params)
+    engine.step()  # the prompts
+    launched.clear()
+    engine.step()
+    engine.close()
+    # Around the layer: the last norm and the head. The embedding and its rotation are one lookup a
+    # step each, plain torch.
+    assert launched == [
+        "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "uniform_kernel",
+        "gemm_kernel", "rms_norm_kernel", "gemm_kernel", "gemm_kernel",
+        "rms_norm_kernel", "gemm_kernel",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("qwen3", {"attention_backend": "naive"}, "needs the attention backend triton"),
+        ("qwen3", {"attention_backend": "triton", "dtype": "float64"}, "float64"),
+        ("qwen3_moe", {"attention_backend": "triton"}, "does not cover mixtures of experts"),
+        (
+            "qwen3", {"attention_backend": "triton", "quantization": "int8"},
+            "does not cover quantized weights",
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_cover_is_refused(family, options, words):
+    options = {"dtype": "float32", "block_size": 16} | options
+    with pytest.raises(ConfigError, match=words):
+        make_engine(checkpoint(family), deterministic=True, **options)
