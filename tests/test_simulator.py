@@ -14,7 +14,7 @@ from nanoengine.observe.simulator import TimeModel, make_scheduler, simulate
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import make_engine, run
 
-SMALL = random_workload(24, (5, 40), (5, 40), seed=1)
+SMALL = list(random_workload(24, (5, 40), (5, 40), seed=1))
 
 
 def test_it_counts_what_an_engine_counts():
@@ -51,7 +51,7 @@ def test_a_request_that_is_too_large_is_counted_and_the_others_run():
 
 def test_the_standard_workload_in_a_pool_a_third_of_its_demand():
     """Prediction wastes under a tenth of the prefill, and the estimated time is no longer."""
-    items = random_workload(256, (100, 1024), (100, 1024), seed=0)
+    items = list(random_workload(256, (100, 1024), (100, 1024), seed=0))
     model = TimeModel(step_s=2.5e-3, token_s=3e-6, context_s=29e-9)
     plain, careful = (
         simulate(
@@ -122,7 +122,7 @@ def test_text_prompts_need_a_tokenizer(tmp_path, capsys):
 
 def test_peer_bug_14_a_pool_of_a_third_of_the_demand_wastes_little_prefill():
     """The closest peer wastes 46 % of its prefill on this workload and pool."""
-    items = random_workload(256, (100, 1024), (100, 1024), seed=0)
+    items = list(random_workload(256, (100, 1024), (100, 1024), seed=0))
     scheduler = make_scheduler(num_blocks=171, block_size=256, policy=Predictive())
     report = simulate(items, scheduler)
     assert (report.requests, report.failed) == (256, 0)

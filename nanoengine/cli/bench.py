@@ -137,9 +137,10 @@ def make_workload(args: BenchArgs, model: str) -> list[WorkItem]:
     """The requests that the options ask for, not yet fitted to a model."""
     scale = _scale(args)
     if args.dataset == "random":
-        return workload.random_workload(*scale, seed=args.seed)
+        return list(workload.random_workload(*scale, seed=args.seed))
     if args.dataset == "shared-prefix":
-        return workload.shared_prefix_workload(*scale, prefix_len=args.prefix_len, seed=args.seed)
+        items = workload.shared_prefix_workload(*scale, prefix_len=args.prefix_len, seed=args.seed)
+        return list(items)
     path = Path(args.dataset)
     if path.suffix not in (".jsonl", ".csv") or not path.is_file():
         raise ConfigError(
@@ -147,9 +148,10 @@ def make_workload(args: BenchArgs, model: str) -> list[WorkItem]:
             f" got {args.dataset!r}"
         )
     if path.suffix == ".csv":
-        return workload.csv_workload(path, scale.num_requests, args.seed)
-    return workload.jsonl_workload(
-        path, scale.num_requests, scale.output_len, args.seed, _encoder(args, model)
+        return list(workload.csv_workload(path, scale.num_requests, args.seed))
+    encode = _encoder(args, model)
+    return list(
+        workload.jsonl_workload(path, scale.num_requests, scale.output_len, args.seed, encode)
     )
 
 
