@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nanoengine.cli import bench_report, workload
 from nanoengine.cli.bench_report import Round
+from nanoengine.cli.options import EngineArgs
 from nanoengine.cli.workload import WorkItem
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, NanoEngineError
@@ -55,7 +56,7 @@ COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchArgs(EngineConfig):
+class BenchArgs(EngineArgs):
     """Options of the benchmark, and every option of the engine; `seed` seeds both."""
 
     model: str = "demo"

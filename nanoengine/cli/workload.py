@@ -72,9 +72,7 @@ def shared_prefix_workload(
     draw = random.Random(seed)
     prefix = tuple(draw.randint(0, DRAWN_IDS) for _ in range(prefix_len))
     for own in random_workload(num_requests, input_len, output_len, draw.randrange(2**32)):
-        yield WorkItem(
-            prompt_token_ids=prefix + own.prompt_token_ids, max_tokens=own.max_tokens
-        )
+        yield WorkItem(prompt_token_ids=prefix + own.prompt_token_ids, max_tokens=own.max_tokens)
 
 
 def jsonl_workload(
