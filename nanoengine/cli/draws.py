@@ -18,8 +18,8 @@ REFILL = 2**15
 class Draws:
     """Integers of one seeded stream, in the order and of the values that `random.Random` gives.
 
-    Why it can: both are the Mersenne Twister, and `randint` takes the top bits of one 32-bit number,
-    as many as the range needs, and the next one for as long as the result is out of range.
+    Why it can: both are the Mersenne Twister, and `randint` takes the top bits of a 32-bit number,
+    as many as the range needs, and those of the next one for as long as they are out of range.
 
     >>> ours, theirs = Draws(7), random.Random(7)
     >>> ours.integers(5, 900, 3).tolist() == [theirs.randint(5, 900) for _ in range(3)]

@@ -22,9 +22,9 @@ class EngineArgs(EngineConfig):
     kv_tiers: Suppress[tuple[Tier, ...]] = ()
     """Made of the options below."""
     kv_host_gib: float | None = None
-    """Keep full KV blocks in this much host memory [GiB] too: it has them when the device has not."""
+    """Keep full KV blocks in this much host memory [GiB] too, for when the device has no room."""
     kv_disk: Path | None = None
-    """Keep them in this directory as well, so that they outlive the process; needs the two sizes."""
+    """Keep them in this directory as well, where they outlive the process; needs both sizes."""
     kv_disk_gib: float | None = None
     """Most that the directory holds for this model [GiB]."""
 

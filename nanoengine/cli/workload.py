@@ -1,7 +1,7 @@
 """What a benchmark runs: requests (prompt ids, output lengths), and shapes for random weights.
 
-Called by `cli/bench.py` and `cli/simulate.py`. Knows neither the engine nor torch. Requests are made
-as they are pulled, so that a workload of any length takes little memory.
+Called by `cli/bench.py` and `cli/simulate.py`; knows neither the engine nor torch. Requests are
+made as they are pulled, so that a workload of any length takes little memory.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class BlockPool:
         # Why: lists, since two blocks may hold one content: tables are append-only.
         self._index: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.num_evicted = 0
-        # Digests evicted lately, oldest first. Why ordered: the first key of a plain dict is found by
-        # walking over all that were deleted before it.
+        # Digests evicted lately, oldest first. Why ordered: the first key of a plain dict is found
+        # by walking over all that were deleted before it.
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self.observers: list[BlockObserver] = []
 

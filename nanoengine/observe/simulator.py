@@ -157,8 +157,8 @@ def simulate(
     """Runs a workload through a scheduler until all of it is done.
 
     Args:
-        work: pulled lazily, up to `max_num_seqs` requests ahead of what runs; nothing is kept of one
-            that has finished, so memory does not grow with the workload.
+        work: pulled lazily, up to `max_num_seqs` requests ahead of what runs; nothing is kept of
+            one that has finished, so memory does not grow with the workload.
         scheduler: a fresh one; `make_scheduler` builds it.
         length_cap: None: each request's max_tokens is its exact length, and the scheduler may know
             it. Else every request asks for this many tokens and stops by itself earlier, as in a
