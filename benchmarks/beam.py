@@ -14,11 +14,9 @@ equal ones is reported.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
-from dataclasses import replace
 
-from side_by_side import Run, compare, model_options, parser, report
+from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine.features.beam import BeamSearchParams
 from nanoengine.llm import LLM
@@ -60,11 +58,11 @@ def by_resubmitting(llm: LLM, prompts: list[list[int]], params: BeamSearchParams
 def timed(llm: LLM, search: Search, prompts: list[list[int]], params: BeamSearchParams) -> Run:
     """One search from an empty cache."""
     llm.reset_prefix_cache()
-    before, started = llm.stats(), time.perf_counter()
+    before, clock = llm.stats(), Clock()
     found = search(llm, prompts, params)
-    seconds, after = time.perf_counter() - started, llm.stats()
+    seconds, after = clock.read(), llm.stats()
     return Run(
-        seconds={"all": seconds},
+        seconds=seconds,
         tokens=[tokens for beams in found for _, tokens in beams],
         counts={
             "prefill tokens": after.prefill_tokens - before.prefill_tokens,
@@ -91,8 +89,6 @@ def main() -> None:
     with model_options(args) as model:
         longest = args.prompt_len + args.max_tokens + 1
         with LLM(**model, max_model_len=longest) as llm:
-            for search in (with_forks, by_resubmitting):  # warms up
-                search(llm, [[1, 2, 3]], replace(params, max_tokens=2))
             found = compare(
                 f"beams: {args.prompts} prompts of {args.prompt_len}, {args.beam_width} beams of"
                 f" {args.max_tokens}",

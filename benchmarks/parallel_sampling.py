@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
-from side_by_side import Run, compare, model_options, parser, report
+from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.core.roster import fork_seed
@@ -36,12 +35,12 @@ def timed(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], *, forke
         params = [
             replace(base, seed=fork_seed(i, j)) for i in range(len(prompts)) for j in range(args.n)
         ]
-    started = time.perf_counter()
+    clock = Clock()
     outputs = llm.generate(queued, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    seconds = clock.read()
     after = llm.stats()
     return Run(
-        seconds={"all": seconds},
+        seconds=seconds,
         tokens=[list(answer.token_ids) for output in outputs for answer in output.outputs],
         counts={
             "prefill tokens": after.prefill_tokens - before.prefill_tokens,
@@ -69,8 +68,6 @@ def main() -> None:
             LLM(**model, **sizes) as llm,
             LLM(**model, **sizes, enable_prefix_caching=False) as uncached,
         ):
-            for warm in (llm, uncached):
-                warm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
             found = compare(
                 f"n = {args.n}: {len(prompts)} prompts of {args.prompt_len}, {args.output_len} out",
                 {

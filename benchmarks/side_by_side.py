@@ -1,8 +1,9 @@
 """What the comparing benchmarks share: ways of doing one job, taken in turn, and their ratios.
 
 Each way is run once a round, A B A B, so that whatever else the machine does falls on all of them
-alike. Reported: the median seconds of each, and the ratio to the first way, round by round: its
-median, smallest and largest.
+alike; a first round, in which kernels compile, is not counted. Reported: the median seconds of
+each, wall and CPU time (which other processes disturb less), and the ratio to the first way, round
+by round: its median, smallest and largest.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,20 @@ from typing import Any
 from nanoengine.assets import demo_model_path
 from nanoengine.cli.bench_report import hardware, versions
 from nanoengine.cli.workload import SHAPES, write_shape
+
+
+class Clock:
+    """Wall and CPU seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """Both, under the names that reports have for them."""
+        return {
+            "wall": time.perf_counter() - self._wall,
+            "CPU time": time.process_time() - self._cpu,
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +53,11 @@ def compare(name: str, ways: Mapping[str, Callable[[], Run]], rounds: int) -> di
     `same_outputs` is the share of outputs, over all rounds, that were the same in every way.
     """
     runs: dict[str, list[Run]] = {way: [] for way in ways}
-    for _ in range(rounds):
+    for number in range(rounds + 1):
         for way, run in ways.items():
-            runs[way].append(run())
+            done = run()
+            if number:
+                runs[way].append(done)
     basis, *others = ways
     equal = [
         all(tokens == first for tokens in rest)
