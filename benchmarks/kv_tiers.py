@@ -73,13 +73,16 @@ def restart(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
 
 
 def preempt(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """More requests than blocks: the prompts of all fit, what they grow to does not."""
+    """More requests than blocks: the prompts of all fit, what they grow to does not.
+
+    Why they grow by much: a preempted sequence finds its blocks on the device as long as nobody
+    else has taken them.
+    """
     draw = random.Random(1)
-    length, size = args.prefix_len, options["block_size"]
-    output_len = 2 * size + args.output_len
-    prompts = [[draw.randrange(10, 200) for _ in range(length)] for _ in range(args.grown)]
+    length, size, output_len = args.prefix_len, options["block_size"], args.grow_by
+    prompts = [[draw.randrange(10, 200) for _ in range(length)] for _ in range(args.growing)]
     pool = {
-        "num_kv_blocks": -(-length // size) * len(prompts) + 2 + len(prompts) // 2,
+        "num_kv_blocks": (-(-length // size) + 1) * len(prompts) + 1,
         "max_model_len": length + output_len,
         "watermark_frac": 0.0,
         "admission": "watermark",
@@ -96,21 +99,26 @@ def preempt(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
     )
 
 
+PAIRS = {"restart": restart, "preempt": preempt}
+
+
 def main() -> None:
-    """Runs both pairs and prints them."""
+    """Runs the pairs and prints them."""
     options = parser(__doc__)
     options.add_argument("--block-size", type=int, default=16)
     options.add_argument("--prefix-len", type=int, default=512)
     options.add_argument("--documents", type=int, default=1)
     options.add_argument("--num-requests", type=int, default=8, help="on each document")
     options.add_argument("--output-len", type=int, default=16)
-    options.add_argument("--grown", type=int, default=8, help="requests of the preempt pair")
+    options.add_argument("--growing", type=int, default=6, help="requests of the preempt pair")
+    options.add_argument("--grow-by", type=int, default=256, help="tokens that these generate")
+    options.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     options.add_argument("--host-gib", type=float, default=1.0)
     options.add_argument("--disk-gib", type=float, default=4.0)
     args = options.parse_args()
     with model_options(args) as model:
         model["block_size"] = args.block_size
-        report(args, [restart(args, model), preempt(args, model)])
+        report(args, [PAIRS[name](args, model) for name in args.pairs])
 
 
 if __name__ == "__main__":
