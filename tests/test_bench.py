@@ -342,6 +342,7 @@ def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
         "nanoengine.observe.simulator",
         "nanoengine.observe.kv_events",
         "nanoengine.cli.workload",
+        "nanoengine.cli.draws",
         "loc",
     ],
 )
