@@ -132,6 +132,36 @@ def test_a_window_holds_its_window_only():
     assert engine.stats().preemptions == 0
 
 
+def test_the_last_few_that_wait_go_longest_first():
+    order = {}
+    for policy in (WatermarkOnly(), Hysteresis(), Predictive()):
+        engine = make_engine(num_blocks=100, max_num_seqs=3, policy=policy)
+        for i, length in enumerate((4, 6, 2, 9, 3, 3, 8)):
+            engine.add_request(str(i), [i + 1], exactly(length))
+        run(engine)
+        plans = engine.executor.plans
+        order[type(policy)] = [new.seq_id for plan in plans for new in plan.admitted]
+    assert order[WatermarkOnly] == order[Hysteresis] == [0, 1, 2, 3, 4, 5, 6]
+    # Two run when the last two wait, and the later one is longer.
+    assert order[Predictive] == [0, 1, 2, 3, 4, 6, 5]
+
+
+def test_new_and_less_urgent_ones_do_not_overtake_by_being_longer():
+    policy, engine = Predictive(), make_engine(num_blocks=100)
+
+    def add(name: str, length: int, priority: int = 0):
+        return engine.add_request(name, [1], exactly(length), priority=priority).sequences[0]
+
+    short, long, later = add("short", 2), add("long", 8), add("later", 20, priority=1)
+    assert policy.choose([short, long, later]) is long
+    newcomer = add("newcomer", 30)
+    assert policy.choose([short, newcomer, later]) is short, "it came after the choice was made"
+    assert policy.choose([newcomer, later]) is newcomer
+    short.num_preempted_tokens = 1
+    assert policy.choose([short, long]) is short, "it has been admitted before"
+    assert policy.choose([later]) is later
+
+
 def test_settings_are_checked():
     for bad in (
         {"admission": "optimistic"},
@@ -158,11 +188,12 @@ def test_settings_are_checked():
 def test_every_request_finishes_in_a_bounded_number_of_steps(
     lengths, newcomers, num_blocks, policy, max_num_seqs
 ):
-    """Among equal priorities request i ends within (i + 1) * (rows + overtakers + 1) * longest.
+    """Among equal priorities request i ends within (i + 1) * (2 * rows + overtakers + 1) * longest.
 
     Why it holds: of the running sequences the first in order computes a token each step and is
-    never the victim. If the first request of all waits, what runs and the MAX_OVERTAKEN that may
-    pass it end one after another, `longest` steps each; then it runs, and ends. New requests come
+    never the victim. If the first request of all waits, what runs, the MAX_OVERTAKEN that may pass
+    it and, where the last few go longest first, those of them that waited with it (at most as many
+    as ran) end one after another, `longest` steps each; then it runs, and ends. New requests come
     all the while.
     """
     engine = make_engine(
@@ -181,4 +212,4 @@ def test_every_request_finishes_in_a_bounded_number_of_steps(
             left.discard(request.request_id)
         step += 1
         first = min(map(int, left), default=len(lengths))
-        assert step < (first + 1) * (max_num_seqs + MAX_OVERTAKEN + 1) * longest
+        assert step < (first + 1) * (2 * max_num_seqs + MAX_OVERTAKEN + 1) * longest

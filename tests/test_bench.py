@@ -61,7 +61,7 @@ def test_requests_beyond_the_context_are_refused_or_cut_visibly() -> None:
 
 
 def test_rounds_share_no_prefix() -> None:
-    items = workload.random_workload(4, (5, 9), (1, 1), seed=1)
+    items = list(workload.random_workload(4, (5, 9), (1, 1), seed=1))
     fitted, _ = workload.fit(items, 100, 50, cap=False)
     moved = workload.shifted(fitted, 1, 100)
     for before, after in zip(fitted, moved, strict=True):
@@ -92,7 +92,7 @@ def test_csv_workload_has_the_lengths_of_its_rows(tmp_path: Path) -> None:
 def test_jsonl_workload_takes_ids_or_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_token_ids": [5, 6], "max_tokens": 3}\n\n{"prompt": "abc"}\n')
-    items = workload.jsonl_workload(path, 9, (7, 7), 0, lambda text: [ord(c) for c in text])
+    items = list(workload.jsonl_workload(path, 9, (7, 7), 0, lambda text: [ord(c) for c in text]))
     assert items == [
         WorkItem(prompt_token_ids=(5, 6), max_tokens=3),
         WorkItem(prompt_token_ids=(97, 98, 99), max_tokens=7),
@@ -262,7 +262,7 @@ def test_report_adds_up(
     path = tmp_path / "result.json"
     bench.main(BenchArgs(**SMALL, max_num_seqs=4, json=path))
     report = json.loads(path.read_text())
-    items = workload.random_workload(6, (20, 40), (3, 9), seed=0)
+    items = list(workload.random_workload(6, (20, 40), (3, 9), seed=0))
     inputs = sum(len(item.prompt_token_ids) for item in items)
     outputs = sum(item.max_tokens for item in items)
     assert report["workload"]["input_tokens"] == report["prefill"]["tokens"] == inputs
@@ -343,6 +343,7 @@ def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
         "nanoengine.observe.simulator",
         "nanoengine.observe.kv_events",
         "nanoengine.cli.workload",
+        "nanoengine.cli.draws",
         "loc",
     ],
 )

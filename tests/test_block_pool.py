@@ -186,6 +186,7 @@ def test_peer_bug_16_no_operation_walks_the_free_queue():
     head, middle, tail = (events_of(table[i : i + 5]) for i in (0, 1_000, 1_990))
     assert head == middle == tail > 0
     assert type(pool._cached).__name__ == "OrderedDict", "removal from the middle in O(1)"
+    assert type(pool._gone).__name__ == "OrderedDict", "removal of the oldest in O(1)"
 
 
 def test_a_block_costs_less_than_300_bytes():

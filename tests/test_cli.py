@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine import LLM, SamplingParams, __version__
+from nanoengine import LLM, DiskTier, HostTier, SamplingParams, __version__
 from nanoengine.cli import main as cli
+from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
 from nanoengine.cli.options import engine_options
@@ -75,6 +76,15 @@ def test_the_module_is_an_entry_point() -> None:
         (["generate", "m", "--file", "x.csv"], "error: file must end in .txt or .jsonl"),
         (["generate", "m", "--file", "none.txt"], "error: file 'none.txt' does not exist"),
         (["info", "/no/such/dir"], "error: model directory '/no/such/dir' does not exist"),
+        (
+            ["info", "m", "--kv-disk", "d"],
+            "error: --kv-disk PATH and --kv-disk-gib GIB go together",
+        ),
+        (
+            ["info", "m", "--kv-disk", "d", "--kv-disk-gib", "1"],
+            "error: blocks reach --kv-disk through host memory: give --kv-host-gib",
+        ),
+        (["info", "m", "--kv-host-gib", "0"], "error: HostTier gib must be finite and greater"),
         (["info", "m", "--max-num-seqs", "0"], "error: max_num_seqs must be at least 1, got 0"),
     ],
 )
@@ -100,6 +110,35 @@ def test_options_are_those_of_the_engine(options_class: type[EngineConfig]) -> N
     args = cli.parse(options_class, "x", ["m", "--max-num-seqs", "3", "--dtype", "float32"])
     options = engine_options(args)
     assert EngineConfig(**options) == EngineConfig(model="m", max_num_seqs=3, dtype="float32")
+
+
+@pytest.mark.parametrize("options_class", [GenerateArgs, InfoArgs, BenchArgs])
+def test_tiers_are_made_of_options(options_class: type[EngineConfig]) -> None:
+    model = ["--model", "m"] if options_class is BenchArgs else ["m"]
+    host = [*model, "--kv-host-gib", "0.5"]
+    disk = [*host, "--kv-disk", "kept", "--kv-disk-gib", "2"]
+    for given, tiers in (
+        (model, ()),
+        (host, (HostTier(gib=0.5),)),
+        (disk, (HostTier(gib=0.5), DiskTier(Path("kept"), gib=2.0))),
+    ):
+        assert engine_options(cli.parse(options_class, "x", given))["kv_tiers"] == tiers
+
+
+def test_generate_finds_on_disk_what_an_earlier_run_has_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "the dog " * 32
+    tiers = ["--kv-host-gib", "0.01", "--kv-disk", str(tmp_path), "--kv-disk-gib", "0.01"]
+    command = ["generate", str(model), "--prompt", text, *GREEDY, "--block-size", "8", *tiers]
+    assert cli.main(command) == 0
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.kv")}
+    assert len(files) >= 4
+    first = capsys.readouterr().out
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == first
+    read = [path for path, time in files.items() if path.stat().st_mtime_ns > time]
+    assert len(read) >= 4, "a file that is read is marked as used"
 
 
 def test_ctrl_c_ends_with_its_own_status(

@@ -1,5 +1,7 @@
 """The scripts in README, recipes and the page on quantization run as they stand."""
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -32,3 +34,58 @@ def test_links_between_pages_lead_somewhere():
     ]
     assert len(links) > 5
     assert [link for page, link in links if not (page.parent / link).exists()] == []
+
+
+# --- the tables of kv_cache.md --------------------------------------------------------------------
+
+ROWS = re.findall(
+    r"^\| (\d+) \| (.*) \|$", (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+REFERENCE = re.compile(r"`((?:\w+/)*\w+\.py)::([\w.]+)`")
+
+
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """What a file defines: functions, classes and their methods (`Class.method`), constants."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inside = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            found |= {f"{node.name}.{part.name}" for part in inside}
+    return found
+
+
+def missing(cell: str, folder: Path) -> list[str]:
+    """References of a cell that lead nowhere; at least one must be there."""
+    references = REFERENCE.findall(cell)
+    if not references:
+        return [f"no reference in {cell!r}"]
+    return [
+        f"{path}::{name}"
+        for path, name in references
+        if not (folder / path).is_file() or name not in names_in(folder / path)
+    ]
+
+
+def test_the_kv_page_has_all_mechanisms_in_order():
+    assert [int(number) for number, _ in ROWS] == list(range(1, 45))
+    assert {row.count(" | ") for _, row in ROWS} == {4}
+
+
+@pytest.mark.parametrize(("number", "row"), ROWS, ids=[number for number, _ in ROWS])
+def test_what_the_kv_page_names_exists(number, row):
+    _, where, test, _, _ = row.split(" | ")
+    assert missing(where, ROOT / "nanoengine") == []
+    assert missing(test, ROOT / "tests") == []
+    assert all(name.startswith("test_") for _, name in REFERENCE.findall(test))
+
+
+def test_a_name_that_is_not_there_is_noticed():
+    assert missing("`core/block_pool.py::BlockPool.free`", ROOT / "nanoengine") == []
+    for cell in ("`core/block_pool.py::BlockPool.freed`", "`core/pool.py::BlockPool`", "always"):
+        assert len(missing(cell, ROOT / "nanoengine")) == 1

@@ -12,7 +12,7 @@ import nanoengine
 from nanoengine import LLM, ConfigError, DiskTier, EngineConfig, HostTier
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.tier_cost import CostModel, LoadCost, Rate
-from nanoengine.core.tiers import Content, DiskCopy
+from nanoengine.core.tiers import MAX_WRITES, Content, DiskCopy
 from nanoengine.engine import LLMEngine
 from nanoengine.features.kv_tiers import DiskFiles, HostStorage, model_fingerprint
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -126,6 +126,20 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
     for _ in range(2):
         assert outputs(engine) == truth["full"]
     assert engine.stats().tiers[0].loaded_blocks > 0
+
+
+def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
+    engine = small_engine(host_and_disk(tmp_path))
+    disk, submitted = engine.scheduler.block_manager.tiers._disk, []
+    submit, collect = disk.submit, disk.collect
+    monkeypatch.setattr(disk, "submit", lambda copy: submitted.append(copy) or submit(copy))
+    monkeypatch.setattr(disk, "collect", lambda wait_s: [])  # it has finished nothing yet
+    assert outputs(engine) == truth["full"]
+    assert len(submitted) == MAX_WRITES, "no more are under way, and the rest waits its turn"
+    monkeypatch.setattr(disk, "collect", collect)
+    engine.close()
+    assert len(submitted) > MAX_WRITES
+    assert len(list(tmp_path.rglob("*.kv"))) == sum(copy.kind == "write" for copy in submitted)
 
 
 def test_the_salt_keeps_tenants_apart_in_every_tier(truth, tmp_path):

@@ -8,19 +8,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoengine.core.plan import AdmittedSequence, Fork, Preemption, StepPlan, StepResult, StepTimes
+from nanoengine.core.plan import (
+    AdmittedSequence,
+    ChosenToken,
+    Fork,
+    Preemption,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+from nanoengine.core.tiers import TierStats
 from nanoengine.observe import metrics
 from nanoengine.observe.cost import ModelCost
 from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, summarize
 from nanoengine.observe.peak import measure_peaks
 from nanoengine.observe.trace import Trace
 from nanoengine.sampling_params import SamplingParams
+from tests.fake_executor import make_engine
 
 SCHEDULER = SimpleNamespace(
     num_waiting=3,
     num_running=2,
     block_manager=SimpleNamespace(
-        pool=SimpleNamespace(counts=lambda: {"empty": 5, "cached": 1, "active": 2})
+        pool=SimpleNamespace(counts=lambda: {"empty": 5, "cached": 1, "active": 2}),
+        tiers=SimpleNamespace(
+            stats=lambda: (TierStats(name="host", block_bytes=8, empty_blocks=3, cached_blocks=4),)
+        ),
     ),
 )
 
@@ -149,6 +162,7 @@ def test_trace_names_sequences_across_steps(tmp_path) -> None:
             [[50], [60]],
             admitted=[admit(0, 7, 4)],
             forks=[Fork(row=1, parent_row=0, seq_id=8, seed=1)],
+            chosen_tokens=[ChosenToken(row=1, position=3, token_id=44)],
             reasons=["seq 9 waits"],
         )
         second = plan_and_result(
@@ -166,8 +180,12 @@ def test_trace_names_sequences_across_steps(tmp_path) -> None:
     assert one["tokens"] == {"7": [0, 4], "8": [4, 0]}
     assert one["sampled"] == {"7": [50], "8": [60]}
     assert one["forked"] == [[8, 7]]
+    assert (one["chosen"], two["chosen"]) == ([[8, 3, 44]], []), "a fork has its name already"
     assert one["reasons"] == ["seq 9 waits"]
-    assert one["blocks"] == {"device": {"empty": 5, "cached": 1, "active": 2}}
+    assert one["blocks"] == {
+        "device": {"empty": 5, "cached": 1, "active": 2},
+        "host": {"empty": 3, "cached": 4, "active": 0},
+    }
     assert (one["waiting"], one["running"]) == (3, 2)
     assert one["times_ms"]["forward"] == 750
     assert two["released"] == [7]
@@ -176,6 +194,34 @@ def test_trace_names_sequences_across_steps(tmp_path) -> None:
     assert two["tokens"] == {"9": [0, 3]}
     assert two["errors"] == {"9": "NaN logits"}
     assert two["time_s"] >= one["time_s"] >= 0
+
+
+def test_outputs_can_be_rebuilt_from_a_trace(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        engine = make_engine(num_blocks=12, max_num_seqs=4, observers=[trace])
+        prompt = [1, 2, 3, 4, 5]
+        request = engine.add_request("a", prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+        for step in range(40):
+            engine.step()
+            if step in (2, 5):
+                last = request.sequences[0].token_ids[-1]
+                engine.fork("a", next_token_id=(last + 1) % 50)
+            if not engine.has_unfinished():
+                break
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    assert any(step["preempted"] for step in steps)
+    tokens: dict[int, list[int]] = {0: list(prompt)}
+    for step in steps:
+        for child, parent in step["forked"]:
+            tokens[child] = list(tokens[parent])
+        for seq_id, position, token_id in step["chosen"]:
+            tokens[seq_id][position:] = [token_id]
+        for seq_id, sampled in step["sampled"].items():
+            tokens[int(seq_id)] += sampled
+    assert sum(len(step["chosen"]) for step in steps) == 2
+    assert tokens == {seq.seq_id: seq.token_ids for seq in request.sequences}
+    assert len(tokens) == 3
 
 
 CONFIG = {

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nanoengine.cli import bench_report, workload
 from nanoengine.cli.bench_report import Round
+from nanoengine.cli.options import EngineArgs
 from nanoengine.cli.workload import WorkItem
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, NanoEngineError
@@ -55,7 +56,7 @@ COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchArgs(EngineConfig):
+class BenchArgs(EngineArgs):
     """Options of the benchmark, and every option of the engine; `seed` seeds both."""
 
     model: str = "demo"
@@ -137,9 +138,10 @@ def make_workload(args: BenchArgs, model: str) -> list[WorkItem]:
     """The requests that the options ask for, not yet fitted to a model."""
     scale = _scale(args)
     if args.dataset == "random":
-        return workload.random_workload(*scale, seed=args.seed)
+        return list(workload.random_workload(*scale, seed=args.seed))
     if args.dataset == "shared-prefix":
-        return workload.shared_prefix_workload(*scale, prefix_len=args.prefix_len, seed=args.seed)
+        items = workload.shared_prefix_workload(*scale, prefix_len=args.prefix_len, seed=args.seed)
+        return list(items)
     path = Path(args.dataset)
     if path.suffix not in (".jsonl", ".csv") or not path.is_file():
         raise ConfigError(
@@ -147,9 +149,10 @@ def make_workload(args: BenchArgs, model: str) -> list[WorkItem]:
             f" got {args.dataset!r}"
         )
     if path.suffix == ".csv":
-        return workload.csv_workload(path, scale.num_requests, args.seed)
-    return workload.jsonl_workload(
-        path, scale.num_requests, scale.output_len, args.seed, _encoder(args, model)
+        return list(workload.csv_workload(path, scale.num_requests, args.seed))
+    encode = _encoder(args, model)
+    return list(
+        workload.jsonl_workload(path, scale.num_requests, scale.output_len, args.seed, encode)
     )
 
 

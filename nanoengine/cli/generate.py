@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from nanoengine.cli.options import engine_options
-from nanoengine.config import EngineConfig
+from nanoengine.cli.options import EngineArgs, engine_options
 from nanoengine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateArgs(EngineConfig):
+class GenerateArgs(EngineArgs):
     """Completes prompts. All options of the engine may be given too."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from nanoengine import __version__
-from nanoengine.cli.options import DEMO, engine_options
+from nanoengine.cli.options import DEMO, EngineArgs, engine_options
 from nanoengine.config import EngineConfig
 from nanoengine.errors import NanoEngineError
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numba", "triton", "flash-att
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InfoArgs(EngineConfig):
+class InfoArgs(EngineArgs):
     """Shows versions, device, attention backends, and a model without loading its weights."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")] = DEMO

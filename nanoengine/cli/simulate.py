@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -110,8 +110,8 @@ def main(args: SimulateArgs) -> None:
         print(format_report(report))
 
 
-def make_workload(args: SimulateArgs) -> list[WorkItem]:
-    """The requests that the options ask for."""
+def make_workload(args: SimulateArgs) -> Iterator[WorkItem]:
+    """The requests that the options ask for, made as they are pulled."""
     scale = (args.num_requests or 256, (100, 1024), (100, 1024))
     if args.workload == "standard":
         return workload.random_workload(*scale, seed=args.seed)

@@ -1,6 +1,7 @@
 """What a benchmark runs: requests (prompt ids, output lengths), and shapes for random weights.
 
-Called by `cli/bench.py`. Pure Python: knows neither the engine nor torch.
+Called by `cli/bench.py` and `cli/simulate.py`; knows neither the engine nor torch. Requests are
+made as they are pulled, so that a workload of any length takes little memory.
 """
 
 from __future__ import annotations
@@ -8,12 +9,17 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoengine.cli.draws import Draws
 from nanoengine.errors import ConfigError
 
 DRAWN_IDS = 10_000
@@ -30,23 +36,28 @@ class WorkItem:
 
 def random_workload(
     num_requests: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int
-) -> list[WorkItem]:
+) -> Iterator[WorkItem]:
     """Independent random prompts. With the benchmark's defaults, the field's standard workload.
 
     The order of the draws is part of the workload: for each request its length and then its ids,
-    and all output lengths after the last prompt.
+    and all output lengths after the last prompt. Why twice: the outputs' lengths are known at once
+    and the prompts, which are large, are made one by one as they are pulled.
     Source: nano-vllm `bench.py`, whose published figures use it.
 
-    >>> items = random_workload(256, (100, 1024), (100, 1024), seed=0)
+    >>> items = list(random_workload(256, (100, 1024), (100, 1024), seed=0))
     >>> sum(len(i.prompt_token_ids) for i in items), sum(i.max_tokens for i in items)
     (142827, 133966)
     """
-    draw = random.Random(seed)
-    prompts = [
-        tuple(draw.randint(0, DRAWN_IDS) for _ in range(draw.randint(*input_len)))
-        for _ in range(num_requests)
-    ]
-    return [WorkItem(prompt_token_ids=p, max_tokens=draw.randint(*output_len)) for p in prompts]
+    ahead, draw = Draws(seed), Draws(seed)
+    for _ in range(num_requests):
+        _draw_prompt(ahead, input_len)
+    for length in ahead.integers(*output_len, num_requests).tolist():
+        ids = tuple(_draw_prompt(draw, input_len).tolist())
+        yield WorkItem(prompt_token_ids=ids, max_tokens=length)
+
+
+def _draw_prompt(draw: Draws, input_len: tuple[int, int]) -> NDArray[np.int64]:
+    return draw.integers(0, DRAWN_IDS, int(draw.integers(*input_len, 1)[0]))
 
 
 def shared_prefix_workload(
@@ -56,14 +67,12 @@ def shared_prefix_workload(
     *,
     prefix_len: int,
     seed: int,
-) -> list[WorkItem]:
+) -> Iterator[WorkItem]:
     """Random prompts behind one common prefix; `input_len` counts each request's own tokens."""
     draw = random.Random(seed)
     prefix = tuple(draw.randint(0, DRAWN_IDS) for _ in range(prefix_len))
-    own = random_workload(num_requests, input_len, output_len, draw.randrange(2**32))
-    return [
-        WorkItem(prompt_token_ids=prefix + i.prompt_token_ids, max_tokens=i.max_tokens) for i in own
-    ]
+    for own in random_workload(num_requests, input_len, output_len, draw.randrange(2**32)):
+        yield WorkItem(prompt_token_ids=prefix + own.prompt_token_ids, max_tokens=own.max_tokens)
 
 
 def jsonl_workload(
@@ -72,7 +81,7 @@ def jsonl_workload(
     output_len: tuple[int, int],
     seed: int,
     encode: Callable[[str], SequenceOf[int]],
-) -> list[WorkItem]:
+) -> Iterator[WorkItem]:
     """Requests of a JSON-lines file: `prompt` or `prompt_token_ids`, and `max_tokens` if given.
 
     Where it is not, the output length is drawn.
@@ -80,23 +89,24 @@ def jsonl_workload(
     Raises:
         ConfigError: a line has neither kind of prompt, or is no JSON object.
     """
-    draw, items = random.Random(seed), []
-    for number, row in _rows(path.read_text(encoding="utf-8").splitlines(), num_requests):
-        try:
-            record = json.loads(row)
-            ids = record["prompt_token_ids"] if "prompt_token_ids" in record else record["prompt"]
-            ids = encode(ids) if isinstance(ids, str) else ids
-            length = int(record.get("max_tokens", draw.randint(*output_len)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}:{number} must be a JSON object with prompt or prompt_token_ids"
-                f" ({type(error).__name__}: {error})"
-            ) from error
-        items.append(WorkItem(prompt_token_ids=tuple(ids), max_tokens=length))
-    return items
+    draw = random.Random(seed)
+    with path.open(encoding="utf-8") as file:
+        for number, row in _rows((line.strip() for line in file), num_requests):
+            try:
+                record = json.loads(row)
+                has_ids = "prompt_token_ids" in record
+                ids = record["prompt_token_ids"] if has_ids else record["prompt"]
+                ids = encode(ids) if isinstance(ids, str) else ids
+                length = int(record.get("max_tokens", draw.randint(*output_len)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{path}:{number} must be a JSON object with prompt or prompt_token_ids"
+                    f" ({type(error).__name__}: {error})"
+                ) from error
+            yield WorkItem(prompt_token_ids=tuple(ids), max_tokens=length)
 
 
-def csv_workload(path: Path, num_requests: int, seed: int) -> list[WorkItem]:
+def csv_workload(path: Path, num_requests: int, seed: int) -> Iterator[WorkItem]:
     """Random prompts with the lengths of a CSV file, columns ContextTokens and GeneratedTokens.
 
     These are the columns of the Azure LLM inference traces, so that real lengths can be replayed.
@@ -104,25 +114,25 @@ def csv_workload(path: Path, num_requests: int, seed: int) -> list[WorkItem]:
     Raises:
         ConfigError: a column is missing or holds no positive integer.
     """
-    draw, items = random.Random(seed), []
+    draw = Draws(seed)
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in _rows(csv.DictReader(file), num_requests):
             try:
                 inputs, outputs = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                if min(inputs, outputs) < 1:
+                    raise ValueError("a length below 1")
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"{path}: row {number} must hold integers in ContextTokens and GeneratedTokens,"
-                    f" got {row}"
+                    f"{path}: row {number} must hold integers of at least 1 in ContextTokens and"
+                    f" GeneratedTokens, got {row}"
                 ) from error
-            ids = tuple(draw.randint(0, DRAWN_IDS) for _ in range(inputs))
-            items.append(WorkItem(prompt_token_ids=ids, max_tokens=outputs))
-    return items
+            ids = tuple(draw.integers(0, DRAWN_IDS, inputs).tolist())
+            yield WorkItem(prompt_token_ids=ids, max_tokens=outputs)
 
 
 def _rows(rows: Any, num_requests: int) -> Any:
     """The first `num_requests` non-empty rows, numbered from 1."""
-    filled = ((number, row) for number, row in enumerate(rows, 1) if row)
-    return [pair for pair, _ in zip(filled, range(num_requests), strict=False)]
+    return islice(((number, row) for number, row in enumerate(rows, 1) if row), num_requests)
 
 
 def fit(

@@ -5,13 +5,14 @@
     Predictive      admits while the blocks of all running sequences will fit at their peak
 
 A sequence that is admitted too early is preempted later, and what it had computed is lost. Asked by
-the Scheduler in one place, and never when nothing runs: no policy can stop an engine.
+the Scheduler at each admission, and never when nothing runs: no policy can stop an engine.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -32,6 +33,9 @@ MAX_TIMES = 32
 class AdmissionPolicy(Protocol):
     """May hold back a sequence that fits; is told of each one that ends."""
 
+    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+        """Which of the last few waiting sequences, given in order, is tried next."""
+
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
@@ -43,6 +47,10 @@ class AdmissionPolicy(Protocol):
 
 class WatermarkOnly:
     """Admits whoever fits: the block manager's watermark is all that is kept back."""
+
+    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+        """The first in order."""
+        return waiting[0]
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
@@ -64,6 +72,10 @@ class Hysteresis:
         self.preempt_above = preempt_above
         self.admit_below = admit_below
         self._closed = False
+
+    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+        """The first in order."""
+        return waiting[0]
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
@@ -89,8 +101,11 @@ class Predictive:
     has; if there are none, at its max_tokens. From now to then it holds a block for each
     `block_size` tokens, then none. Blocks that it shares count once, as if held to the end.
 
+    The last few that wait are admitted longest first: a run ends with the sequence that was
+    admitted last or is longest, so these should not be the same.
+
     Source: LightLLM's past-future scheduler: lengths of finished requests predict the running ones,
-    and the peak of their memory decides.
+    and the peak of their memory decides. Longest first: Graham's rule for list scheduling (1969).
 
     Args:
         spread: standard deviations added to the mean; 0 was best in the simulator.
@@ -101,7 +116,27 @@ class Predictive:
         self.spread = spread
         self._recent: deque[int] = deque(maxlen=window)
         self._sorted: list[int] = []
+        self._lengths: dict[int, int | None] = {}
         self._refused: int | None = None
+        # Priority -> the last arrival of those that are being admitted longest first.
+        self._last_arrival: dict[int, int] = {}
+
+    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+        """The one expected to run longest of those that waited when the first of them was chosen.
+
+        Why not of all: new ones could overtake a short one for ever. One that was preempted goes
+        first, as it has waited before.
+        """
+        first = waiting[0]
+        if first.num_preempted_tokens:
+            return first
+        priority = first.request.priority
+        peers = [seq for seq in waiting if seq.request.priority == priority]
+        if first.request.arrival > self._last_arrival.get(priority, -1):
+            self._last_arrival[priority] = max(seq.request.arrival for seq in peers)
+        last = self._last_arrival[priority]
+        among = [seq for seq in peers if seq.request.arrival <= last]
+        return max(among, key=self.num_expected_tokens)
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
@@ -117,6 +152,7 @@ class Predictive:
     def on_finish(self, seq: Sequence) -> None:
         """Learns the length of a sequence that ended by itself."""
         self._refused = None
+        self._lengths.clear()
         if seq.finish_reason not in ("stop", "length"):
             return
         if len(self._recent) == self._recent.maxlen:
@@ -129,13 +165,19 @@ class Predictive:
         at_most = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
             done = seq.num_tokens - seq.num_prompt_tokens
-            longer = self._sorted[bisect_right(self._sorted, done) :]
-            if longer:
-                expected = float(np.mean(longer))
-                if self.spread:
-                    expected += self.spread * float(np.std(longer))
-                at_most = min(at_most, int(expected) - done)
+            length = self._length_beyond(done)
+            if length is not None:
+                at_most = min(at_most, length - done)
         return max(at_most, 1)
+
+    def _length_beyond(self, done: int) -> int | None:
+        """Expected length of a sequence that has generated `done` tokens; None: no idea."""
+        if done not in self._lengths:
+            longer = self._sorted[bisect_right(self._sorted, done) :]
+            mean = float(np.mean(longer)) if longer else 0.0
+            deviations = self.spread * float(np.std(longer)) if longer and self.spread else 0.0
+            self._lengths[done] = int(mean + deviations) if longer else None
+        return self._lengths[done]
 
     def _peak(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager

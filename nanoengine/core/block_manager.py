@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -91,12 +92,12 @@ class BlockManager:
     num_watermark_blocks: int = field(init=False)
     _has_windows: bool = field(init=False)
     # Unsalted digest of a first block -> the root key that it was last indexed under.
-    _roots: dict[bytes, bytes] = field(init=False)
+    _roots: OrderedDict[bytes, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.layout.num_blocks, len(self.layout.groups))
         self.updates, self.copies = [], []
-        self._roots = {}
+        self._roots = OrderedDict()
         self.block_size = self.layout.block_size
         self._has_windows = any(group.sliding_window for group in self.layout.groups)
         self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
@@ -326,7 +327,7 @@ class BlockManager:
         if seq.num_registered_blocks == 0:
             self._roots[self._unsalted(seq)] = root_key(seq)
             if len(self._roots) > self.layout.num_blocks:
-                del self._roots[next(iter(self._roots))]
+                self._roots.popitem(last=False)
         for i in range(seq.num_registered_blocks, full):
             parent = hashes[i - 1] if i else root_key(seq)
             tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
@@ -369,7 +370,7 @@ class BlockManager:
         return self.enable_prefix_caching and seq.params.prompt_logprobs is None
 
     def _find_prefix(self, seq: Sequence) -> list[list[Place]]:
-        """For each group, where each full block of the prompt is found, if anywhere."""
+        """For each group, where each full block of the prompt is found, as far as it may matter."""
         # Why - 1: at least one token is left to compute, or there would be no logits.
         at_most = (seq.num_tokens - 1) // self.block_size if self._reads_cache(seq) else 0
         self._hash_blocks(seq, at_most)
@@ -383,7 +384,7 @@ class BlockManager:
                 if place is NOWHERE and kind.sliding_window is None:
                     break
                 places.append(place)
-            found.append(places + [NOWHERE] * (at_most - len(places)))
+            found.append(places)
         return found
 
     def _take(self, found: list[list[Place]], length: int) -> tuple[list[list[int]], list[Load]]:

@@ -89,7 +89,9 @@ class BlockPool:
         # Why: lists, since two blocks may hold one content: tables are append-only.
         self._index: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.num_evicted = 0
-        self._gone: dict[bytes, None] = {}  # digests evicted lately, oldest first
+        # Digests evicted lately, oldest first. Why ordered: the first key of a plain dict is found
+        # by walking over all that were deleted before it.
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         self.observers: list[BlockObserver] = []
 
     # --- counts -------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ class BlockPool:
             self._tell("removed", block)
         self._gone[block.hash] = None
         if len(self._gone) > self.num_blocks:
-            del self._gone[next(iter(self._gone))]
+            self._gone.popitem(last=False)
         index = self._index[block.group]
         same = index[block.hash]
         same.remove(block.block_id)

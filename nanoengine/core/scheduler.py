@@ -221,9 +221,9 @@ class Scheduler(Roster):
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
         if not self._waiting:
             return
-        ahead = LookAhead(self._waiting)
+        ahead = LookAhead(self._waiting, self.policy.choose)
         rows_kept = sum(self._num_forks_due(seq) for seq in self.running if seq.params.n > 1)
-        while budget > 0 and (seq := ahead.next()) is not None:
+        while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
             forks = self._num_forks_due(seq)
             if self._rows.num_free - rows_kept < 1 + forks or seq.num_pending_tokens:
                 ahead.pass_over(seq)

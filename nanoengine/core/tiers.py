@@ -585,7 +585,7 @@ def reach(found: SequenceOf[SequenceOf[Place]], level: Level, layout: KVLayout) 
     return longest_common_hit(
         layout.groups,
         lambda g, n: [place.level <= level for place in found[g][:n]],
-        len(found[0]),
+        min(map(len, found)),
         layout.block_size,
     )
 

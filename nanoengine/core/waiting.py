@@ -7,6 +7,8 @@ times, so that it neither blocks nor starves. Used by the Scheduler; knows no bl
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Sequence, Status
 
@@ -14,6 +16,10 @@ MAX_LOOK_AHEAD = 8
 """Waiting sequences that do not fit yet and are passed over in one step."""
 MAX_OVERTAKEN = 16
 """Times that a waiting sequence may be overtaken; then nobody passes it until it is admitted."""
+
+
+Choose = Callable[[SequenceOf[Sequence]], Sequence]
+"""Takes one of several sequences, which it is given in order."""
 
 
 class WaitingQueue:
@@ -40,6 +46,14 @@ class WaitingQueue:
                 self._num_waiting -= 1
                 return seq
 
+    def pop_chosen(self, choose: Choose) -> Sequence:
+        """The one that `choose` takes of those still waiting; walks all of them."""
+        waiting = [seq for _, seq in sorted(self._heap) if seq.status is Status.WAITING]
+        chosen = choose(waiting)
+        self._heap = [(seq.order, seq) for seq in waiting if seq is not chosen]  # sorted: a heap
+        self._num_waiting -= 1
+        return chosen
+
     def discount(self) -> None:
         """One of those that wait is about to end."""
         self._num_waiting -= 1
@@ -54,18 +68,21 @@ class LookAhead:
     """One step's pass over the queue, from its head.
 
     Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them MAX_OVERTAKEN
-    times at most.
+    times at most. Where few wait, `choose` says which of them is tried next.
     """
 
-    def __init__(self, queue: WaitingQueue) -> None:
+    def __init__(self, queue: WaitingQueue, choose: Choose) -> None:
         self._queue = queue
+        self._choose = choose
         self.passed_over: list[Sequence] = []
 
-    def next(self) -> Sequence | None:
+    def next(self, few: int) -> Sequence | None:
         """The next sequence to try; None if there is none, or none may go before the others."""
         is_far = len(self.passed_over) > MAX_LOOK_AHEAD
         if not self._queue or is_far or any(map(_waits_long, self.passed_over)):
             return None
+        if len(self._queue) <= few:
+            return self._queue.pop_chosen(self._choose)
         return self._queue.pop()
 
     def pass_over(self, seq: Sequence) -> None:

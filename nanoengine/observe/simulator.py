@@ -157,7 +157,8 @@ def simulate(
     """Runs a workload through a scheduler until all of it is done.
 
     Args:
-        work: pulled lazily, a little ahead of what runs; a sequence that waits is held in memory.
+        work: pulled lazily, up to `max_num_seqs` requests ahead of what runs; nothing is kept of
+            one that has finished, so memory does not grow with the workload.
         scheduler: a fresh one; `make_scheduler` builds it.
         length_cap: None: each request's max_tokens is its exact length, and the scheduler may know
             it. Else every request asks for this many tokens and stops by itself earlier, as in a
@@ -166,8 +167,8 @@ def simulate(
     """
     started = time.perf_counter()
     executor, queue = FilledExecutor(), iter(work)
-    requests = failed = peak = most = sum_batch = sum_blocks = samples = 0
-    waste: list[int] = []
+    requests = failed = peak = most = sum_batch = sum_blocks = 0
+    samples = peak_waste = sum_waste = 0
     estimated_s = 0.0
     pool, stats = scheduler.block_manager.pool, scheduler.stats
     while True:
@@ -182,12 +183,15 @@ def simulate(
         peak, sum_blocks = max(peak, active), sum_blocks + active
         most, sum_batch = max(most, len(plan.rows)), sum_batch + len(plan.rows)
         if plan.step % SAMPLE_EVERY == 0:
-            waste.append(scheduler.num_waste_slots())
+            waste = scheduler.num_waste_slots()
+            peak_waste, sum_waste = max(peak_waste, waste), sum_waste + waste
             samples += 1
         if time_model is not None:
             estimated_s += time_model.step(plan)
         done = scheduler.commit(plan, executor.execute(plan))
         failed += sum(request.error is not None for request in done)
+        for request in done if length_cap else ():
+            del executor.lengths[request.sequences[0].seq_id]
     steps = max(stats.steps, 1)
     return SimulationReport(
         requests=requests,
@@ -204,8 +208,8 @@ def simulate(
         usable_blocks=pool.num_usable,
         peak_blocks=peak,
         mean_blocks=sum_blocks / steps,
-        peak_waste_slots=max(waste, default=0),
-        mean_waste_slots=sum(waste) / max(samples, 1),
+        peak_waste_slots=peak_waste,
+        mean_waste_slots=sum_waste / max(samples, 1),
         estimated_s=estimated_s if time_model is not None else None,
         wall_s=time.perf_counter() - started,
     )

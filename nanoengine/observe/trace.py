@@ -10,6 +10,7 @@ Enters `LLMEngine.observers`; reads plans, results and the scheduler's counts, c
 | sampled | sequence id -> the tokens it sampled |
 | admitted | [sequence id, known tokens, of them cached] |
 | forked | [sequence id, parent's sequence id] |
+| chosen | [sequence id, position, token]: chosen outside the sampler since the last step |
 | preempted | [sequence id, computed tokens lost, reason] |
 | finished | [sequence id, reason] of the requests that this step finished |
 | released | sequences whose row was taken back since the last step, finished ones included |
@@ -88,6 +89,7 @@ class Trace:
         for fork in plan.forks:
             forked.append([fork.seq_id, name[fork.parent_row]])
             name[fork.row] = fork.seq_id
+        chosen = [[name[c.row], c.position, c.token_id] for c in plan.chosen_tokens]
         ids = [name[row] for row in plan.rows]
         spans = zip(plan.starts, plan.num_scheduled_tokens, strict=True)
         return {
@@ -95,6 +97,7 @@ class Trace:
             "sampled": {i: t for i, t in zip(ids, result.token_ids, strict=True) if t},
             "admitted": [[a.seq_id, len(a.token_ids), a.num_cached_tokens] for a in plan.admitted],
             "forked": forked,
+            "chosen": chosen,
             "preempted": [list(preemption) for preemption in plan.preempted],
             "released": released,
             "finished": [
@@ -111,4 +114,11 @@ def block_counts(scheduler: object) -> dict[str, dict[str, int]]:
     manager = getattr(scheduler, "block_manager", None)
     if manager is None:
         return {}
-    return {"device": manager.pool.counts()}
+    counts = {"device": manager.pool.counts()}
+    for tier in manager.tiers.stats():
+        counts[tier.name] = {
+            "empty": tier.empty_blocks,
+            "cached": tier.cached_blocks,
+            "active": tier.active_blocks,
+        }
+    return counts

@@ -1,0 +1,149 @@
+"""What the comparing benchmarks share: ways of doing one job, taken in turn, and their ratios.
+
+Each way is run once a round, A B A B, so that whatever else the machine does falls on all of them
+alike; a first round, in which kernels compile, is not counted. Reported: the median seconds of
+each, wall and CPU time (which other processes disturb less), and the ratio to the first way, round
+by round: its median, smallest and largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from nanoengine.assets import demo_model_path
+from nanoengine.cli.bench_report import hardware, versions
+from nanoengine.cli.workload import SHAPES, write_shape
+
+
+class Clock:
+    """Wall and CPU seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """Both, under the names that reports have for them."""
+        return {
+            "wall": time.perf_counter() - self._wall,
+            "CPU time": time.process_time() - self._cpu,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run of one way: its times in seconds, what it gave, and counts to explain the times."""
+
+    seconds: dict[str, float]
+    tokens: list[list[int]]
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+def compare(name: str, ways: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, Any]:
+    """Runs all ways in turn; sets their times side by side, the first one being the basis.
+
+    `same_outputs` is the share of outputs, over all rounds, that were the same in every way.
+    """
+    runs: dict[str, list[Run]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, run in ways.items():
+            done = run()
+            if number:
+                runs[way].append(done)
+    basis, *others = ways
+    equal = [
+        all(tokens == first for tokens in rest)
+        for each in zip(*runs.values(), strict=True)
+        for first, *rest in zip(*(run.tokens for run in each), strict=True)
+    ]
+    found: dict[str, Any] = {
+        "name": name,
+        "rounds": rounds,
+        "same_outputs": sum(equal) / len(equal),
+        "counts": {way: each[-1].counts for way, each in runs.items()},
+    }
+    for what in runs[basis][0].seconds:
+        times = {way: [run.seconds[what] for run in each] for way, each in runs.items()}
+        ratios = {
+            way: [t / b for t, b in zip(times[way], times[basis], strict=True)] for way in others
+        }
+        found[what] = {
+            "median_s": {way: statistics.median(values) for way, values in times.items()},
+            "ratio": {way: _spread(values) for way, values in ratios.items()},
+        }
+    return found
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints one comparison."""
+    basis = next(iter(found["counts"]))
+    same = f"{found['same_outputs']:.0%} of the outputs the same"
+    print(f"{found['name']}  ({found['rounds']} rounds; {same})")
+    for what, times in found.items():
+        if not isinstance(times, dict) or "median_s" not in times:
+            continue
+        for way, seconds in times["median_s"].items():
+            line = f"  {what:<12} {way:<22} {seconds:9.3f} s"
+            if way != basis:
+                r = times["ratio"][way]
+                line += f"   {r['median']:.2f} times {basis} ({r['min']:.2f} to {r['max']:.2f})"
+            print(line)
+    for way, counts in found["counts"].items():
+        print(f"  {way}: " + ", ".join(f"{value:,} {key}" for key, value in counts.items()))
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all of them have."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    options.add_argument(
+        "--model", default="demo", help=f"demo, a shape ({', '.join(SHAPES)}) or a directory"
+    )
+    options.add_argument("--attention-backend", default="auto")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--json", type=Path, help="write the figures to this file")
+    return options
+
+
+@contextmanager
+def model_options(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Keywords of `LLM` for `--model`; a shape gets random weights."""
+    options = {"skip_tokenizer_init": True, "attention_backend": args.attention_backend}
+    with TemporaryDirectory() as scratch:
+        if args.model in SHAPES:
+            write_shape(args.model, Path(scratch))
+            options |= {"model": scratch, "load_format": "dummy"}
+        else:
+            model = str(demo_model_path()) if args.model == "demo" else args.model
+            options |= {"model": model}
+        yield options
+
+
+def report(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
+    """Prints all comparisons, and writes them to `--json` with hardware and versions."""
+    import torch
+
+    for found in comparisons:
+        show(found)
+    if args.json:
+        whole = {
+            "model": Path(args.model).name,
+            "options": {k: v for k, v in vars(args).items() if k not in ("model", "json")},
+            "hardware": hardware(torch.device("cpu")),
+            "versions": versions(),
+            "comparisons": comparisons,
+        }
+        args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
