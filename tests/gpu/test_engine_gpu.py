@@ -13,7 +13,8 @@ import torch
 from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.observe.metrics import Metrics
-from nanoengine.runner.transfers import ship
+from nanoengine.runner.transfers import Downloads, ship
+from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 MIB = 2**20
@@ -52,6 +53,27 @@ def test_equal_runs_give_equal_tokens():
         found.append(tokens(run(engine, prompts, greedy(30))))
         engine.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_overlap_changes_no_token(temperature, eager):
+    """Float32 on the GPU's own kernels: batches may differ by a row that ran past its end."""
+    prompts = random_prompts(14, [3, 40, 70, 130])
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=5 + 3 * i, ignore_eos=bool(i % 2), top_p=0.9
+        )
+        for i in range(14)
+    ]
+    found = {}
+    for overlap in (False, True):
+        engine = fast_engine(
+            "float32", max_num_seqs=6, num_kv_blocks=8, overlap=overlap, enforce_eager=eager
+        )
+        found[overlap] = tokens(run(engine, prompts, params))
+        engine.close()
+    assert found[True] == found[False]
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -135,21 +157,38 @@ def test_a_share_of_memory_is_not_passed():
 
 
 def test_staging_ships_every_array_as_it_is():
-    draw = np.random.default_rng(0)
+    """Several transfers are under way at once, each from a pinned buffer of its own."""
+    draw, under_way = np.random.default_rng(0), []
+    torch.cuda._sleep(50_000_000)  # some 25 ms in which no transfer can finish
     for size in (1, 3, 17, 1000, 5, 40_000, 2):
         arrays = [
             draw.integers(-(2**40), 2**40, size),
             draw.integers(0, 2**30, (2, size)).astype(np.int32),
             np.zeros(0, np.int64),
+            draw.random((3, size)),
             draw.integers(0, 2**30, (1, size, 3)).astype(np.int32)[:, :, :2],
         ]
-        shipped = ship(CUDA, *arrays)
-        torch.cuda.synchronize()
+        under_way.append((arrays, ship(CUDA, *arrays)))
+    for arrays, shipped in under_way:
         for array, tensor in zip(arrays, shipped, strict=True):
             assert tensor.device.type == "cuda"
             assert tensor.data_ptr() % 16 == 0
             np.testing.assert_array_equal(tensor.cpu().numpy(), array)
             assert tensor.cpu().numpy().dtype == array.dtype
+
+
+def test_downloads_hold_what_was_there_when_they_began():
+    downloads, tensor = Downloads(CUDA), torch.zeros(100_000, dtype=torch.int64, device=CUDA)
+    under_way = []
+    for number in range(4):
+        torch.cuda._sleep(20_000_000)
+        tensor.fill_(number)
+        under_way.append(downloads.start([tensor.clone(), tensor[:3] + 1]))
+    for number, download in enumerate(under_way):
+        whole, few = download.wait()
+        assert whole.device.type == few.device.type == "cpu"
+        assert (whole == number).all()
+        assert few.tolist() == [number + 1] * 3
 
 
 # --- tiers ----------------------------------------------------------------------------------------
