@@ -1,0 +1,314 @@
+"""nanoengine and every installed peer side by side on one CPU: one command, a table and JSON.
+
+    python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --json FILE
+
+Each round runs every configuration once, in a process of its own, in turn (A B C A B C), so that a
+machine that drifts does so for all. A run during which other processes used the CPU is repeated and
+then marked; it enters no median. Peers that are missing are named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import harness
+import report
+
+HERE = Path(__file__).resolve().parent
+QUIET_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Where a peer lives, and the converted checkpoint that each quantization needs ("": none).
+
+    `env` None is the interpreter that runs this program.
+    """
+
+    env: str | None
+    package: str
+    converted: dict[str, str]
+
+
+PEERS = {
+    "nanoengine": Peer(
+        env=None, package="nanoengine", converted={"none": "", "int8": "", "int4": ""}
+    ),
+    "openvino": Peer(
+        env="ov",
+        package="openvino_genai",
+        converted={"none": "-ov-fp32", "int8": "-ov-int8", "int4": "-ov-int4"},
+    ),
+    "vllm": Peer(env="vllm", package="vllm", converted={"none": ""}),
+    "llamacpp": Peer(
+        env="lcpp",
+        package="llama_cpp",
+        converted={"none": "-f32.gguf", "int8": "-q8_0.gguf", "int4": "-q4_0.gguf"},
+    ),
+    "transformers": Peer(env=None, package="transformers", converted={"none": ""}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A peer at one quantization."""
+
+    name: str
+    quantization: str
+
+    @property
+    def label(self) -> str:
+        """As in the report."""
+        return f"{self.name} {report.precision_of(self.quantization)}"
+
+
+def interpreter(peer: Peer, envs: Path | None) -> Path | None:
+    """The peer's Python, if there is one."""
+    if peer.env is None:
+        return Path(sys.executable)
+    found = envs / peer.env / "bin" / "python" if envs else None
+    return found if found and found.exists() else None
+
+
+def has_package(python: Path, package: str) -> bool:
+    """Whether the interpreter finds the package; it is not imported."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def skip_reason(
+    entry: Entry,
+    *,
+    model: Path,
+    converted: Path,
+    envs: Path | None,
+    find: Callable[[Path, str], bool] = has_package,
+) -> str | None:
+    """Why an entry can't run here; None if it can."""
+    peer = PEERS[entry.name]
+    python = interpreter(peer, envs)
+    if python is None:
+        where = f"{peer.env}/bin/python under --envs" if envs else "--envs was not given"
+        return f"no interpreter: {where}"
+    if not find(python, peer.package):
+        return f"{peer.package} is not installed in its environment"
+    suffix = peer.converted[entry.quantization]
+    if suffix and not (converted / (model.name + suffix)).exists():
+        return f"{model.name + suffix} is not among the conversions"
+    return None
+
+
+def run_entry(
+    entry: Entry, names: list[str], args: argparse.Namespace, seed: int
+) -> tuple[list[dict[str, Any]], str | None]:
+    """The lines of one process, and what went wrong, if anything."""
+    python = interpreter(PEERS[entry.name], args.envs)
+    command = [
+        str(python), str(HERE / f"run_{entry.name}.py"), "--model", str(args.model),
+        "--converted", str(args.converted), "--quantization", entry.quantization,
+        "--threads", str(args.threads), "--scale", str(args.scale), "--seed", str(seed),
+        "--workload", *names,
+    ]  # fmt: skip
+    error = None
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=args.timeout, check=False
+        )
+        printed = done.stdout
+        if done.returncode:
+            last = (done.stderr.strip() or printed.strip()).splitlines()[-1:]
+            error = f"exit status {done.returncode}: {' '.join(last)[-300:]}"
+    except subprocess.TimeoutExpired as expired:
+        printed = (expired.stdout or b"").decode()
+        error = f"longer than {args.timeout} s"
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith('{"peer"')]
+    return lines, error and report.without_paths(error)
+
+
+def wait_for_quiet(seconds: float, busy: Callable[[], float], cores: float) -> bool:
+    """Waits until the machine uses fewer than `cores` for a moment, at most `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        before, started = busy(), time.monotonic()
+        time.sleep(QUIET_SECONDS)
+        if (busy() - before) / (time.monotonic() - started) < cores:
+            return True
+    return False
+
+
+def run_rounds(
+    entries: list[Entry], args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, str], int]:
+    """All rounds in turn: the lines, the failures by label, and the rounds that were run.
+
+    The first round also checks the greedy ids. No round begins that would pass `--minutes`.
+    """
+    lines: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    began, longest, done = time.monotonic(), 0.0, 0
+    for number in range(args.rounds):
+        started = time.monotonic()
+        if number and started - began + longest > 60 * args.minutes:
+            break
+        for entry in entries:
+            names = ["G"] * (number == 0) + args.workloads
+            for attempt in range(1 + args.retries):
+                if entry.label in failed or not names:
+                    break
+                wait_for_quiet(args.quiet_wait, harness.busy_seconds, report.DISTURBED_CORES)
+                new, error = run_entry(entry, names, args, seed=10 * number + attempt)
+                if error:
+                    failed[entry.label] = error
+                for line in new:
+                    line |= {"round": number}
+                    line |= {"valid": report.is_valid(line)} if line["workload"] != "G" else {}
+                    speed = line.get("output_tok_s", "greedy ids")
+                    mark = "" if line.get("valid", True) else " (disturbed)"
+                    print(f"round {number} {entry.label} {line['workload']}: {speed}{mark}",
+                          file=sys.stderr, flush=True)  # fmt: skip
+                lines += new
+                names = [line["workload"] for line in new if not line.get("valid", True)]
+        done, longest = number + 1, max(longest, time.monotonic() - started)
+    return lines, failed, done
+
+
+def measure_machine(threads: int) -> report.Peaks:
+    """The machine's read bandwidth and its rates of float32 and int8 matrix products."""
+    import torch
+
+    from nanoengine.observe.peak import measure_peaks
+
+    torch.set_num_threads(threads)
+    found = measure_peaks(torch.device("cpu"), torch.float32)
+    return report.Peaks(
+        read_gbs=round(found.read_gbs, 2),
+        float32_gflops=round(found.gemm_gflops, 1),
+        int8_gops=round(_int8_gops(), 1),
+    )
+
+
+def _int8_gops(size: int = 1024, seconds: float = 0.5) -> float:
+    """1e9 operations/s of int8 products (of float inputs, quantized on the fly) at their best."""
+    import torch
+
+    weights = torch.randn(size, size)
+    scales, zeros = weights.abs().amax(1) / 127, torch.zeros(size, dtype=torch.int64)
+    quantized = torch.quantize_per_channel(weights, scales, zeros, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(quantized, None)
+    inputs, fastest = torch.randn(size, size), float("inf")
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        torch.ops.quantized.linear_dynamic(inputs, packed, True)
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * size**3 / fastest / 1e9
+
+
+def build_report(
+    args: argparse.Namespace,
+    lines: list[dict[str, Any]],
+    skipped: dict[str, str],
+    rounds: int,
+    machine: list[report.Peaks],
+) -> dict[str, Any]:
+    """Everything that the table and the JSON file show; no directory of this machine is in it."""
+    import torch
+
+    from nanoengine.cli.bench_report import hardware, versions
+
+    # Why the larger of two measurements: other processes can only make one smaller.
+    peaks = report.Peaks(**{k: max(asdict(p)[k] for p in machine) for k in asdict(machine[0])})
+    config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": report.without_paths(shlex.join(["compare.py", *sys.argv[1:]])),
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions() | {line["peer"]: line["version"] for line in lines},
+        "model": args.model.name,
+        "scale": args.scale,
+        "threads": args.threads,
+        "rounds": rounds,
+        "peaks": asdict(peaks),
+        "rows": report.rows(lines, config, peaks, args.scale) if lines else [],
+        "agreement": report.agreement(lines),
+        "skipped": skipped,
+        "lines": [line for line in lines if line["workload"] != "G"],
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options; lists are given with commas."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+
+    def listed(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+        def split(text: str) -> list[str]:
+            if wrong := [word for word in text.split(",") if word not in allowed]:
+                raise argparse.ArgumentTypeError(f"{wrong} not in {', '.join(allowed)}")
+            return text.split(",")
+
+        return split
+
+    add("--model", type=Path, required=True, help="directory of a checkpoint (checkpoints.py)")
+    add("--converted", type=Path, help="directory of its conversions; default: beside it")
+    add("--envs", type=Path, help="directory of the peers' environments: ov, vllm, lcpp")
+    add("--peers", type=listed(tuple(PEERS)), default=list(PEERS))
+    add("--quantization", type=listed(("none", "int8", "int4")), default=["none", "int8", "int4"])
+    add("--workloads", type=listed(("W1", "W2", "W3")), default=["W1", "W2", "W3"])
+    add("--scale", type=float, default=1.0, help="part of W1's and W2's requests, of W3's output")
+    add("--rounds", type=int, default=3)
+    add("--threads", type=int, default=os.cpu_count())
+    add("--minutes", type=float, default=10, help="begin no round that would end later than this")
+    add("--timeout", type=int, default=300, help="seconds of one process")
+    add("--quiet-wait", type=float, default=60, help="seconds to wait for a quiet machine")
+    add("--retries", type=int, default=1, help="how often a disturbed run is repeated")
+    add("--json", type=Path, help="write the report to this file")
+    args = parser.parse_args(argv)
+    args.model = args.model.resolve()
+    args.converted = (args.converted or args.model.parent / "converted").resolve()
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model: {args.model} holds no config.json")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json: the directory of {args.json} does not exist")
+    return args
+
+
+def main() -> int:
+    """Runs what can run and prints the table; 1 if float32 peers disagree or nothing ran."""
+    args = parse()
+    skipped: dict[str, str] = {}
+    entries = []
+    for name in args.peers:
+        for quantization in args.quantization:
+            if quantization not in PEERS[name].converted:
+                continue
+            entry = Entry(name=name, quantization=quantization)
+            reason = skip_reason(entry, model=args.model, converted=args.converted, envs=args.envs)
+            if reason:
+                skipped[entry.label] = reason
+            else:
+                entries.append(entry)
+    machine = [measure_machine(args.threads)]
+    lines, failed, rounds = run_rounds(entries, args)
+    machine.append(measure_machine(args.threads))
+    result = build_report(args, lines, skipped | failed, rounds, machine)
+    print(report.table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found = result["agreement"]
+    return int(not result["rows"] or bool(found and found["float32_differ"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

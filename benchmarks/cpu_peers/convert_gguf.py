@@ -1,0 +1,121 @@
+"""Converts a float32 Qwen3 checkpoint for llama.cpp: `convert_gguf.py CHECKPOINT FOLDER f32 q8_0`.
+
+Writes FOLDER/NAME-TYPE.gguf. With q4_0 the vocabulary matrix is stored as q8_0, as in llama.cpp's
+own presets, which keep it at a higher precision. Needs gguf, safetensors and numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, LlamaFileType
+from safetensors import safe_open
+
+FILE_TYPES = {
+    "f32": LlamaFileType.ALL_F32,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "q4_0": LlamaFileType.MOSTLY_Q4_0,
+}
+OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+INNER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor.
+
+    >>> gguf_name("model.layers.3.mlp.up_proj.weight")
+    'blk.3.ffn_up.weight'
+    """
+    module = name.removesuffix(".weight")
+    if module in OUTER:
+        return f"{OUTER[module]}.weight"
+    layer, inner = module.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{INNER[inner]}.weight"
+
+
+def write_metadata(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
+    """Sizes from config.json, and the vocabulary from tokenizer.json."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    plain = {index: text for text, index in tokenizer["model"]["vocab"].items()}
+    kinds = [
+        gguf.TokenType.CONTROL if index in special else gguf.TokenType.NORMAL
+        for index in range(config["vocab_size"])
+    ]
+    merges = tokenizer["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([(plain | special)[index] for index in range(config["vocab_size"])])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+
+
+def convert(checkpoint: Path, folder: Path, kind: str) -> None:
+    """Writes one file: matrices as `kind`, norms in float32."""
+    writer = gguf.GGUFWriter(folder / f"{checkpoint.name}-{kind}.gguf", "qwen3")
+    writer.add_name(checkpoint.name)
+    writer.add_file_type(FILE_TYPES[kind])
+    write_metadata(writer, checkpoint)
+    with safe_open(checkpoint / "model.safetensors", framework="np") as opened:
+        for name in sorted(opened.keys()):
+            numbers = opened.get_tensor(name).astype(np.float32)
+            stored = GGMLQuantizationType[kind.upper() if numbers.ndim > 1 else "F32"]
+            if stored is GGMLQuantizationType.Q4_0 and "layers" not in name:
+                stored = GGMLQuantizationType.Q8_0
+            writer.add_tensor(
+                gguf_name(name), gguf.quants.quantize(numbers, stored), raw_dtype=stored
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    """Converts to every type that is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("types", nargs="+", choices=FILE_TYPES)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for kind in args.types:
+        convert(args.checkpoint.resolve(), args.folder, kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What the runners of all peers share: options, timing, and one JSON line a workload.
+
+A runner is a function `start(options) -> Loaded` handed to `main`. Loading and a warm-up are timed
+apart from the workloads. Standard library only, and imported before the peer's own libraries: the
+numbers of threads are set here. Called by the `run_*.py` files; `compare.py` reads their lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workloads import WORKLOADS, Request, requests_of, warm_up
+
+QUANTIZATIONS = ("none", "int8", "int4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a runner is asked to do; `batch` and `tokens` are those of the largest workload."""
+
+    model: Path
+    converted: Path
+    dtype: str
+    quantization: str
+    threads: int
+    batch: int
+    tokens: int
+
+    def converted_file(self, suffixes: dict[str, str]) -> Path:
+        """The converted checkpoint for the asked quantization."""
+        return self.converted / (self.model.name + suffixes[self.quantization])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A peer with its model in memory.
+
+    `generate` gives each request exactly its number of greedy ids. Bits are those of a stored
+    number, scales included: weights of the layers, of the head, and cached keys and values.
+    """
+
+    generate: Callable[[list[Request]], list[list[int]]]
+    version: str
+    body_bits: float = 32
+    head_bits: float = 32
+    kv_bits: float = 32
+
+
+def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[str]) -> None:
+    """Parses the command line, loads, warms up, and prints a line for every workload."""
+    parser = argparse.ArgumentParser(description=f"{peer} on the workloads of workloads.py")
+    parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint")
+    parser.add_argument("--converted", type=Path, default=Path(), help="directory of conversions")
+    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization", choices=quantizations, default="none")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    for name in ("OMP", "MKL", "OPENBLAS", "NUMBA"):
+        os.environ[f"{name}_NUM_THREADS"] = str(args.threads)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    work = {
+        name: requests_of(name, vocab_size=vocab_size, seed=args.seed, scale=args.scale)
+        for name in args.workload
+    }
+    started = time.perf_counter()
+    loaded = start(
+        Options(
+            model=args.model.resolve(),
+            converted=args.converted.resolve(),
+            dtype=args.dtype,
+            quantization=args.quantization,
+            threads=args.threads,
+            batch=max(4, *map(len, work.values())),
+            tokens=max(sum(len(p) + n for p, n in requests) for requests in work.values()),
+        )
+    )
+    load_s = time.perf_counter() - started
+    loaded.generate(warm_up(vocab_size))
+    facts = {
+        "peer": peer, "quantization": args.quantization, "dtype": args.dtype,
+        "version": loaded.version, "load_s": round(load_s, 2), "body_bits": loaded.body_bits,
+        "head_bits": loaded.head_bits, "kv_bits": loaded.kv_bits,
+    }  # fmt: skip
+    for name, requests in work.items():
+        print(json.dumps(facts | measure(name, requests, loaded.generate)), flush=True)
+
+
+def measure(
+    name: str, requests: list[Request], generate: Callable[[list[Request]], list[list[int]]]
+) -> dict[str, Any]:
+    """Runs a workload once: seconds, and how many cores others used meanwhile; of G the ids.
+
+    Exits if a request got another number of tokens than it asked for.
+    """
+    started, own, busy = time.perf_counter(), time.process_time(), busy_seconds()
+    outputs = generate(requests)
+    seconds = time.perf_counter() - started
+    own, busy = time.process_time() - own, busy_seconds() - busy
+    wanted, got = [count for _, count in requests], [len(ids) for ids in outputs]
+    if got != wanted:
+        sys.exit(f"{name}: output lengths {got}, asked for {wanted}")
+    if name == "G":
+        return {"workload": name, "ids": [list(map(int, ids)) for ids in outputs]}
+    return {
+        "workload": name,
+        "requests": len(requests),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
+        "output_tokens": sum(wanted),
+        "seconds": round(seconds, 4),
+        "output_tok_s": round(sum(wanted) / seconds, 2),
+        "own_cores": round(own / seconds, 2),
+        "other_cores": round(max(0.0, busy - own) / seconds, 2),
+        "peak_rss_mib": _peak_rss_mib(),
+    }
+
+
+def busy_seconds() -> float:
+    """CPU seconds that the whole machine has spent, what a hypervisor took included (Linux)."""
+    user, nice, system, _idle, _wait, irq, softirq, stolen = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_rss_mib() -> int:
+    """This process's largest resident memory, mapped weights included.
+
+    Why not getrusage: its figure survives exec, so a child of a large parent starts with that.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024

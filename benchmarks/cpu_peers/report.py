@@ -1,0 +1,199 @@
+"""From the runners' JSON lines to a table and a report. Pure: runs nothing, reads no clock."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roofline import Formats, Limits, Shape, ideal_seconds
+from workloads import requests_of
+
+Line = Mapping[str, Any]
+
+DISTURBED_CORES = 0.2
+"""Cores used by others during a run from which on it does not count: one busy process beside
+spinning OpenMP threads slows a run several times over."""
+
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w.:])(?:[A-Za-z]:\\|~?/)(?:[^\s'\",;:()\[\]/]+/)*([^\s'\",;:()\[\]/]*)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """What the machine reached in this run: 1e9 bytes/s, FLOP/s, and int8 operations/s."""
+
+    read_gbs: float
+    float32_gflops: float
+    int8_gops: float
+
+    def limits(self, quantization: str) -> Limits:
+        """The rates that a line is held against: int8 products where its weights are quantized."""
+        linear = self.float32_gflops
+        if quantization != "none":
+            linear = max(linear, self.int8_gops)
+        return Limits(
+            read_gbs=self.read_gbs, linear_gflops=linear, attention_gflops=self.float32_gflops
+        )
+
+
+def label_of(line: Line) -> str:
+    """A configuration's name: the peer, and how its weights are stored."""
+    return f"{line['peer']} {precision_of(line['quantization'], line['dtype'])}"
+
+
+def precision_of(quantization: str, dtype: str = "float32") -> str:
+    """float32, int8, ...: what peers are compared within."""
+    return dtype if quantization == "none" else quantization
+
+
+def is_valid(line: Line) -> bool:
+    """Whether no other process disturbed the run."""
+    return bool(line["other_cores"] <= DISTURBED_CORES)
+
+
+def rows(
+    lines: Iterable[Line], config: dict[str, Any], peaks: Peaks, scale: float
+) -> list[dict[str, Any]]:
+    """One row for each workload and configuration: medians and spreads over its valid lines.
+
+    Where all lines were disturbed, the row says so, and gives no share and no ratio.
+    """
+    timed = [line for line in lines if line["workload"] != "G"]
+    found = []
+    for workload in sorted({line["workload"] for line in timed}):
+        here = [line for line in timed if line["workload"] == workload]
+        group = [
+            _row([line for line in here if label_of(line) == label], config, peaks, scale)
+            for label in sorted({label_of(line) for line in here})
+        ]
+        for row in group:
+            row["nanoengine_is"] = _ratio(row, group)
+        group.sort(key=lambda row: (row["precision"], -row["output_tok_s"]))
+        found += group
+    return found
+
+
+def _row(lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float) -> dict[str, Any]:
+    """Median and spread of one configuration on one workload."""
+    valid = [line for line in lines if is_valid(line)]
+    first, used = lines[0], valid or lines
+    speeds = [line["output_tok_s"] for line in used]
+    requests = requests_of(first["workload"], vocab_size=config["vocab_size"], scale=scale)
+    formats = Formats(**{name: first[name] for name in ("body_bits", "head_bits", "kv_bits")})
+    ideal_s = ideal_seconds(
+        Shape.from_config(config), requests, peaks.limits(first["quantization"]), formats
+    )
+    median = statistics.median(speeds)
+    limit = first["output_tokens"] / ideal_s
+    return {
+        "workload": first["workload"],
+        "peer": first["peer"],
+        "version": first["version"],
+        "precision": precision_of(first["quantization"], first["dtype"]),
+        "valid": bool(valid),
+        "runs": len(used),
+        "disturbed_runs": len(lines) - len(valid),
+        "output_tok_s": median,
+        "spread": [min(speeds), max(speeds)],
+        "by_round": {str(line["round"]): line["output_tok_s"] for line in used},
+        "roofline_tok_s": round(limit, 1),
+        "roofline_share": round(median / limit, 3) if valid else None,
+        "peak_rss_mib": max(line["peak_rss_mib"] for line in used),
+        "load_s": statistics.median(line["load_s"] for line in used),
+        "other_cores": max(line["other_cores"] for line in used),
+    }
+
+
+def _ratio(row: dict[str, Any], group: list[dict[str, Any]]) -> float | None:
+    """How many times as fast nanoengine is at this precision: the median over common rounds."""
+    ours = [r for r in group if r["peer"] == "nanoengine" and r["precision"] == row["precision"]]
+    if not ours or not (row["valid"] and ours[0]["valid"]):
+        return None
+    both = row["by_round"].keys() & ours[0]["by_round"].keys()
+    ratios = [ours[0]["by_round"][number] / row["by_round"][number] for number in both]
+    return round(statistics.median(ratios), 3) if ratios else None
+
+
+def agreement(lines: Iterable[Line]) -> dict[str, Any] | None:
+    """How many greedy ids of workload G each configuration shares with the reference.
+
+    The reference is transformers, or else the first float32 peer. Float32 peers that differ are
+    listed: they do not compute the same model. Quantized ones may differ; their count is a fact.
+    """
+    ids = {label_of(line): line["ids"] for line in lines if line["workload"] == "G"}
+    floats = [label for label in ids if label.endswith(" float32")]
+    if not floats:
+        return None
+    reference = "transformers float32" if "transformers float32" in floats else floats[0]
+    wanted = [token for answer in ids[reference] for token in answer]
+    same = {
+        label: sum(a == b for a, b in zip(wanted, (t for x in given for t in x), strict=True))
+        for label, given in ids.items()
+    }
+    return {
+        "reference": reference,
+        "tokens": len(wanted),
+        "same": same,
+        "float32_differ": [label for label in floats if same[label] < len(wanted)],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as a Markdown page: one table a workload, then what was skipped and why."""
+    peaks = report["peaks"]
+    text = [
+        f"{report['model']}: {report['hardware']['cpu']}, {report['threads']} threads;"
+        f" {peaks['read_gbs']:.1f} GB/s read, {peaks['float32_gflops']:.0f} GFLOP/s float32,"
+        f" {peaks['int8_gops']:.0f} GOP/s int8"
+    ]
+    for workload in dict.fromkeys(row["workload"] for row in report["rows"]):
+        text += [
+            "",
+            f"{workload}, scale {report['scale']:g}, {report['rounds']} rounds",
+            "",
+            "| precision | peer | output tok/s | spread | of the limit | nanoengine is | peak MiB |"
+            " load s | runs |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        text += [_table_row(row) for row in report["rows"] if row["workload"] == workload]
+    found = report["agreement"]
+    if found:
+        same = ", ".join(f"{label} {count}" for label, count in found["same"].items())
+        text += ["", f"Greedy ids equal to {found['reference']}'s, of {found['tokens']}: {same}"]
+        if found["float32_differ"]:
+            text.append(f"FLOAT32 PEERS DISAGREE: {', '.join(found['float32_differ'])}")
+    text += [""] * bool(report["skipped"])
+    text += [f"skipped: {label}: {reason}" for label, reason in report["skipped"].items()]
+    return "\n".join(text)
+
+
+def _table_row(row: dict[str, Any]) -> str:
+    low, high = row["spread"]
+    runs = (
+        f"{row['runs']} of {row['runs'] + row['disturbed_runs']}" if row["valid"] else "DISTURBED"
+    )
+    cells = [
+        row["precision"],
+        f"{row['peer']} {row['version']}",
+        f"{row['output_tok_s']:.1f}",
+        f"{low:.1f} to {high:.1f}",
+        "-" if row["roofline_share"] is None else f"{row['roofline_share']:.0%}",
+        "-" if row["nanoengine_is"] is None else f"{row['nanoengine_is']:.2f}x",
+        f"{row['peak_rss_mib']:,}",
+        f"{row['load_s']:.1f}",
+        runs,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def without_paths(text: str) -> str:
+    """The text with every absolute path cut to its last part: reports name no directories.
+
+    >>> without_paths("--model /home/me/small failed in '/opt/x/y.py'")
+    "--model small failed in 'y.py'"
+    """
+    return ABSOLUTE_PATH.sub(lambda match: match[1], text)

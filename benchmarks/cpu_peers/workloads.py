@@ -1,0 +1,68 @@
+"""What every peer is given: requests of token ids with exact output lengths.
+
+    W1  32 requests, prompts of 64 to 256 tokens, outputs of 32 to 128
+    W2  32 requests that share a prefix of 512 tokens, 32 own tokens, 32 out
+    W3  one stream: prompt 128, output 128
+    G   4 short prompts, 8 tokens each: float32 peers must give the same greedy ids
+
+`scale` takes the first part of the requests of W1 and W2, and of the output of W3. Lengths never
+depend on the seed, so that every round does the same work on other tokens. Standard library only:
+this runs in the environment of every peer.
+"""
+
+from __future__ import annotations
+
+import random
+
+Request = tuple[list[int], int]
+"""Prompt token ids, and the number of tokens to generate."""
+
+WORKLOADS = ("W1", "W2", "W3", "G")
+PREFIX_LEN = 512
+
+
+def requests_of(name: str, *, vocab_size: int, seed: int = 0, scale: float = 1.0) -> list[Request]:
+    """The requests of a workload; ids stay below 4,000, clear of special tokens.
+
+    >>> work = requests_of("W3", vocab_size=4096)
+    >>> [(len(prompt), output) for prompt, output in work]
+    [(128, 128)]
+    """
+    draw = random.Random(f"{name}/{seed}")
+    top = min(vocab_size, 4096) - 96
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(top) for _ in range(count)]
+
+    count = max(1, round(32 * scale))
+    if name == "W1":
+        lengths = random.Random("lengths of W1")
+        sizes = [(lengths.randint(64, 256), lengths.randint(32, 128)) for _ in range(count)]
+        return [(ids(prompt), output) for prompt, output in sizes]
+    if name == "W2":
+        prefix = ids(PREFIX_LEN)
+        return [(prefix + ids(32), 32) for _ in range(count)]
+    if name == "W3":
+        return [(ids(128), max(1, round(128 * scale)))]
+    if name == "G":
+        return [(ids(5 + 3 * index), 8) for index in range(4)]
+    raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+
+
+def warm_up(vocab_size: int) -> list[Request]:
+    """A few short requests with ids of their own, so that no timed prompt finds their prefixes."""
+    draw, top = random.Random("warm-up"), min(vocab_size, 4096) - 96
+    return [([draw.randrange(top) for _ in range(24 + 8 * index)], 6) for index in range(3)]
+
+
+def shared_prefix(requests: list[Request]) -> int:
+    """How many first tokens all prompts share, leaving each at least one of its own."""
+    if len(requests) < 2:
+        return 0
+    prompts = [prompt for prompt, _ in requests]
+    shared = 0
+    for column in zip(*(prompt[:-1] for prompt in prompts), strict=False):
+        if len(set(column)) > 1:
+            break
+        shared += 1
+    return shared
