@@ -57,10 +57,11 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     )
     layout = runner.start()
     memory = runner.memory
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < memory.max_model_len:
+    budget = config.step_budget(device.type)
+    if not config.enable_chunked_prefill and budget < memory.max_model_len:
         raise ConfigError(
             f"without chunked prefill a prompt runs in one step: max_num_batched_tokens="
-            f"{config.max_num_batched_tokens} must be at least max_model_len={memory.max_model_len}"
+            f"{budget} must be at least max_model_len={memory.max_model_len}"
         )
     tiers, runner.tier_storage = make_tiers(
         config.kv_tiers,
@@ -85,13 +86,13 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         layout,
         enable_prefix_caching=config.enable_prefix_caching,
         watermark_frac=config.watermark_frac,
-        max_chunk=config.max_num_batched_tokens,
+        max_chunk=budget,
         tiers=tiers,
     )
     scheduler = Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         chunked_prefill=config.enable_chunked_prefill,
         long_prefill_threshold=config.long_prefill_threshold,
         policy=make_policy(config.admission, config.preempt_above, config.admit_below),

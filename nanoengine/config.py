@@ -53,8 +53,9 @@ class EngineConfig:
     can hold if that is less."""
     max_num_seqs: int = 256
     """Most sequences that run at once, a true cap; each holds a row of the persistent buffers."""
-    max_num_batched_tokens: int = 8192
-    """Token budget of one step, shared by prompts and decodes; bounds the activations' memory."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step, shared by prompts and decodes; bounds the activations' memory.
+    None: 8192 on a GPU, 1024 on a CPU, where the activations of more would leave the caches."""
     enable_chunked_prefill: bool = True
     """False: a prompt runs in one step or waits, so the budget must hold the longest prompt."""
     long_prefill_threshold: int = 0
@@ -100,6 +101,13 @@ class EngineConfig:
     """Plan and launch a step while the one before runs; None: on a GPU. A CPU gains nothing by it,
     as what plans is what computes. The tokens are the same."""
 
+    def step_budget(self, device_type: str) -> int:
+        """Most tokens of one step on this kind of device."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        small = device_type == "cpu" and self.enable_chunked_prefill
+        return max(1024 if small else 8192, self.max_num_seqs)
+
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Builds a config; an unknown name raises ConfigError with the nearest known one."""
@@ -120,9 +128,15 @@ class EngineConfig:
             raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
 
     def _check_types(self) -> None:
-        for name in ("tensor_parallel_size", "seed", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("tensor_parallel_size", "seed", "max_num_seqs"):
             self._require_int(name)
-        for name in ("max_model_len", "block_size", "num_kv_blocks", "long_prefill_threshold"):
+        for name in (
+            "max_num_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "num_kv_blocks",
+            "long_prefill_threshold",
+        ):
             if getattr(self, name) is not None:
                 self._require_int(name)
         for name in (
@@ -149,13 +163,14 @@ class EngineConfig:
 
     def _check_ranges(self) -> None:
         size, fraction = self.block_size, self.memory_fraction
+        budget = self.max_num_batched_tokens
         sizings = [self.num_kv_blocks, self.kv_cache_gib, self.memory_fraction]
         rules = (
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "1: only one rank runs"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
-            ("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "at least 1"),
+            ("max_num_batched_tokens", budget is None or budget >= 1, "at least 1"),
             ("long_prefill_threshold", self.long_prefill_threshold >= 0, "at least 0"),
             ("block_size", size is None or (size >= 8 and size & (size - 1) == 0),
              "a power of two of at least 8"),
@@ -173,9 +188,9 @@ class EngineConfig:
                 "num_kv_blocks, kv_cache_gib and memory_fraction all size the KV cache: set one,"
                 f" got {sizings[0]}, {sizings[1]}, {sizings[2]}"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least"
+                f"max_num_batched_tokens={budget} must be at least"
                 f" max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step"
             )
         if not self.enable_chunked_prefill and self.long_prefill_threshold:

@@ -96,7 +96,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             scheduler = Scheduler(
                 BlockManager(executor.start()),
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=config.step_budget("cpu"),
             )
             info = EngineInfo(
                 model_name=config.model,

@@ -281,7 +281,8 @@ class ModelRunner:
         """Prompts, which have the widest activations, and decodes of the longest sequences, which
         have a scratch for split contexts."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
-        total, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        num_seqs = self.config.max_num_seqs
+        total = self.config.step_budget(self.device.type)
         prompts = [min(longest, total - done) for done in range(0, total, longest)]
         return self._full_batch(prompts), self._full_batch([1] * num_seqs, seq_len=longest)
 
