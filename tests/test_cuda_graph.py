@@ -249,7 +249,9 @@ def graphed_engine(graphs, **options):
     with (
         mock.patch.object(ModelRunner, "_uses_graphs", True),
         mock.patch.object(model_runner, "CudaGraphs", return_value=graphs),
-        mock.patch.object(model_runner, "make_backend", lambda _, **o: GraphSafeNaive(**o)),
+        mock.patch.object(
+            model_runner, "make_backend", lambda _, fp8_cache, **o: GraphSafeNaive(**o)
+        ),
         # Why: numba's kernels write memory behind torch's back, and would not be recorded.
         mock.patch.object(model_runner, "make_ops", return_value=TorchOps()),
         mock.patch.object(model_runner, "linear_method_for", return_value=UnquantizedLinear),
