@@ -242,6 +242,12 @@ def test_a_decode_step_never_asks_its_device(monkeypatch):
 # --- the whole runner over recorded graphs -------------------------------------------------------
 
 
+def make_graph_safe(name, *, device, dtype, head_dim, block_size, **options):
+    """In place of `make_backend`; whatever else an engine asks for must be off."""
+    assert not any(options.values()), options
+    return GraphSafeNaive(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+
+
 def graphed_engine(graphs, **options):
     """An engine that replays its decodes."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
@@ -249,9 +255,7 @@ def graphed_engine(graphs, **options):
     with (
         mock.patch.object(ModelRunner, "_uses_graphs", True),
         mock.patch.object(model_runner, "CudaGraphs", return_value=graphs),
-        mock.patch.object(
-            model_runner, "make_backend", lambda _, fp8_cache, **o: GraphSafeNaive(**o)
-        ),
+        mock.patch.object(model_runner, "make_backend", make_graph_safe),
         # Why: numba's kernels write memory behind torch's back, and would not be recorded.
         mock.patch.object(model_runner, "make_ops", return_value=TorchOps()),
         mock.patch.object(model_runner, "linear_method_for", return_value=UnquantizedLinear),
