@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.protocols import Executor, Launched, Observer, TokenChooser, TokenSink
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.core.tiers import TierStats
 from nanoengine.errors import (
     CapacityError,
     EngineDeadError,

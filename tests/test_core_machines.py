@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import BlockPool
+from nanoengine.core.prefixes import Prefix
 from nanoengine.core.sequence import Request
 from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.sampling_params import SamplingParams
@@ -38,12 +39,9 @@ from tests.fake_executor import (
     prefix_hashes,
 )
 
-Content = tuple[int, bytes, bytes | None, tuple[int, ...]]
+Content = tuple[int, Prefix]
 CONTENTS = st.tuples(
-    st.sampled_from([0, 1]),
-    st.sampled_from([b"a", b"b"]),
-    st.sampled_from([None, b"a"]),
-    st.sampled_from([(1,), (2,)]),
+    st.sampled_from([0, 1]), st.sampled_from([Prefix(bytes([i]), None, (i,)) for i in range(8)])
 )
 
 
@@ -103,8 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not blank:
             return
         block_id = data.draw(st.sampled_from(blank))
-        group, digest, parent, token_ids = content
-        self.pool.register(block_id, group=group, digest=digest, parent=parent, token_ids=token_ids)
+        self.pool.register(block_id, *content)
         self.contents[block_id] = content
 
     @rule(content=CONTENTS, revive=st.booleans())
@@ -146,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
         empty = self.num_empty()
         assert self.pool.counts() == {"empty": empty, "cached": cached, "active": active}
         assert self.pool.num_free == empty + cached
-        held = {block.block_id for block in self.pool.blocks if block.hash is not None}
+        held = {block.block_id for block in self.pool.blocks if block.prefix is not None}
         assert held == self.contents.keys()
 
 

@@ -1,6 +1,6 @@
-"""CacheStats: how often prompts are found in the prefix cache, and why not.
+"""CacheStats: how often prompts are found in the prefix cache, and why not; TierStats: what moved.
 
-Kept by the BlockManager at each admission; read by `LLMEngine.stats()`.
+Kept by the BlockManager at each admission, and by Tiers; read by `LLMEngine.stats()`.
 """
 
 from __future__ import annotations
@@ -53,3 +53,32 @@ class CacheStats:
         """The same over the last 1,000 admissions."""
         queried = sum(queried for queried, _ in self._recent)
         return sum(hit for _, hit in self._recent) / queried if queried else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStats:
+    """One tier's block counts now, and what has moved since the start.
+
+    `hit_blocks` were found here and asked for, `loaded_blocks` of them reached the level above;
+    `stored_blocks` arrived from it; `failed_copies` were lost to a disk error or a damaged file.
+    """
+
+    name: str
+    block_bytes: int
+    empty_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+    hit_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_blocks: int = 0
+    failed_copies: int = 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes moved up."""
+        return self.loaded_blocks * self.block_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes moved down."""
+        return self.stored_blocks * self.block_bytes
