@@ -46,8 +46,8 @@ class Admission:
 
     `hits[g]` is the cached start of group g's table, null entries included; `loads` are those of
     its entries, as (group, index, place), that a tier holds. `num_needed_blocks` is taken from the
-    free ones: fresh blocks and revived cached ones. `reason` is for people: why tiers were used or
-    not.
+    free ones: fresh blocks and revived cached ones; chunks of `max_chunk` tokens keep it so.
+    `reason` is for people: why tiers were used or not.
     """
 
     verdict: Verdict
@@ -55,6 +55,7 @@ class Admission:
     loads: list[tuple[int, int, Place]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_needed_blocks: int = 0
+    max_chunk: int = 0
     reason: str = ""
 
 
@@ -67,6 +68,7 @@ class BlockManager:
         enable_prefix_caching: look up and register full blocks.
         watermark_frac: share of blocks that admission leaves free while something runs.
         max_chunk: most tokens a sequence computes in one step; bounds a window group's blocks.
+        chunked: fewer tokens may be computed in a step, where a window in a small pool needs it.
         tiers: where blocks live on below the device.
     """
 
@@ -74,6 +76,7 @@ class BlockManager:
     enable_prefix_caching: bool = True
     watermark_frac: float = 0.01
     max_chunk: int = 8192
+    chunked: bool = True
     tiers: Tiers | NoTiers = field(default_factory=NoTiers)
     pool: BlockPool = field(init=False)
     prefixes: Prefixes = field(init=False, default_factory=Prefixes)
@@ -97,17 +100,32 @@ class BlockManager:
 
     # --- admission ----------------------------------------------------------------------------
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of this length holds at once, over all groups."""
+    def num_blocks_for(self, num_tokens: int, chunk: int | None = None) -> int:
+        """Most blocks that a sequence of this length holds at once, over all groups.
+
+        `chunk` [tokens] is what a step computes of it at most; None: as little as may be.
+        """
+        if chunk is None:
+            chunk = 1 if self.chunked else self.max_chunk
         return sum(
-            num_needed_blocks(group, num_tokens, self.max_chunk, self.block_size)
+            num_needed_blocks(group, num_tokens, chunk, self.block_size)
             for group in self.layout.groups
         )
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
         """False if a new sequence of this length can't be admitted even to an idle pool."""
-        spare = self.pool.num_usable - self.num_blocks_for(num_tokens)
-        return spare >= self.num_watermark_blocks
+        return self._chunk_for(num_tokens, self.num_watermark_blocks) > 0
+
+    def _chunk_for(self, num_tokens: int, num_kept: int) -> int:
+        """The chunk by which a sequence of this length fits alone in all but `num_kept` blocks.
+
+        0: it never does. Only a window's need depends on the chunk, and it has no full need of it:
+        a sequence that has grown token by token is computed again in chunks that fit.
+        """
+        chunk, spare = self.max_chunk, self.pool.num_usable - num_kept
+        while chunk and self.num_blocks_for(num_tokens, chunk) > spare:
+            chunk = chunk // 2 if self.chunked and self._has_windows else 0
+        return chunk
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
         """Looks up the longest cached prefix and says whether the rest fits.
@@ -118,8 +136,9 @@ class BlockManager:
         free ones leave the watermark (or nothing, when nothing else runs); else LATER. A sequence
         back from preemption may need the watermark too: it had grown into it.
         """
-        spare = self.pool.num_usable - self.num_blocks_for(seq.num_tokens)
-        if spare < (0 if seq.num_preempted_tokens else self.num_watermark_blocks):
+        num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
+        chunk = self._chunk_for(seq.num_tokens, num_kept)
+        if chunk == 0:
             return Admission(verdict=Verdict.NEVER)
         found = self._find_prefix(seq)
         choice = self.tiers.choose(seq, found)
@@ -129,7 +148,7 @@ class BlockManager:
         hits, loads = found.take(num_hit_blocks)
         needed = len(loads)
         for index, (group, hit) in enumerate(zip(self.layout.groups, hits, strict=True)):
-            most = num_needed_blocks(group, seq.num_tokens, self.max_chunk, self.block_size)
+            most = num_needed_blocks(group, seq.num_tokens, chunk, self.block_size)
             held = sum(b != NULL_BLOCK for b in hit) + sum(g == index for g, _, _ in loads)
             revived = sum(1 for b in hit if b != NULL_BLOCK and not self.pool.blocks[b].ref_count)
             fresh = cdiv(seq.num_tokens, self.block_size) - num_hit_blocks
@@ -142,6 +161,7 @@ class BlockManager:
             loads=loads,
             num_cached_tokens=num_hit_blocks * self.block_size,
             num_needed_blocks=needed,
+            max_chunk=chunk,
             reason=choice.reason,
         )
 
@@ -167,6 +187,7 @@ class BlockManager:
             self.updates.append(TableUpdate(seq.row, index, 0, tuple(table)))
         seq.num_registered_blocks = len(admission.hits[0])
         seq.num_computed_tokens = seq.num_cached_tokens = admission.num_cached_tokens
+        seq.max_chunk = admission.max_chunk
         seq.fetch = None
         self._count(seq, admission.num_cached_tokens)
 
@@ -208,6 +229,39 @@ class BlockManager:
         return hash_block(b"", seq.token_ids[: self.block_size])
 
     # --- growth -------------------------------------------------------------------------------
+
+    def catch_up(self, seq: Sequence) -> None:
+        """Moves a prompt that is being computed on to where another with equal tokens has come.
+
+        It takes over the other's full blocks, those of the step being planned included, in place of
+        its own unwritten ones. Equal prompts that are prefilled side by side in chunks thus take
+        turns, and each of their blocks is computed once.
+        """
+        size = self.block_size
+        start = seq.num_computed_tokens // size
+        at_most = (len(seq.token_ids) - 1) // size
+        if start >= at_most or not self._reads_cache(seq):
+            return
+        taken: list[list[int]] = []
+        for prefix in self._name_blocks(seq, at_most)[start:at_most]:
+            hits = [self.pool.lookup(g, prefix) for g in range(len(seq.block_tables))]
+            if None in hits:
+                break
+            taken.append([hit for hit in hits if hit is not None])
+        if not taken:
+            return
+        for g, table in enumerate(seq.block_tables):
+            new = [hits[g] for hits in taken]
+            for block_id in new:
+                self.pool.touch(block_id)
+            self.pool.free(reversed(table[start : start + len(new)]))
+            table[start : start + len(new)] = new
+            self.updates.append(TableUpdate(seq.row, g, start, tuple(new)))
+        end = (start + len(taken)) * size
+        self.stats.count_late(end - seq.num_computed_tokens, again=seq.num_preempted_tokens > 0)
+        seq.num_cached_tokens += end - seq.num_computed_tokens
+        seq.num_computed_tokens = end
+        seq.num_registered_blocks = end // size
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Makes room for the next tokens of a running sequence; False if the pool has too little.
@@ -280,6 +334,7 @@ class BlockManager:
             child.block_tables.append(table)
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
         parent.easy_until = child.easy_until = 0  # the last block is shared now
+        child.max_chunk = parent.max_chunk
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
         child.prefixes = list(parent.prefixes)
         child.num_registered_blocks = parent.num_registered_blocks

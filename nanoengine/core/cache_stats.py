@@ -16,6 +16,7 @@ RECENT = 1000
 class CacheStats:
     """Tokens looked up in the prefix cache at admission, and found; readmissions apart.
 
+    Found are also those that another sequence has computed by the time it is their turn.
     `misses` counts the admissions that did not find all their full blocks, by what the first
     missing one was: "cold" (never seen), "evicted" (was here), "salt" (here under another salt), or
     "short": the prompt has no full block before its last token.
@@ -34,6 +35,13 @@ class CacheStats:
         default_factory=lambda: dict.fromkeys(("cold", "evicted", "salt", "short"), 0)
     )
     _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def count_late(self, hit: int, *, again: bool) -> None:
+        """Counts tokens found after admission; `again`: by a sequence back from preemption."""
+        if again:
+            self.readmit_hit_tokens += hit
+        else:
+            self.hit_tokens += hit
 
     def count(self, queried: int, hit: int, *, miss: str | None = None) -> None:
         """Counts one admission; `miss` says why not all was found."""

@@ -151,8 +151,10 @@ class Scheduler(Roster):
             if num_new <= 0 or num_tokens >= seq.max_num_tokens:
                 continue  # its last token is still under way
             if num_new > 1:
+                self.block_manager.catch_up(seq)
+                num_new -= seq.num_computed_tokens - start
                 # Why: a token is kept for each sequence behind, so no prompt stalls a decode.
-                num_new = min(num_new, budget - (len(before) - 1 - i))
+                num_new = min(num_new, budget - (len(before) - 1 - i), seq.max_chunk)
                 if self.long_prefill_threshold:
                     num_new = min(num_new, self.long_prefill_threshold)
                 if num_drafts:
@@ -246,6 +248,7 @@ class Scheduler(Roster):
                 ahead.pass_over(seq)  # Why break: what is full soon is so for those behind, too.
                 break
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
+            num_new = min(num_new, admission.max_chunk)
             rows_kept += forks
             if admission.reason:
                 plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")

@@ -51,6 +51,7 @@ class Sequence:
         prefixes: what each full block holds, found out once and kept.
         fetch: blocks that the disk tier reads for it before its next admission; None: not asked.
         num_registered_blocks: how many of these are in the prefix-cache index.
+        max_chunk: most tokens that one step computes of it, so that its windows fit the pool.
         easy_until: a decode that starts before this position needs its slot only: no block, no
             copy, no indexing.
         max_num_tokens: prompt and output together end here.
@@ -72,6 +73,7 @@ class Sequence:
         "index",
         "last_token_time",
         "logprobs",
+        "max_chunk",
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
@@ -128,6 +130,7 @@ class Sequence:
         self.num_windowed_blocks: list[int] = []
         self.prefixes: list[Prefix] = []
         self.num_registered_blocks = 0
+        self.max_chunk = 0
         self.easy_until = 0
         self.fetch: Fetch | None = None
         self.stop_ids = stop_ids
