@@ -118,11 +118,14 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         self.slots: list[int | None] = [None] * (layout.num_blocks * layout.block_size)
         self.host: dict[int, list[int | None]] = {}  # blocks of the host tier
+        self._stores: dict[int, list[tuple[int, list[int | None]]]] = {}  # by step, under way
         self.plans: list[StepPlan] = []
         self.fail_at: str | None = None  # "start", "rows" or "end" of the next step
         self.row_errors: Callable[[Row], str | None] = lambda row: None
         self.num_computed_tokens = 0
         self.num_copies = 0
+        self.num_shared_reads = 0  # of blocks that another row writes in the same step
+        self._writer: dict[int, int] = {}  # slot -> row, in this step
         self.closed = False
         self.delayed = False  # a plan is carried out only when somebody waits for it
         self.queue: list[StepPlan] = []  # launched and not carried out
@@ -158,6 +161,8 @@ class FakeExecutor:
         """The sampled tokens of a launched step, once."""
         while step not in self._results:
             self.advance()
+        for host_id, slots in reversed(self._stores.pop(step, [])):
+            self.host[host_id] = slots
         return self._results.pop(step)
 
     def _run(self, plan: StepPlan) -> None:
@@ -249,7 +254,10 @@ class FakeExecutor:
                 if kind == "load":
                     self.slots[at] = self.host[host_id]
                 else:
-                    self.host[host_id] = self.slots[at]
+                    # Why: a store runs beside what follows it; until somebody waits for its step,
+                    # its target may hold anything.
+                    self.host[host_id] = [-1] * size
+                    self._stores.setdefault(plan.step, []).append((host_id, self.slots[at]))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         sources = {copy.src for copy in plan.block_copies}
@@ -315,6 +323,7 @@ class FakeExecutor:
                     written[slot] = row_id
                     self.slots[slot] = row.hashes[position] + group
             row.num_computed_tokens = max(row.num_computed_tokens, start + count)
+        self._writer = written
         # Whoever shares a written block must find its own prefix in it: checked for all rows that
         # have computed these positions, scheduled or not.
         touched = {slot // size for slot in written}
@@ -353,6 +362,7 @@ class FakeExecutor:
                     assert block_id != 0, f"row {row_id}, group {group} reads the null block"
                     low, high = max(begin, index * size), min(start + count, (index + 1) * size)
                     slot = block_id * size + low % size
+                    self.num_shared_reads += self._writer.get(slot, row_id) != row_id
                     expected = [h + group for h in row.hashes[low:high]]
                     assert self.slots[slot : slot + high - low] == expected, (
                         f"row {row_id} (seq {row.seq_id}), group {group}: wrong context at"

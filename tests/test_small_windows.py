@@ -47,3 +47,15 @@ def test_a_long_prompt_is_computed_in_chunks_that_its_window_fits():
     whole = make_engine(9, 2, windows=(4,), max_num_batched_tokens=64, chunked_prefill=False)
     with pytest.raises(CapacityError, match="needs 25 KV blocks of 2 tokens, the pool has 8"):
         whole.add_request("0", [1 + i % 9 for i in range(50)], SamplingParams(max_tokens=3))
+
+
+def test_drafts_that_the_pool_has_no_block_for_are_dropped():
+    """They are guesses: nobody is preempted for them, and a sequence alone does not fail by them."""
+    engine = make_engine(9, 2, windows=(3, None, 9), max_num_batched_tokens=6)
+    request = engine.add_request("0", [1, 2, 3], SamplingParams(max_tokens=3, **GREEDY))
+    engine.step()
+    (seq,) = engine.scheduler.running
+    seq.draft_token_ids = (1,)
+    run(engine)
+    assert (request.error, seq.finish_reason) == (None, "length")
+    assert seq.output_token_ids == expected_output([1, 2, 3], seq.seed, 3, ())
