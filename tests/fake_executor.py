@@ -262,12 +262,16 @@ class FakeExecutor:
     def _copy_blocks(self, plan: StepPlan) -> None:
         sources = {copy.src for copy in plan.block_copies}
         targets = {copy.dst for copy in plan.block_copies}
-        assert not sources & targets, "copies of one step run in parallel"
+        written: set[int] = set()
+        for src, dst in plan.block_copies:
+            assert src not in written, "all sources are read before any target is written"
+            written.add(dst)
         assert len(targets) == len(plan.block_copies), "a block is copied to twice"
         assert 0 not in sources | targets, "the null block is copied"
         size = self.layout.block_size
+        held = {src: self.slots[src * size : (src + 1) * size] for src in sources}
         for src, dst in plan.block_copies:
-            self.slots[dst * size : (dst + 1) * size] = self.slots[src * size : (src + 1) * size]
+            self.slots[dst * size : (dst + 1) * size] = held[src]
         self.num_copies += len(plan.block_copies)
 
     # --- the forward --------------------------------------------------------------------------

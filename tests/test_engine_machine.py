@@ -197,8 +197,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
             self.holds()
             if random.random() < 0.04:
-                incident = random.choice([self.abort, self.abort, self.break_one, self.lose_file, self.reset])
-                incident(random)
+                often = [self.abort, self.abort, self.break_one, self.lose_file, self.reset]
+                random.choice(often)(random)
                 self.holds()
 
     def abort(self, random: Random) -> None:
