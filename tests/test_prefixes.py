@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -51,9 +52,14 @@ def test_what_nobody_refers_to_is_forgotten_however_long():
     for i in range(100_000):
         prefix = prefixes.extend(prefix, (i,))
     assert len(prefixes._named) == 100_001
+    root = weakref.ref(prefixes.root(None))
     del prefix
     gc.collect()
-    assert len(prefixes._named) == 0
+    assert root() is None, "a chain of any length goes at once"
+    for i in range(200_000):
+        prefixes.extend(prefixes.root(None), (i,))
+        assert len(prefixes._named) < 300_000
+    assert len(prefixes._named) < 5_000, "names that nobody holds are swept"
 
 
 def test_a_salt_is_never_taken_for_a_block():

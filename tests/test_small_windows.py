@@ -50,7 +50,7 @@ def test_a_long_prompt_is_computed_in_chunks_that_its_window_fits():
 
 
 def test_drafts_that_the_pool_has_no_block_for_are_dropped():
-    """They are guesses: nobody is preempted for them, and a sequence alone does not fail by them."""
+    """They are guesses: nobody is preempted for them, and nobody fails by them."""
     engine = make_engine(9, 2, windows=(3, None, 9), max_num_batched_tokens=6)
     request = engine.add_request("0", [1, 2, 3], SamplingParams(max_tokens=3, **GREEDY))
     engine.step()
