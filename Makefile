@@ -17,7 +17,7 @@ demo: $(READY)  ## generate text with the small model that comes with the packag
 test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
-soak: $(READY)  ## long random runs of the core: 50,000 steps, about MINUTES minutes on one core
+soak: $(READY)  ## long random runs of the core: 50,000 steps, 1 minute on a free core, at most 10
 	@$(BIN)/python -m pytest -m soak -s
 
 test-gpu: $(READY)  ## what needs an NVIDIA GPU

@@ -137,7 +137,7 @@ QUICK = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-SOAK = settings(QUICK, max_examples=1_500, stateful_step_count=50, derandomize=False)
+SOAK = settings(QUICK, max_examples=300, stateful_step_count=50, derandomize=False)
 
 
 def test_machine():
