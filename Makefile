@@ -9,13 +9,16 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu bench lint loc
+.PHONY: demo test soak test-gpu bench lint loc
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
 
 test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
+
+soak: $(READY)  ## long random runs of the core: 50,000 steps, 1 minute on a free core, at most 10
+	@$(BIN)/python -m pytest -m soak -s
 
 test-gpu: $(READY)  ## what needs an NVIDIA GPU
 	@$(BIN)/python -m pytest tests/gpu -n 3 --dist loadfile --durations 10

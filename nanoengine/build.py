@@ -87,6 +87,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         enable_prefix_caching=config.enable_prefix_caching,
         watermark_frac=config.watermark_frac,
         max_chunk=budget,
+        chunked=config.enable_chunked_prefill,
         tiers=tiers,
     )
     scheduler = Scheduler(

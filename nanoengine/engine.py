@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.protocols import Executor, Launched, Observer, TokenChooser, TokenSink
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.core.tiers import TierStats
 from nanoengine.errors import (
     CapacityError,
     EngineDeadError,
@@ -411,10 +411,15 @@ class LLMEngine:
         return request
 
     def abort_all(self) -> None:
-        """Forgets every request, so that after an exception nothing leaks into later work."""
-        self._under_way, self._finished = None, []
-        self.scheduler.abort_all(self._requests.values())
+        """Forgets every request, so that after an exception nothing leaks into later work.
+
+        Waits for a step under way: the copies of blocks between tiers end with it.
+        """
+        for request in self._requests.values():
+            self.scheduler.abort(request)
         self._requests.clear()
+        self.settle()
+        self._finished = []
 
     @property
     def num_unfinished(self) -> int:
@@ -474,10 +479,12 @@ class LLMEngine:
     def close(self) -> None:
         """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless."""
         if not self._closed:
-            self.abort_all()
-            self._closed = True
-            self.scheduler.block_manager.tiers.close()
-            self.executor.shutdown()
+            try:
+                self.abort_all()  # waits for a step under way, which may fail
+            finally:
+                self._closed = True
+                self.scheduler.block_manager.tiers.close()
+                self.executor.shutdown()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -118,11 +118,14 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         self.slots: list[int | None] = [None] * (layout.num_blocks * layout.block_size)
         self.host: dict[int, list[int | None]] = {}  # blocks of the host tier
+        self._stores: dict[int, list[tuple[int, list[int | None]]]] = {}  # by step, under way
         self.plans: list[StepPlan] = []
         self.fail_at: str | None = None  # "start", "rows" or "end" of the next step
         self.row_errors: Callable[[Row], str | None] = lambda row: None
         self.num_computed_tokens = 0
         self.num_copies = 0
+        self.num_shared_reads = 0  # of blocks that another row writes in the same step
+        self._writer: dict[int, int] = {}  # slot -> row, in this step
         self.closed = False
         self.delayed = False  # a plan is carried out only when somebody waits for it
         self.queue: list[StepPlan] = []  # launched and not carried out
@@ -158,6 +161,8 @@ class FakeExecutor:
         """The sampled tokens of a launched step, once."""
         while step not in self._results:
             self.advance()
+        for host_id, slots in reversed(self._stores.pop(step, [])):
+            self.host[host_id] = slots
         return self._results.pop(step)
 
     def _run(self, plan: StepPlan) -> None:
@@ -249,17 +254,24 @@ class FakeExecutor:
                 if kind == "load":
                     self.slots[at] = self.host[host_id]
                 else:
-                    self.host[host_id] = self.slots[at]
+                    # Why: a store runs beside what follows it; until somebody waits for its step,
+                    # its target may hold anything.
+                    self.host[host_id] = [-1] * size
+                    self._stores.setdefault(plan.step, []).append((host_id, self.slots[at]))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         sources = {copy.src for copy in plan.block_copies}
         targets = {copy.dst for copy in plan.block_copies}
-        assert not sources & targets, "copies of one step run in parallel"
+        written: set[int] = set()
+        for src, dst in plan.block_copies:
+            assert src not in written, "all sources are read before any target is written"
+            written.add(dst)
         assert len(targets) == len(plan.block_copies), "a block is copied to twice"
         assert 0 not in sources | targets, "the null block is copied"
         size = self.layout.block_size
+        held = {src: self.slots[src * size : (src + 1) * size] for src in sources}
         for src, dst in plan.block_copies:
-            self.slots[dst * size : (dst + 1) * size] = self.slots[src * size : (src + 1) * size]
+            self.slots[dst * size : (dst + 1) * size] = held[src]
         self.num_copies += len(plan.block_copies)
 
     # --- the forward --------------------------------------------------------------------------
@@ -285,7 +297,10 @@ class FakeExecutor:
             if count == 0:
                 assert start == ends[parents[row]], f"row {row} computes nothing"
             else:
-                assert start == self.rows[row].num_computed_tokens, f"row {row} starts at {start}"
+                before = self.rows[row].num_computed_tokens
+                # What a prompt skips, another has computed: `_check_reads` verifies it.
+                assert start == before or start % self.layout.block_size == 0, (row, start)
+                assert start >= before, f"row {row} starts at {start}"
                 assert logits <= count, f"row {row}: {logits} logits of {count} tokens"
 
     def _place_drafts(self, plan: StepPlan) -> None:
@@ -312,6 +327,7 @@ class FakeExecutor:
                     written[slot] = row_id
                     self.slots[slot] = row.hashes[position] + group
             row.num_computed_tokens = max(row.num_computed_tokens, start + count)
+        self._writer = written
         # Whoever shares a written block must find its own prefix in it: checked for all rows that
         # have computed these positions, scheduled or not.
         touched = {slot // size for slot in written}
@@ -350,6 +366,7 @@ class FakeExecutor:
                     assert block_id != 0, f"row {row_id}, group {group} reads the null block"
                     low, high = max(begin, index * size), min(start + count, (index + 1) * size)
                     slot = block_id * size + low % size
+                    self.num_shared_reads += self._writer.get(slot, row_id) != row_id
                     expected = [h + group for h in row.hashes[low:high]]
                     assert self.slots[slot : slot + high - low] == expected, (
                         f"row {row_id} (seq {row.seq_id}), group {group}: wrong context at"
@@ -432,6 +449,7 @@ def make_engine(
         enable_prefix_caching=enable_prefix_caching,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
+        chunked=chunked_prefill,
         tiers=make_tiers(executor) if make_tiers else NoTiers(),
     )
     scheduler = Scheduler(

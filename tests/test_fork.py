@@ -4,14 +4,17 @@ verified by the FakeExecutor, slot by slot."""
 from __future__ import annotations
 
 import pytest
+import torch
 
+from nanoengine.core.plan import BlockCopy
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.llm import LLM
+from nanoengine.runner.kv_cache import KVCache
 from nanoengine.sampling_params import SamplingParams
 from tests import engines
-from tests.fake_executor import FakeExecutor, expected_output, make_engine, run
+from tests.fake_executor import FakeExecutor, expected_output, make_engine, make_layout, run
 
 PROMPT = list(range(1, 7))
 
@@ -237,3 +240,23 @@ def test_outputs_show_forks_that_join_while_they_grow():
                 shown.setdefault(completion.index, []).extend(completion.token_ids)
     assert len(shown[0]) == 6
     assert shown[1] == shown[0]
+
+
+def test_a_block_may_be_read_and_written_by_copies_of_one_step():
+    """The last other user of the source was preempted in the step: its block is handed out."""
+    cache = KVCache(
+        groups=make_layout(4, 3).groups,
+        num_blocks=4,
+        block_size=3,
+        num_kv_heads=1,
+        head_dim=1,
+        layout="PKD",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    cache.kv += torch.arange(24.0).reshape(cache.kv.shape)
+    before = cache.kv.clone()
+    cache.copy_blocks([BlockCopy(2, 3), BlockCopy(1, 2)])
+    assert torch.equal(cache.kv[:, :, 3], before[:, :, 2])
+    assert torch.equal(cache.kv[:, :, 2], before[:, :, 1])
+    assert torch.equal(cache.kv[:, :, :2], before[:, :, :2])

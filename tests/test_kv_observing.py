@@ -6,6 +6,7 @@ import pytest
 
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.cache_stats import CacheStats
+from nanoengine.core.prefixes import Prefix
 from nanoengine.errors import RequestError
 from nanoengine.observe.kv_events import AllCleared, BlockRemoved, BlockStored, KVEvents
 from nanoengine.observe.residency import Residency
@@ -149,7 +150,7 @@ def test_residency_measures_the_three_spans():
     pool = BlockPool(num_blocks=2)
     pool.observers.append(residency)
     (block_id,) = pool.allocate(1)
-    pool.register(block_id, group=0, digest=b"a", parent=None, token_ids=(1,))
+    pool.register(block_id, 0, Prefix(b"a", None, (1,)))
     now[0] = 1.0
     pool.free([block_id])
     now[0] = 1.5
@@ -169,8 +170,7 @@ def test_residency_samples():
     pool = BlockPool(num_blocks=9)
     pool.observers.append(residency)
     for block_id in pool.allocate(8):
-        digest = bytes([block_id])
-        pool.register(block_id, group=0, digest=digest, parent=None, token_ids=(1,))
+        pool.register(block_id, 0, Prefix(bytes([block_id]), None, (1,)))
     pool.free(range(1, 9))
     assert pool.evict(range(1, 9)) == 8
     assert sum(residency.lifetime_s.values()) == 2

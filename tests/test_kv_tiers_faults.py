@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nanoengine import DiskTier, HostTier
-from nanoengine.core.tiers import DiskCopy
+from nanoengine.core.disk_tier import DiskCopy
 from nanoengine.engine import LLMEngine
 from nanoengine.features import kv_tiers
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens

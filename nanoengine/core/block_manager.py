@@ -13,13 +13,9 @@ copy to `copies`; the Scheduler moves both into the StepPlan.
 from __future__ import annotations
 
 import enum
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import xxhash
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.cache_stats import CacheStats
@@ -28,10 +24,12 @@ from nanoengine.core.kv_groups import (
     num_dropped_blocks,
     num_needed_blocks,
 )
+from nanoengine.core.places import Content, Found, Place
 from nanoengine.core.plan import BlockCopy, TableUpdate
+from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, root_name
 from nanoengine.core.protocols import KVLayout
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.tiers import NOWHERE, Content, Level, NoTiers, Place, Tiers, used
+from nanoengine.core.tiers import NoTiers, Tiers
 
 
 class Verdict(enum.Enum):
@@ -42,28 +40,22 @@ class Verdict(enum.Enum):
     NEVER = "never"
 
 
-class Load(NamedTuple):
-    """Entry `position` of a group's table comes from a block of the host tier."""
-
-    group: int
-    position: int
-    host_id: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
 
     `hits[g]` is the cached start of group g's table, null entries included; `loads` are those of
-    its entries that a tier holds. `num_needed_blocks` is taken from the free ones: fresh blocks and
-    revived cached ones. `reason` is for people: why tiers were used or not.
+    its entries, as (group, index, place), that a tier holds. `num_needed_blocks` is taken from the
+    free ones: fresh blocks and revived cached ones; chunks of `max_chunk` tokens keep it so.
+    `reason` is for people: why tiers were used or not.
     """
 
     verdict: Verdict
     hits: list[list[int]] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[tuple[int, int, Place]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_needed_blocks: int = 0
+    max_chunk: int = 0
     reason: str = ""
 
 
@@ -76,6 +68,7 @@ class BlockManager:
         enable_prefix_caching: look up and register full blocks.
         watermark_frac: share of blocks that admission leaves free while something runs.
         max_chunk: most tokens a sequence computes in one step; bounds a window group's blocks.
+        chunked: fewer tokens may be computed in a step, where a window in a small pool needs it.
         tiers: where blocks live on below the device.
     """
 
@@ -83,15 +76,17 @@ class BlockManager:
     enable_prefix_caching: bool = True
     watermark_frac: float = 0.01
     max_chunk: int = 8192
+    chunked: bool = True
     tiers: Tiers | NoTiers = field(default_factory=NoTiers)
     pool: BlockPool = field(init=False)
+    prefixes: Prefixes = field(init=False, default_factory=Prefixes)
     stats: CacheStats = field(init=False, default_factory=CacheStats)
     updates: list[TableUpdate] = field(init=False)
     copies: list[BlockCopy] = field(init=False)
     block_size: int = field(init=False)
     num_watermark_blocks: int = field(init=False)
     _has_windows: bool = field(init=False)
-    # Unsalted digest of a first block -> the root key that it was last indexed under.
+    # Unsalted digest of a first block -> the root that it was last indexed under.
     _roots: OrderedDict[bytes, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,20 +96,36 @@ class BlockManager:
         self.block_size = self.layout.block_size
         self._has_windows = any(group.sliding_window for group in self.layout.groups)
         self.num_watermark_blocks = int(self.watermark_frac * self.pool.num_usable)
+        self.tiers.start(self.prefixes)
 
     # --- admission ----------------------------------------------------------------------------
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of this length holds at once, over all groups."""
+    def num_blocks_for(self, num_tokens: int, chunk: int | None = None) -> int:
+        """Most blocks that a sequence of this length holds at once, over all groups.
+
+        `chunk` [tokens] is what a step computes of it at most; None: as little as may be.
+        """
+        if chunk is None:
+            chunk = 1 if self.chunked else self.max_chunk
         return sum(
-            num_needed_blocks(group, num_tokens, self.max_chunk, self.block_size)
+            num_needed_blocks(group, num_tokens, chunk, self.block_size)
             for group in self.layout.groups
         )
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
         """False if a new sequence of this length can't be admitted even to an idle pool."""
-        spare = self.pool.num_usable - self.num_blocks_for(num_tokens)
-        return spare >= self.num_watermark_blocks
+        return self._chunk_for(num_tokens, self.num_watermark_blocks) > 0
+
+    def _chunk_for(self, num_tokens: int, num_kept: int) -> int:
+        """The chunk by which a sequence of this length fits alone in all but `num_kept` blocks.
+
+        0: it never does. Only a window's need depends on the chunk, and it has no full need of it:
+        a sequence that has grown token by token is computed again in chunks that fit.
+        """
+        chunk, spare = self.max_chunk, self.pool.num_usable - num_kept
+        while chunk and self.num_blocks_for(num_tokens, chunk) > spare:
+            chunk = chunk // 2 if self.chunked and self._has_windows else 0
+        return chunk
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
         """Looks up the longest cached prefix and says whether the rest fits.
@@ -125,19 +136,20 @@ class BlockManager:
         free ones leave the watermark (or nothing, when nothing else runs); else LATER. A sequence
         back from preemption may need the watermark too: it had grown into it.
         """
-        spare = self.pool.num_usable - self.num_blocks_for(seq.num_tokens)
-        if spare < (0 if seq.num_preempted_tokens else self.num_watermark_blocks):
+        num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
+        chunk = self._chunk_for(seq.num_tokens, num_kept)
+        if chunk == 0:
             return Admission(verdict=Verdict.NEVER)
         found = self._find_prefix(seq)
-        choice = self.tiers.choose(seq, found, self.layout)
+        choice = self.tiers.choose(seq, found)
         if not choice.is_ready:
             return Admission(verdict=Verdict.LATER, reason=choice.reason)
         num_hit_blocks = choice.num_blocks
-        hits, loads = self._take(found, num_hit_blocks)
+        hits, loads = found.take(num_hit_blocks)
         needed = len(loads)
         for index, (group, hit) in enumerate(zip(self.layout.groups, hits, strict=True)):
-            most = num_needed_blocks(group, seq.num_tokens, self.max_chunk, self.block_size)
-            held = sum(1 for b in hit if b != NULL_BLOCK) + sum(x.group == index for x in loads)
+            most = num_needed_blocks(group, seq.num_tokens, chunk, self.block_size)
+            held = sum(b != NULL_BLOCK for b in hit) + sum(g == index for g, _, _ in loads)
             revived = sum(1 for b in hit if b != NULL_BLOCK and not self.pool.blocks[b].ref_count)
             fresh = cdiv(seq.num_tokens, self.block_size) - num_hit_blocks
             needed += min(fresh, max(most - held, 0)) + revived
@@ -149,6 +161,7 @@ class BlockManager:
             loads=loads,
             num_cached_tokens=num_hit_blocks * self.block_size,
             num_needed_blocks=needed,
+            max_chunk=chunk,
             reason=choice.reason,
         )
 
@@ -163,8 +176,8 @@ class BlockManager:
             for block_id in hit:
                 if block_id != NULL_BLOCK:
                     self.pool.touch(block_id)
-        for load in admission.loads:
-            self._load(seq, admission.hits[load.group], load)
+        for g, i, place in admission.loads:
+            admission.hits[g][i] = self._load(Content(g, seq.prefixes[i]), place)
         for index, (group, hit) in enumerate(zip(self.layout.groups, admission.hits, strict=True)):
             table = list(hit)
             if group.sliding_window is None:
@@ -174,19 +187,19 @@ class BlockManager:
             self.updates.append(TableUpdate(seq.row, index, 0, tuple(table)))
         seq.num_registered_blocks = len(admission.hits[0])
         seq.num_computed_tokens = seq.num_cached_tokens = admission.num_cached_tokens
+        seq.max_chunk = admission.max_chunk
         seq.fetch = None
         self._count(seq, admission.num_cached_tokens)
 
-    def _load(self, seq: Sequence, hit: list[int], load: Load) -> None:
+    def _load(self, content: Content, place: Place) -> int:
         """Gives a block that a tier holds its place on the device.
 
         Indexed at once, as in `register`: a step's loads come before its forward.
         """
         [block_id] = self.pool.allocate(1)
-        hit[load.position] = block_id
-        content = self._content(seq, load.group, load.position)
-        self.pool.register(block_id, **content._asdict())
-        self.tiers.load(load.host_id, block_id)
+        self.pool.register(block_id, *content)
+        self.tiers.load(place.block_id, block_id)
+        return block_id
 
     def _count(self, seq: Sequence, num_cached: int) -> None:
         if not self._reads_cache(seq):
@@ -204,18 +217,51 @@ class BlockManager:
             return "short"
         if num_hits == at_most:
             return None
-        if self.pool.was_evicted(self._hash_blocks(seq, at_most)[num_hits]):
+        if self.pool.was_evicted(seq.prefixes[num_hits].digest):
             return "evicted"
         known_root = self._roots.get(self._unsalted(seq)) if num_hits == 0 else None
-        return "cold" if known_root in (None, root_key(seq)) else "salt"
+        return "cold" if known_root in (None, root_name(seq.request.cache_salt)) else "salt"
 
     def _unsalted(self, seq: Sequence) -> bytes:
         """Digest of the first block as it is without a salt."""
         if seq.request.cache_salt is None:
-            return seq.block_hashes[0]
+            return seq.prefixes[0].digest
         return hash_block(b"", seq.token_ids[: self.block_size])
 
     # --- growth -------------------------------------------------------------------------------
+
+    def catch_up(self, seq: Sequence) -> None:
+        """Moves a prompt that is being computed on to where another with equal tokens has come.
+
+        It takes over the other's full blocks, those of the step being planned included, in place of
+        its own unwritten ones. Equal prompts that are prefilled side by side in chunks thus take
+        turns, and each of their blocks is computed once.
+        """
+        size = self.block_size
+        start = seq.num_computed_tokens // size
+        at_most = (len(seq.token_ids) - 1) // size
+        if start >= at_most or not self._reads_cache(seq):
+            return
+        taken: list[list[int]] = []
+        for prefix in self._name_blocks(seq, at_most)[start:at_most]:
+            hits = [self.pool.lookup(g, prefix) for g in range(len(seq.block_tables))]
+            if None in hits:
+                break
+            taken.append([hit for hit in hits if hit is not None])
+        if not taken:
+            return
+        for g, table in enumerate(seq.block_tables):
+            new = [hits[g] for hits in taken]
+            for block_id in new:
+                self.pool.touch(block_id)
+            self.pool.free(reversed(table[start : start + len(new)]))
+            table[start : start + len(new)] = new
+            self.updates.append(TableUpdate(seq.row, g, start, tuple(new)))
+        end = (start + len(taken)) * size
+        self.stats.count_late(end - seq.num_computed_tokens, again=seq.num_preempted_tokens > 0)
+        seq.num_cached_tokens += end - seq.num_computed_tokens
+        seq.num_computed_tokens = end
+        seq.num_registered_blocks = end // size
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Makes room for the next tokens of a running sequence; False if the pool has too little.
@@ -288,8 +334,9 @@ class BlockManager:
             child.block_tables.append(table)
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
         parent.easy_until = child.easy_until = 0  # the last block is shared now
+        child.max_chunk = parent.max_chunk
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
-        child.block_hashes = list(parent.block_hashes)
+        child.prefixes = list(parent.prefixes)
         child.num_registered_blocks = parent.num_registered_blocks
         child.num_computed_tokens = parent.num_computed_tokens
 
@@ -323,26 +370,23 @@ class BlockManager:
         full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching or full <= seq.num_registered_blocks:
             return
-        hashes = self._hash_blocks(seq, full)
+        prefixes = self._name_blocks(seq, full)
         if seq.num_registered_blocks == 0:
-            self._roots[self._unsalted(seq)] = root_key(seq)
+            self._roots[self._unsalted(seq)] = root_name(seq.request.cache_salt)
             if len(self._roots) > self.layout.num_blocks:
                 self._roots.popitem(last=False)
         for i in range(seq.num_registered_blocks, full):
-            parent = hashes[i - 1] if i else root_key(seq)
-            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
             for group, table in enumerate(seq.block_tables):
-                if table[i] != NULL_BLOCK and self.pool.blocks[table[i]].hash is None:
-                    self.pool.register(
-                        table[i], group=group, digest=hashes[i], parent=parent, token_ids=tokens
-                    )
-                    self.tiers.catch(self.pool.blocks[table[i]])
+                block = self.pool.blocks[table[i]]
+                if block.block_id != NULL_BLOCK and block.prefix is None:
+                    self.pool.register(block.block_id, group, prefixes[i])
+                    self.tiers.catch(block)
         seq.num_registered_blocks = full
 
     def distrust(self, block_ids: list[int]) -> None:
         """Drops the content of blocks, which may be wrong, here and in the tiers."""
         for block_id in block_ids:
-            if self.pool.blocks[block_id].hash is not None:
+            if self.pool.blocks[block_id].prefix is not None:
                 self.tiers.distrust(self.pool.blocks[block_id])
         self.pool.evict(block_ids)
 
@@ -369,49 +413,37 @@ class BlockManager:
         # Why: prompt log-probabilities need every position computed.
         return self.enable_prefix_caching and seq.params.prompt_logprobs is None
 
-    def _find_prefix(self, seq: Sequence) -> list[list[Place]]:
-        """For each group, where each full block of the prompt is found, as far as it may matter."""
+    def _find_prefix(self, seq: Sequence) -> Found:
+        """Where each full block of the prompt is found, as far as it may matter."""
         # Why - 1: at least one token is left to compute, or there would be no logits.
         at_most = (seq.num_tokens - 1) // self.block_size if self._reads_cache(seq) else 0
-        self._hash_blocks(seq, at_most)
-        found: list[list[Place]] = []
+        prefixes = self._name_blocks(seq, at_most)
+        found = Found(self.layout)
         for group, kind in enumerate(self.layout.groups):
-            places: list[Place] = []
+            device: list[int] = []
+            below: dict[int, Place] = {}
             for i in range(at_most):
-                content = self._content(seq, group, i)
-                hit = self.pool.lookup(*content)
-                place = self.tiers.find(content) if hit is None else Place(Level.DEVICE, hit)
-                if place is NOWHERE and kind.sliding_window is None:
-                    break
-                places.append(place)
-            found.append(places)
+                block_id = self.pool.lookup(group, prefixes[i])
+                if block_id is None:
+                    place = self.tiers.find(Content(group, prefixes[i]))
+                    if place is not None:
+                        below[i] = place
+                    elif kind.sliding_window is None:
+                        break  # Why: full attention needs every block before a hit.
+                device.append(block_id or NULL_BLOCK)
+            found.device.append(device)
+            found.below.append(below)
         return found
 
-    def _take(self, found: list[list[Place]], length: int) -> tuple[list[list[int]], list[Load]]:
-        """The first `length` blocks of what was found: device blocks in their places, and loads."""
-        hits: list[list[int]] = [[NULL_BLOCK] * length for _ in found]
-        loads = []
-        for group, index, place in used(found, length, self.layout):
-            if place.level is Level.DEVICE:
-                hits[group][index] = place.block_id
-            else:
-                loads.append(Load(group, index, place.block_id))
-        return hits, loads
-
-    def _content(self, seq: Sequence, group: int, index: int) -> Content:
-        """What the index-th block of a sequence holds, once its hash is known."""
-        start = index * self.block_size
-        parent = seq.block_hashes[index - 1] if index else root_key(seq)
-        tokens = seq.token_ids[start : start + self.block_size]
-        return Content(group, seq.block_hashes[index], parent, tokens)
-
-    def _hash_blocks(self, seq: Sequence, count: int) -> list[bytes]:
-        """Digests of the first `count` full blocks, each hashed once in the sequence's life."""
-        hashes = seq.block_hashes
-        for i in range(len(hashes), count):
-            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            hashes.append(hash_block(hashes[-1] if hashes else root_key(seq), tokens))
-        return hashes
+    def _name_blocks(self, seq: Sequence, count: int) -> list[Prefix]:
+        """At least the first `count` full blocks' prefixes, each hashed once in its life."""
+        prefixes, size = seq.prefixes, self.block_size
+        if len(prefixes) < count:
+            parent = prefixes[-1] if prefixes else self.prefixes.root(seq.request.cache_salt)
+            for start in range(len(prefixes) * size, count * size, size):
+                parent = self.prefixes.extend(parent, seq.token_ids[start : start + size])
+                prefixes.append(parent)
+        return prefixes
 
     # --- invariants ---------------------------------------------------------------------------
 
@@ -422,18 +454,10 @@ class BlockManager:
             for table, windowed in zip(seq.block_tables, seq.num_windowed_blocks, strict=True):
                 assert NULL_BLOCK not in table[windowed:], seq
                 assert len(table) * self.block_size >= seq.num_computed_tokens, seq
+                # Invariant I4: a table's indexed blocks hold the sequence's own prefixes.
+                for block_id, prefix in zip(table, seq.prefixes, strict=False):
+                    assert self.pool.blocks[block_id].prefix in (None, prefix), seq
         self.tiers.check()
-
-
-def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """128-bit digest of a block's tokens, chained over its parent's digest."""
-    return xxhash.xxh3_128_digest(parent + array("q", token_ids).tobytes())
-
-
-def root_key(seq: Sequence) -> bytes:
-    """What stands in for the parent of a first block: the cache salt keeps tenants apart."""
-    salt = seq.request.cache_salt
-    return b"" if salt is None else b"salt:" + salt.encode()
 
 
 def num_nulls(table: list[int]) -> int:

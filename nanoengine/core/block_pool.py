@@ -23,29 +23,44 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
+from nanoengine.core.prefixes import Prefix
+
 NULL_BLOCK = 0
 
 
 class Block:
     """One block: who refers to it and, once full, what it holds.
 
-    `hash` chains over the whole prefix; `parent_hash` and `token_ids` guard against collisions, so
-    that a hit never rests on the hash alone. All three are None while the block has no indexed
-    content. `group` is the KV group whose layers filled it.
+    `prefix` is None while the block has no indexed content. `group` is the KV group whose layers
+    filled it.
     """
 
-    __slots__ = ("block_id", "group", "hash", "parent_hash", "ref_count", "token_ids")
+    __slots__ = ("block_id", "group", "prefix", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.group = 0
-        self.hash: bytes | None = None
-        self.parent_hash: bytes | None = None
-        self.token_ids: Sequence[int] | None = None
+        self.prefix: Prefix | None = None
+
+    @property
+    def hash(self) -> bytes | None:
+        """Digest of its whole prefix, None without content."""
+        return None if self.prefix is None else self.prefix.digest
+
+    @property
+    def parent_hash(self) -> bytes | None:
+        """Digest of the block before it, or of a root; None without content."""
+        parent = None if self.prefix is None else self.prefix.parent
+        return None if parent is None else parent.digest
+
+    @property
+    def token_ids(self) -> Sequence[int] | None:
+        """Its own tokens, None without content."""
+        return None if self.prefix is None else self.prefix.token_ids
 
     def __repr__(self) -> str:
-        name = self.hash.hex()[:8] if self.hash else "-"
+        name = self.prefix.digest.hex()[:8] if self.prefix else "-"
         return f"Block({self.block_id}, refs={self.ref_count}, hash={name})"
 
 
@@ -66,13 +81,13 @@ class BlockPool:
     Every operation is O(1) a block. Source: vLLM v1's block pool (null block, cached free blocks);
     the OrderedDict as LRU queue with O(1) removal from the middle is ours.
 
-    >>> pool = BlockPool(num_blocks=4)
+    >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, (5, 6))
     >>> pool.allocate(2)
     [1, 2]
-    >>> pool.register(1, group=0, digest=b"a", parent=None, token_ids=(5, 6))
+    >>> pool.register(1, 0, prefix)
     >>> pool.free([2, 1]); pool.counts()
     {'empty': 2, 'cached': 1, 'active': 0}
-    >>> pool.lookup(0, b"a", None, (5, 6))
+    >>> pool.lookup(0, prefix)
     1
     >>> pool.touch(1); pool.blocks[1]
     Block(1, refs=1, hash=61)
@@ -87,7 +102,7 @@ class BlockPool:
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Why: lists, since two blocks may hold one content: tables are append-only.
-        self._index: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
+        self._index: list[dict[Prefix, list[int]]] = [{} for _ in range(num_groups)]
         self.num_evicted = 0
         # Digests evicted lately, oldest first. Why ordered: the first key of a plain dict is found
         # by walking over all that were deleted before it.
@@ -162,7 +177,7 @@ class BlockPool:
                 raise ValueError(f"{block} is freed twice")
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.hash is None:
+                if block.prefix is None:
                     self._empty.append(block_id)
                 else:
                     self._cached[block_id] = None
@@ -171,38 +186,20 @@ class BlockPool:
 
     # --- content index ------------------------------------------------------------------------
 
-    def register(
-        self,
-        block_id: int,
-        *,
-        group: int,
-        digest: bytes,
-        parent: bytes | None,
-        token_ids: Sequence[int],
-    ) -> None:
+    def register(self, block_id: int, group: int, prefix: Prefix) -> None:
         """Indexes the content of a full, active block."""
         block = self.blocks[block_id]
-        assert block_id != NULL_BLOCK and block.ref_count > 0 and block.hash is None, block
+        assert block_id != NULL_BLOCK and block.ref_count > 0 and block.prefix is None, block
         block.group = group
-        block.hash = digest
-        block.parent_hash = parent
-        block.token_ids = token_ids
-        self._index[group].setdefault(digest, []).append(block_id)
+        block.prefix = prefix
+        self._index[group].setdefault(prefix, []).append(block_id)
         if self.observers:
             self._tell("stored", block)
 
-    def lookup(
-        self, group: int, digest: bytes, parent: bytes | None, token_ids: Sequence[int]
-    ) -> int | None:
-        """A block with this content, active or cached, or None. Changes nothing.
-
-        Why: parent and tokens are compared too; by induction over the chain the whole prefix is.
-        """
-        for block_id in self._index[group].get(digest, ()):
-            block = self.blocks[block_id]
-            if block.parent_hash == parent and block.token_ids == token_ids:
-                return block_id
-        return None
+    def lookup(self, group: int, prefix: Prefix) -> int | None:
+        """A block with this content, active or cached, or None. Changes nothing."""
+        same = self._index[group].get(prefix)
+        return same[0] if same else None
 
     def next_evicted(self, count: int) -> list[int]:
         """The cached blocks that the next `count` allocations would evict, in that order."""
@@ -240,18 +237,18 @@ class BlockPool:
             observer.on_block(event, block)
 
     def _forget(self, block: Block) -> None:
-        assert block.hash is not None
+        assert block.prefix is not None, block
         if self.observers:
             self._tell("removed", block)
-        self._gone[block.hash] = None
+        self._gone[block.prefix.digest] = None
         if len(self._gone) > self.num_blocks:
             self._gone.popitem(last=False)
         index = self._index[block.group]
-        same = index[block.hash]
+        same = index[block.prefix]
         same.remove(block.block_id)
         if not same:
-            del index[block.hash]
-        block.hash = block.parent_hash = block.token_ids = None
+            del index[block.prefix]
+        block.prefix = None
 
     # --- invariants ---------------------------------------------------------------------------
 
@@ -264,20 +261,20 @@ class BlockPool:
         free = empty | cached
         null = self.blocks[NULL_BLOCK]
         # Invariant I6: the null block is never allocated, hashed or freed.
-        assert NULL_BLOCK not in free and null.ref_count == 0 and null.hash is None, null
+        assert NULL_BLOCK not in free and null.ref_count == 0 and null.prefix is None, null
         # Invariant I1: free + used + null = total, each block in one place.
         assert len(empty) == len(self._empty) and not empty & cached, "a block is queued twice"
         for block in self.blocks[1:]:
             # Invariant I3: free if and only if the count is 0; cached if and only if hashed.
             assert (block.ref_count == 0) == (block.block_id in free), block
             if block.ref_count == 0:
-                assert (block.hash is not None) == (block.block_id in cached), block
+                assert (block.prefix is not None) == (block.block_id in cached), block
         # Invariant I4: index entries and hashed blocks match one to one.
         indexed = {i for index in self._index for ids in index.values() for i in ids}
-        assert indexed == {b.block_id for b in self.blocks if b.hash is not None}
+        assert indexed == {b.block_id for b in self.blocks if b.prefix is not None}
         for group, index in enumerate(self._index):
-            for digest, ids in index.items():
-                assert all(self.blocks[i].hash == digest for i in ids), digest.hex()
+            for prefix, ids in index.items():
+                assert all(self.blocks[i].prefix is prefix for i in ids), prefix
                 assert all(self.blocks[i].group == group for i in ids), group
         if tables is not None:
             # Invariant I2: the reference count is the number of table entries.
@@ -296,7 +293,7 @@ class BlockPool:
                 return "0"
             if block.ref_count:
                 return str(min(block.ref_count, 9))
-            return "c" if block.hash else "."
+            return "c" if block.prefix else "."
 
         return "".join(mark(block) for block in self.blocks)
 
@@ -306,15 +303,16 @@ def _demo() -> None:
     print(f"{pool}  a new pool: the null block and 11 empty ones")
     table = pool.allocate(4)
     print(f"{pool}  a prompt takes blocks {table}")
+    first = prefix = Prefix(bytes([1]), None, (0,))
     for i, block_id in enumerate(table[:3]):
-        parent = bytes([i]) if i else None
-        pool.register(block_id, group=0, digest=bytes([i + 1]), parent=parent, token_ids=(i,))
+        prefix = Prefix(bytes([i + 1]), prefix, (i,)) if i else first
+        pool.register(block_id, 0, prefix)
     pool.share(table)
     print(f"{pool}  a fork shares them")
     pool.free(reversed(table))
     pool.free(reversed(table))
     print(f"{pool}  both end: three full blocks stay cached, the partial one is empty")
-    hit = pool.lookup(0, bytes([1]), None, (0,))
+    hit = pool.lookup(0, first)
     assert hit is not None
     pool.touch(hit)
     print(f"{pool}  a new prompt hits block {hit}")

@@ -1,6 +1,6 @@
-"""CacheStats: how often prompts are found in the prefix cache, and why not.
+"""CacheStats: how often prompts are found in the prefix cache, and why not; TierStats: what moved.
 
-Kept by the BlockManager at each admission; read by `LLMEngine.stats()`.
+Kept by the BlockManager at each admission, and by Tiers; read by `LLMEngine.stats()`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ RECENT = 1000
 class CacheStats:
     """Tokens looked up in the prefix cache at admission, and found; readmissions apart.
 
+    Found are also those that another sequence has computed by the time it is their turn.
     `misses` counts the admissions that did not find all their full blocks, by what the first
     missing one was: "cold" (never seen), "evicted" (was here), "salt" (here under another salt), or
     "short": the prompt has no full block before its last token.
@@ -35,6 +36,13 @@ class CacheStats:
     )
     _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
+    def count_late(self, hit: int, *, again: bool) -> None:
+        """Counts tokens found after admission; `again`: by a sequence back from preemption."""
+        if again:
+            self.readmit_hit_tokens += hit
+        else:
+            self.hit_tokens += hit
+
     def count(self, queried: int, hit: int, *, miss: str | None = None) -> None:
         """Counts one admission; `miss` says why not all was found."""
         self.queried_tokens += queried
@@ -53,3 +61,32 @@ class CacheStats:
         """The same over the last 1,000 admissions."""
         queried = sum(queried for queried, _ in self._recent)
         return sum(hit for _, hit in self._recent) / queried if queried else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStats:
+    """One tier's block counts now, and what has moved since the start.
+
+    `hit_blocks` were found here and asked for, `loaded_blocks` of them reached the level above;
+    `stored_blocks` arrived from it; `failed_copies` were lost to a disk error or a damaged file.
+    """
+
+    name: str
+    block_bytes: int
+    empty_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+    hit_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_blocks: int = 0
+    failed_copies: int = 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes moved up."""
+        return self.loaded_blocks * self.block_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes moved down."""
+        return self.stored_blocks * self.block_bytes

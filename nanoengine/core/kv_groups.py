@@ -42,8 +42,8 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
     whole = cdiv(num_tokens, block_size)
     if group.sliding_window is None:
         return whole
-    # Why + 1: window and chunk together need not start at a block boundary.
-    return min(whole, cdiv(group.sliding_window - 1 + max_chunk, block_size) + 1)
+    # Why so: n tokens that need not start at a block boundary lie in cdiv(n - 1, bs) + 1 blocks.
+    return min(whole, cdiv(group.sliding_window - 1 + max_chunk - 1, block_size) + 1)
 
 
 def longest_hit(group: KVGroup, found: Sequence[bool], block_size: int, at_most: int) -> int:

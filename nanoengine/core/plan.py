@@ -76,7 +76,11 @@ class TableUpdate(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy one block in all layers, before the forward (copy-on-write)."""
+    """Copy one block in all layers, before the forward (copy-on-write).
+
+    All sources of a step are read before any target is written: a source whose last other user is
+    preempted in this step may be the target of a later copy.
+    """
 
     src: int
     dst: int

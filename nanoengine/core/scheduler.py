@@ -70,17 +70,10 @@ class Scheduler(Roster):
         """True while a step has something to do or to commit."""
         return bool(self.running or self._waiting or self._in_flight or self._done)
 
-    def abort_all(self, requests: Iterable[Request]) -> None:
-        """Ends all requests, these being all there are; steps under way need no commit."""
-        for request in requests:
-            self.abort(request)
-        self._done = []
-        self._in_flight = {}
-
     def recover(self, requests: Iterable[Request]) -> None:
         """After a failed step: ends all requests, and starts again with an empty pool.
 
-        Why not `abort_all`: the exception may have come between any two lines, so no counter here
+        Why not `abort`: the exception may have come between any two lines, so no counter here
         can be trusted, nor that indexed content was written. The executor's rows are as uncertain:
         the next plan releases all of them.
         """
@@ -151,8 +144,10 @@ class Scheduler(Roster):
             if num_new <= 0 or num_tokens >= seq.max_num_tokens:
                 continue  # its last token is still under way
             if num_new > 1:
+                self.block_manager.catch_up(seq)
+                num_new -= seq.num_computed_tokens - start
                 # Why: a token is kept for each sequence behind, so no prompt stalls a decode.
-                num_new = min(num_new, budget - (len(before) - 1 - i))
+                num_new = min(num_new, budget - (len(before) - 1 - i), seq.max_chunk)
                 if self.long_prefill_threshold:
                     num_new = min(num_new, self.long_prefill_threshold)
                 if num_drafts:
@@ -165,13 +160,17 @@ class Scheduler(Roster):
         return budget
 
     def _trim_drafts(self, seq: Sequence, num_new: int) -> int:
-        """Keeps the drafts that fit this step and the sequence; returns the tokens to compute."""
+        """Keeps the drafts that fit step, sequence and pool; returns the tokens to compute."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
         if self._num_forks_due(seq):
             num_drafts = 0  # Why: its forks sample from the last position of the prompt
         seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
-        return min(num_new, num_known + len(seq.draft_token_ids))
+        num_new = min(num_new, num_known + len(seq.draft_token_ids))
+        if seq.draft_token_ids and not self.block_manager.may_append(seq, num_new):
+            seq.draft_token_ids = ()  # Why: a guess is no reason to preempt anyone.
+            num_new = num_known
+        return num_new
 
     def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Finds blocks for a running sequence, at the cost of those behind it if need be."""
@@ -246,6 +245,7 @@ class Scheduler(Roster):
                 ahead.pass_over(seq)  # Why break: what is full soon is so for those behind, too.
                 break
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
+            num_new = min(num_new, admission.max_chunk)
             rows_kept += forks
             if admission.reason:
                 plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")

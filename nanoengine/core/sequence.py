@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nanoengine.core.plan import TokenLogprob
+from nanoengine.core.prefixes import Prefix
 from nanoengine.core.protocols import TokenChooser, TokenSink
 from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoengine.core.tiers import Fetch
+    from nanoengine.core.disk_tier import Fetch
 
 NO_ROW = -1
 
@@ -47,9 +48,10 @@ class Sequence:
         draft_token_ids: proposed tokens that the next step verifies.
         offer: the most likely next tokens, while the sequence rests until one of them is chosen.
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
-        block_hashes: chained digest of each full block, computed once and kept.
+        prefixes: what each full block holds, found out once and kept.
         fetch: blocks that the disk tier reads for it before its next admission; None: not asked.
         num_registered_blocks: how many of these are in the prefix-cache index.
+        max_chunk: most tokens that one step computes of it, so that its windows fit the pool.
         easy_until: a decode that starts before this position needs its slot only: no block, no
             copy, no indexing.
         max_num_tokens: prompt and output together end here.
@@ -59,7 +61,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes",
         "block_tables",
         "cumulative_logprob",
         "draft_token_ids",
@@ -72,6 +73,7 @@ class Sequence:
         "index",
         "last_token_time",
         "logprobs",
+        "max_chunk",
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
@@ -85,6 +87,7 @@ class Sequence:
         "offer",
         "order",
         "params",
+        "prefixes",
         "request",
         "row",
         "seed",
@@ -125,8 +128,9 @@ class Sequence:
         self.offer: list[TokenLogprob] | None = None
         self.block_tables: list[list[int]] = []
         self.num_windowed_blocks: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self.prefixes: list[Prefix] = []
         self.num_registered_blocks = 0
+        self.max_chunk = 0
         self.easy_until = 0
         self.fetch: Fetch | None = None
         self.stop_ids = stop_ids

@@ -22,106 +22,23 @@ through host memory and the cost model are ours.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
-from collections.abc import Sequence as SequenceOf
+from collections import Counter
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple, Protocol
 
-from nanoengine.core.block_pool import NULL_BLOCK, Block, BlockPool
-from nanoengine.core.kv_groups import longest_common_hit, num_dropped_blocks
+from nanoengine.core.block_pool import Block, BlockPool
+from nanoengine.core.cache_stats import TierStats
+from nanoengine.core.disk_tier import DiskStorage, DiskTier, Fetch, NoDisk
+from nanoengine.core.places import Content, Found, Level, Place, content_of
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
+from nanoengine.core.prefixes import Prefixes
 from nanoengine.core.protocols import KVLayout
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tier_cost import CostModel
 
-MAX_WRITES = 8
-"""Blocks being written to disk at once: a read behind them waits for no more than these."""
 LAZY_BLOCKS = 64
 """A lazy tier stores blocks that are among this many next to be evicted."""
 WAIT_S = 0.05
 """Longest wait for the disk in a step that has nothing else to do."""
-
-
-class Level(IntEnum):
-    """Where a block's content is, nearest first."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-    NOWHERE = 3
-
-
-class Place(NamedTuple):
-    """A block id of one level's pool."""
-
-    level: Level
-    block_id: int
-
-
-NOWHERE = Place(Level.NOWHERE, NULL_BLOCK)
-
-
-class Content(NamedTuple):
-    """What a full block holds: the key of every pool's index. The group is part of it, and so, by
-    the first parent, is the cache salt."""
-
-    group: int
-    digest: bytes
-    parent: bytes | None
-    token_ids: SequenceOf[int]
-
-    @property
-    def key(self) -> tuple[int, bytes]:
-        """Names the content among copies under way."""
-        return self.group, self.digest
-
-
-class DiskCopy(NamedTuple):
-    """Work for a DiskStorage: "write" (host to disk), "read" (disk to host) or "remove"."""
-
-    kind: str
-    content: Content
-    host_id: int = NULL_BLOCK
-    disk_id: int = NULL_BLOCK
-
-
-class Finished(NamedTuple):
-    """A copy that has ended: whether the bytes arrived whole, and the seconds it took."""
-
-    copy: DiskCopy
-    ok: bool
-    seconds: float
-
-
-class DiskStorage(Protocol):
-    """Moves blocks between host memory and files, in the background and in the order given.
-
-    No method raises for what a disk can do: a copy that fails is `ok=False`. `can_write` turns
-    False for good when the disk takes no more.
-    """
-
-    can_write: bool
-
-    def scan(self) -> list[Content]:
-        """What the directory holds, least recently used first."""
-
-    def submit(self, copy: DiskCopy) -> None:
-        """Takes a copy on; its host block is left alone until it has finished."""
-
-    def collect(self, wait_s: float) -> list[Finished]:
-        """Copies finished since the last call; waits up to `wait_s` for one under way."""
-
-    def close(self) -> None:
-        """Ends what is under way and gives the directory free."""
-
-
-@dataclass(slots=True)
-class Fetch:
-    """A waiting sequence's one trip to the disk: blocks that have not arrived yet."""
-
-    num_pending: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,47 +54,19 @@ class Choice:
     reason: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
-class TierStats:
-    """One tier's block counts now, and what has moved since the start.
-
-    `hit_blocks` were found here and asked for, `loaded_blocks` of them reached the level above;
-    `stored_blocks` arrived from it; `failed_copies` were lost to a disk error or a damaged file.
-    """
-
-    name: str
-    block_bytes: int
-    empty_blocks: int = 0
-    cached_blocks: int = 0
-    active_blocks: int = 0
-    hit_blocks: int = 0
-    loaded_blocks: int = 0
-    stored_blocks: int = 0
-    failed_copies: int = 0
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes moved up."""
-        return self.loaded_blocks * self.block_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes moved down."""
-        return self.stored_blocks * self.block_bytes
-
-
 class NoTiers:
     """In place of Tiers when the device is all there is."""
 
-    def find(self, content: Content) -> Place:
-        """Nowhere."""
-        return NOWHERE
+    def start(self, prefixes: Prefixes) -> None:
+        """Nothing to start."""
 
-    def choose(
-        self, seq: Sequence, found: SequenceOf[SequenceOf[Place]], layout: KVLayout
-    ) -> Choice:
+    def find(self, content: Content) -> Place | None:
+        """Nowhere."""
+        return None
+
+    def choose(self, seq: Sequence, found: Found) -> Choice:
         """The longest prefix on the device."""
-        return Choice(num_blocks=reach(found, Level.DEVICE, layout))
+        return Choice(num_blocks=found.reach(Level.DEVICE))
 
     def load(self, host_id: int, device_id: int) -> None:
         """Never called: nothing was found in a tier."""
@@ -249,54 +138,48 @@ class Tiers:
         self._layout = layout
         self._cost = cost
         self._lazy = lazy
-        self._disk: DiskStorage = disk or NoDisk()
+        self._storage: DiskStorage = disk or NoDisk()
         self._last = Level.HOST if disk is None else Level.DISK
         self._sizes = (num_host_blocks + 1, num_disk_blocks + 1)
-        names = ("host", "disk")[: self._last]
-        self._stats = [TierStats(name=n, block_bytes=layout.block_bytes) for n in names]
-        self._start()
+        self._stats = [TierStats(name=n, block_bytes=layout.block_bytes) for n in ("host", "disk")]
 
-    def _start(self) -> None:
-        """Empty pools, but for what the disk holds."""
+    def start(self, prefixes: Prefixes) -> None:
+        """Empty pools, but for what the disk holds; `prefixes` name what all pools hold."""
+        self._prefixes = prefixes
         num_groups = len(self._layout.groups)
-        self.host, self.disk = (BlockPool(size, num_groups) for size in self._sizes)
+        self.host = BlockPool(self._sizes[0], num_groups)
+        self.disk = DiskTier(
+            self._storage,
+            num_blocks=self._sizes[1],
+            num_groups=num_groups,
+            host=self.host,
+            stats=self._stats[1],
+            rate=self._cost.disk.rate,
+            prefixes=prefixes,
+        )
         self._moves = Moves()
         self._in_flight: dict[int, Moves] = {}
-        self._storing: set[tuple[int, bytes]] = set()
-        self._copies: dict[tuple[int, bytes], DiskCopy] = {}
-        self._fetches: dict[tuple[int, bytes], list[Fetch]] = {}
+        self._storing: set[Content] = set()
         self._distrusted: list[Content] = []
-        # Why bounded: what came longest ago has left the host again, if it holds no more.
-        self._to_write: deque[Content] = deque(maxlen=self.host.num_usable)
-        contents = self._disk.scan()
-        surplus = max(0, len(contents) - self.disk.num_usable)
-        for content in contents[:surplus]:
-            self._disk.submit(DiskCopy("remove", content))
-        for content in contents[surplus:]:
-            [disk_id] = self.disk.allocate(1)
-            self.disk.register(disk_id, **content._asdict())
-            self.disk.free([disk_id])
 
     # --- hits ---------------------------------------------------------------------------------
 
-    def find(self, content: Content) -> Place:
+    def find(self, content: Content) -> Place | None:
         """The nearest tier that holds this content."""
-        for level, pool in ((Level.HOST, self.host), (Level.DISK, self.disk)):
+        for level, pool in ((Level.HOST, self.host), (Level.DISK, self.disk.pool)):
             block_id = pool.lookup(*content)
             if block_id is not None:
                 return Place(level, block_id)
-        return NOWHERE
+        return None
 
-    def choose(
-        self, seq: Sequence, found: SequenceOf[SequenceOf[Place]], layout: KVLayout
-    ) -> Choice:
+    def choose(self, seq: Sequence, found: Found) -> Choice:
         """How much of the found prefix to take: loading costs time, as computing does.
 
         Not ready while blocks are read from disk for this sequence, which is asked for here.
         """
         best, reason = self._cheapest(found, self._last)
         if best is Level.DISK and seq.fetch is None:
-            seq.fetch = self._fetch(found, reach(found, best, layout))
+            seq.fetch = self._fetch(found, found.reach(best))
         if seq.fetch is not None and seq.fetch.num_pending:
             return Choice(
                 num_blocks=0,
@@ -305,63 +188,45 @@ class Tiers:
             )
         if best is Level.DISK:  # Why: what the disk did not bring, it is not asked for again.
             best, reason = self._cheapest(found, Level.HOST)
-        return Choice(num_blocks=reach(found, best, layout), reason=reason)
+        return Choice(num_blocks=found.reach(best), reason=reason)
 
-    def _cheapest(self, found: SequenceOf[SequenceOf[Place]], last: Level) -> tuple[Level, str]:
+    def _cheapest(self, found: Found, last: Level) -> tuple[Level, str]:
         """The level down to which hits are worth their loads, and why."""
-        layout, best, reasons = self._layout, Level.DEVICE, []
-        before = reach(found, best, layout)
+        best, reasons = Level.DEVICE, []
+        before = found.reach(best)
         for level in (Level.HOST, Level.DISK)[:last]:
-            length = reach(found, level, layout)
+            length = found.reach(level)
             if length <= before:
                 continue
-            counts = self._count(found, length)
+            counts = _count(found, length)
             prefer, reason = self._cost.prefer_load(
                 level.name.lower(),
                 num_host=counts[Level.HOST] + counts[Level.DISK],
                 num_disk=counts[Level.DISK],
-                num_tokens=(length - before) * layout.block_size,
+                num_tokens=(length - before) * self._layout.block_size,
                 # What of these blocks is loaded anyway.
-                num_host_before=self._count(found, before)[Level.HOST] if before else 0,
+                num_host_before=_count(found, before)[Level.HOST],
             )
             reasons.append(reason)
             if prefer:
                 best, before = level, length
         return best, "; ".join(reasons)
 
-    def _count(self, found: SequenceOf[SequenceOf[Place]], length: int) -> Counter[Level]:
-        """Blocks of a prefix's tables by level."""
-        return Counter(place.level for _, _, place in used(found, length, self._layout))
+    def _fetch(self, found: Found, length: int) -> Fetch:
+        """Has the prefix's blocks read from disk into host memory."""
+        places = [place for _, _, place in found.take(length)[1]]
+        held = [place.block_id for place in places if place.level is Level.HOST]
+        for host_id in held:  # Why: reading the end of a prefix must not evict its start.
+            self.host.touch(host_id)
+        fetch = self.disk.fetch(places)
+        self.host.free(reversed(held))
+        return fetch
 
     def load(self, host_id: int, device_id: int) -> None:
         """Adds a load to the step being planned; the device block may be indexed at once."""
         self.host.touch(host_id)
         self._moves.loads.append((device_id, host_id))
         self._stats[0].hit_blocks += 1
-
-    def _fetch(self, found: SequenceOf[SequenceOf[Place]], length: int) -> Fetch:
-        """Has the prefix's blocks read from disk into host memory, as many as it has room for."""
-        fetch = Fetch()
-        places = [place for _, _, place in used(found, length, self._layout)]
-        held = [place.block_id for place in places if place.level is Level.HOST]
-        for host_id in held:  # Why: reading the end of a prefix must not evict its start.
-            self.host.touch(host_id)
-        for place in places:
-            if place.level is not Level.DISK:
-                continue
-            content = content_of(self.disk.blocks[place.block_id])
-            if content.key not in self._fetches:
-                if content.key in self._copies or not self.host.num_free:
-                    break
-                [host_id] = self.host.allocate(1)
-                self.disk.touch(place.block_id)
-                self._submit(DiskCopy("read", content, host_id, place.block_id))
-                self._fetches[content.key] = []
-                self._stats[1].hit_blocks += 1
-            self._fetches[content.key].append(fetch)
-            fetch.num_pending += 1
-        self.host.free(reversed(held))
-        return fetch
 
     # --- stores -------------------------------------------------------------------------------
 
@@ -372,11 +237,11 @@ class Tiers:
 
     def _store(self, block: Block) -> None:
         content = content_of(block)
-        if content.key in self._storing or self.host.lookup(*content) is not None:
+        if content in self._storing or self.host.lookup(*content) is not None:
             return
         if self.host.num_free:  # Why: else all of it is being copied; not storing costs a miss.
             [host_id] = self.host.allocate(1)
-            self._storing.add(content.key)
+            self._storing.add(content)
             self._moves.stores.append((block.block_id, host_id, content))
 
     def take_transfers(self, plan: StepPlan, pool: BlockPool) -> list[Transfer]:
@@ -403,82 +268,22 @@ class Tiers:
                 self.host.free([host_id])
                 self._stats[0].loaded_blocks += 1
             for _, host_id, content in moves.stores:
-                self._storing.discard(content.key)
-                self._arrive(host_id, content)
+                self._storing.discard(content)
+                self.host.register(host_id, *content)
+                self.host.free([host_id])
                 self._stats[0].stored_blocks += 1
-                self._to_write.append(content)
+                self.disk.write_later(content)
         self._collect(0.0)
-
-    def _arrive(self, host_id: int, content: Content) -> None:
-        self.host.register(host_id, **content._asdict())
-        self.host.free([host_id])
-
-    # --- disk ---------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Called when a step has nothing to run: sleeps until the disk has read something."""
-        if self._fetches:
+        if self.disk.is_reading:
             self._collect(WAIT_S)
 
-    def _submit(self, copy: DiskCopy) -> None:
-        self._copies[copy.content.key] = copy
-        self._disk.submit(copy)
-
     def _collect(self, wait_s: float) -> None:
-        """Takes note of copies that have finished, and starts writes in their place."""
-        for copy, ok, seconds in self._disk.collect(wait_s):
-            if copy.kind == "remove":
-                continue
-            del self._copies[copy.content.key]
-            if copy.kind == "write":
-                self._end_write(copy, ok)
-            else:
-                self._end_read(copy, ok)
-                if ok:
-                    self._cost.disk.rate.add(self._layout.block_bytes, seconds)
+        self.disk.collect(wait_s)
         self._drop_distrusted()
-        self._write()
-
-    def _end_write(self, copy: DiskCopy, ok: bool) -> None:
-        self.host.free([copy.host_id])
-        if ok:
-            self.disk.register(copy.disk_id, **copy.content._asdict())
-            self._stats[1].stored_blocks += 1
-        else:
-            self._stats[1].failed_copies += 1
-        self.disk.free([copy.disk_id])
-
-    def _end_read(self, copy: DiskCopy, ok: bool) -> None:
-        self.disk.free([copy.disk_id])
-        if ok:
-            self._arrive(copy.host_id, copy.content)
-            self._stats[1].loaded_blocks += 1
-        else:
-            self.host.free([copy.host_id])
-            self.disk.evict([copy.disk_id])
-            self._stats[1].failed_copies += 1
-        for fetch in self._fetches.pop(copy.content.key):
-            fetch.num_pending -= 1
-
-    def _write(self) -> None:
-        """Has blocks that came to the host written to disk, a few at a time."""
-        if not self._disk.can_write:
-            self._to_write.clear()
-        while self._to_write and len(self._copies) - len(self._fetches) < MAX_WRITES:
-            content = self._to_write.popleft()
-            host_id = self.host.lookup(*content)
-            if (
-                host_id is None  # evicted before its turn came
-                or content.key in self._copies
-                or self.disk.lookup(*content) is not None
-                or not self.disk.num_free
-            ):
-                continue
-            for victim in self.disk.next_evicted(1):
-                self._disk.submit(DiskCopy("remove", content_of(self.disk.blocks[victim])))
-            [disk_id] = self.disk.allocate(1)
-            self.host.touch(host_id)
-            self._submit(DiskCopy("write", content, host_id, disk_id))
+        self.disk.write()
 
     # --- content that may be wrong ------------------------------------------------------------
 
@@ -490,112 +295,53 @@ class Tiers:
         """Drops distrusted content, once no copy of it is under way."""
         waiting = []
         for content in self._distrusted:
-            host_id, disk_id = self.host.lookup(*content), self.disk.lookup(*content)
+            host_id = self.host.lookup(*content)
             is_held = host_id is not None and self.host.blocks[host_id].ref_count
-            if is_held or content.key in self._storing or content.key in self._copies:
+            if is_held or content in self._storing or self.disk.is_copying(content):
                 waiting.append(content)
                 continue
             if host_id is not None:
                 self.host.evict([host_id])
-            if disk_id is not None:
-                self.disk.evict([disk_id])
-                self._disk.submit(DiskCopy("remove", content))
+            self.disk.evict(content)
         self._distrusted = waiting
 
     # --- the rest -----------------------------------------------------------------------------
 
-    def _drain(self) -> None:
-        self._write()
-        while self._copies:
-            self._collect(math.inf)
-
     def reset(self) -> bool:
         """Drops all content, files too; refuses (False) while a step's copies are under way."""
-        self._to_write.clear()
-        self._drain()
-        if not self.host.reset():
-            return False
-        for block in self.disk.blocks:
-            if block.hash is not None:
-                self._disk.submit(DiskCopy("remove", content_of(block)))
-        return self.disk.reset()
+        self.disk.drain(and_write=False)
+        return self.host.reset() and self.disk.reset()
 
     def discard_all(self) -> None:
         """After a failed step: starts anew from what is on disk, whose files are verified."""
-        while self._disk.collect(math.inf):
-            pass
-        self._start()
+        self.disk.abandon()
+        self.start(self._prefixes)
 
     def close(self) -> None:
         """Writes out what the disk has not got yet, and closes it."""
-        self._drain()
-        self._disk.close()
+        self.disk.drain(and_write=True)
+        self._drop_distrusted()
+        self.disk.close()
 
     def stats(self) -> tuple[TierStats, ...]:
         """Counts of each tier."""
-        for tier, pool in zip(self._stats, (self.host, self.disk), strict=False):
+        for tier, pool in zip(self._stats, (self.host, self.disk.pool), strict=True):
             counts = pool.counts()
             tier.empty_blocks, tier.cached_blocks = counts["empty"], counts["cached"]
             tier.active_blocks = counts["active"]
-        return tuple(self._stats)
+        return tuple(self._stats[: self._last])
 
     def check(self) -> None:
         """Raises AssertionError if a reference is held that no copy under way explains."""
         moves = [self._moves, *self._in_flight.values()]
         host_ids = [host_id for m in moves for _, host_id in m.loads]
         host_ids += [host_id for m in moves for _, host_id, _ in m.stores]
-        host_ids += [copy.host_id for copy in self._copies.values()]
-        self.host.check([host_ids])
-        self.disk.check([[copy.disk_id for copy in self._copies.values()]])
-        storing = {content.key for m in moves for _, _, content in m.stores}
+        self.host.check([host_ids, self.disk.held_host_ids()])
+        storing = {content for m in moves for _, _, content in m.stores}
         assert storing == self._storing, (storing, self._storing)
-        reading = {key for key, copy in self._copies.items() if copy.kind == "read"}
-        assert reading == set(self._fetches), (reading, set(self._fetches))
+        self.disk.check()
 
 
-class NoDisk:
-    """In place of a DiskStorage when host memory is the last tier."""
-
-    can_write = False
-
-    def scan(self) -> list[Content]:
-        """Nothing."""
-        return []
-
-    def submit(self, copy: DiskCopy) -> None:
-        """Never called: nothing is found on disk, and nothing is written."""
-        raise AssertionError(f"there is no disk tier for {copy}")
-
-    def collect(self, wait_s: float) -> list[Finished]:
-        """Nothing."""
-        return []
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def content_of(block: Block) -> Content:
-    """What an indexed block holds."""
-    assert block.hash is not None and block.token_ids is not None, block
-    return Content(block.group, block.hash, block.parent_hash, block.token_ids)
-
-
-def reach(found: SequenceOf[SequenceOf[Place]], level: Level, layout: KVLayout) -> int:
-    """The longest prefix, in blocks, that every group can start from, with hits down to `level`."""
-    return longest_common_hit(
-        layout.groups,
-        lambda g, n: [place.level <= level for place in found[g][:n]],
-        min(map(len, found)),
-        layout.block_size,
-    )
-
-
-def used(
-    found: SequenceOf[SequenceOf[Place]], length: int, layout: KVLayout
-) -> list[tuple[int, int, Place]]:
-    """(group, index, place) of the blocks that a prefix of `length` blocks needs, in order."""
-    needed = []
-    for g, group in enumerate(layout.groups):
-        dropped = num_dropped_blocks(group, length * layout.block_size, layout.block_size)
-        needed += [(g, i, found[g][i]) for i in range(dropped, length)]
-    return needed
+def _count(found: Found, length: int) -> Counter[Level]:
+    """Blocks of a prefix that are loaded, by the tier they come from."""
+    return Counter(place.level for _, _, place in found.take(length)[1])

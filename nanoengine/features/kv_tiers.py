@@ -23,15 +23,19 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
+from nanoengine.core.disk_tier import DiskCopy, Finished
+from nanoengine.core.places import Content
+from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes
 from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.core.tier_cost import CostModel, LoadCost
-from nanoengine.core.tiers import Content, DiskCopy, Finished, NoTiers, Tiers
+from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import GIB, zeros
 from nanoengine.tier_config import DiskTier, HostTier, Tier
@@ -105,6 +109,15 @@ class HostStorage:
 # --- disk -----------------------------------------------------------------------------------------
 
 
+class Header(NamedTuple):
+    """What a file says of its block; `digest` and `parent` name prefixes."""
+
+    group: int
+    digest: bytes
+    parent: bytes
+    token_ids: list[int]
+
+
 class DiskFiles:
     """One file a block in a directory of the model's own. A DiskStorage.
 
@@ -148,23 +161,34 @@ class DiskFiles:
 
     # --- the DiskStorage door -----------------------------------------------------------------
 
-    def scan(self) -> list[Content]:
-        """What is there, least recently used first; what is damaged or half-written is removed."""
-        found = []
+    def scan(self, prefixes: Prefixes) -> list[Content]:
+        """What is there, least recently used first.
+
+        Removed are damaged and half-written files, and those whose prefix isn't there as a whole.
+        """
+        found: list[tuple[int, Path, Header]] = []
         try:
             for path in sorted(self.directory.iterdir()):
                 if path.suffix == ".tmp":
                     self._unlink(path)
                 elif path.suffix == ".kv":
-                    content = self._read_header(path)
-                    if content is None:
+                    header = self._read_header(path)
+                    if header is None:
                         self._drop_damaged(path)
                     else:
-                        found.append((path.stat().st_mtime_ns, content))
+                        found.append((path.stat().st_mtime_ns, path, header))
         except OSError as error:
             self._report("scan", f"can't be read: {error}")
         found.sort(key=lambda entry: entry[0])
-        return [content for _, content in found]
+        known = link([header for _, _, header in found], prefixes)
+        contents = []
+        for _, path, header in found:
+            prefix = known.get(header.digest)
+            if prefix is None or prefix.token_ids != header.token_ids:
+                self._unlink(path)
+            else:
+                contents.append(Content(header.group, prefix))
+        return contents
 
     def submit(self, copy: DiskCopy) -> None:
         """Gives a copy to the worker thread, which takes them in this order."""
@@ -191,7 +215,7 @@ class DiskFiles:
 
     def _carry_out(self, copy: DiskCopy) -> Finished:
         started = time.perf_counter()
-        path = self.directory / f"{copy.content.group}-{copy.content.digest.hex()}.kv"
+        path = self.directory / f"{copy.content.group}-{copy.content.prefix.digest.hex()}.kv"
         if copy.kind == "write":
             ok = self._write(path, copy)
         elif copy.kind == "read":
@@ -247,18 +271,24 @@ class DiskFiles:
     # --- files --------------------------------------------------------------------------------
 
     def _header(self, content: Content) -> bytes:
-        parent = None if content.parent is None else content.parent.hex()
+        prefix = content.prefix
+        assert prefix.parent is not None, content
+        return self._pack(
+            Header(content.group, prefix.digest, prefix.parent.digest, list(prefix.token_ids))
+        )
+
+    def _pack(self, header: Header) -> bytes:
         fields = {
             "fingerprint": self._fingerprint,
-            "group": content.group,
-            "digest": content.digest.hex(),
-            "parent": parent,
-            "token_ids": list(content.token_ids),
+            "group": header.group,
+            "digest": header.digest.hex(),
+            "parent": header.parent.hex(),
+            "token_ids": header.token_ids,
         }
         text = json.dumps(fields, separators=(",", ":")).encode()
         return MAGIC + struct.pack("<I", len(text)) + text
 
-    def _read_header(self, path: Path) -> Content | None:
+    def _read_header(self, path: Path) -> Header | None:
         """What a file says that it holds; None if it can't be one of ours, or not whole."""
         with open(path, "rb") as file:
             magic, length = file.read(len(MAGIC)), file.read(4)
@@ -270,14 +300,13 @@ class DiskFiles:
                 return None
         try:
             fields = json.loads(text)
-            parent = fields["parent"]
-            content = Content(
+            header = Header(
                 fields["group"],
                 bytes.fromhex(fields["digest"]),
-                None if parent is None else bytes.fromhex(parent),
+                bytes.fromhex(fields["parent"]),
                 fields["token_ids"],
             )
-            return content if self._header(content)[len(MAGIC) + 4 :] == text else None
+            return header if self._pack(header)[len(MAGIC) + 4 :] == text else None
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -301,6 +330,29 @@ class DiskFiles:
         if kind not in self._reported:
             self._reported.add(kind)
             log.warning("KV disk tier: %s %s", self.directory, message)
+
+
+def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
+    """The prefixes that headers stand for, by digest, where all that is before them is known too.
+
+    A header names its parent by digest; the parent's tokens are in a file of its own.
+    """
+    by_digest = {header.digest: header for header in headers}
+    known: dict[bytes, Prefix] = {}
+    for header in headers:
+        chain: list[Header] = []
+        at = header.digest
+        while at not in known and at in by_digest and len(chain) <= len(by_digest):
+            chain.append(by_digest[at])
+            at = chain[-1].parent
+        if at not in known and len(at) != DIGEST_BYTES:
+            known[at] = prefixes.root_of_name(at)
+        parent = known.get(at)
+        while chain and parent is not None:
+            child = chain.pop()
+            prefix = prefixes.extend(parent, child.token_ids)
+            parent = known[child.digest] = prefix if prefix.digest == child.digest else None
+    return {digest: prefix for digest, prefix in known.items() if prefix is not None}
 
 
 def checksum(header: bytes, data: NDArray[np.uint8]) -> bytes:

@@ -44,9 +44,10 @@ class KVEvents:
     """Collects events until `drain` takes them.
 
     >>> from nanoengine.core.block_pool import BlockPool
+    >>> from nanoengine.core.prefixes import Prefix
     >>> pool, events = BlockPool(num_blocks=3), KVEvents()
     >>> pool.observers.append(events)
-    >>> pool.register(pool.allocate(1)[0], group=0, digest=b"a", parent=None, token_ids=[5, 6])
+    >>> pool.register(pool.allocate(1)[0], 0, Prefix(b"a", None, [5, 6]))
     >>> events.drain()[0].token_ids, events.drain()
     ((5, 6), [])
     """

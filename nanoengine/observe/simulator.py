@@ -256,6 +256,7 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
+        chunked=chunked_prefill,
     )
     return Scheduler(
         manager,

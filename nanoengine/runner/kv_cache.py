@@ -103,7 +103,7 @@ class KVCache:
                 layers[layer].bind(self.kv[0, position], self.kv[1, position], index)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks over all layers, keys and values, in one call; no source is a target."""
+        """Copies blocks over all layers, keys and values, all sources before any target."""
         (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
         src, dst = pairs.unbind(1)
         # Why bytes: torch copies fp8 by index on a GPU only.

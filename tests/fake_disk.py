@@ -1,0 +1,63 @@
+"""FakeDisk: a DiskStorage whose copies happen after a while, and fail now and then.
+
+Bytes are read and written only at the end of a copy: whoever does not keep a block until then is
+found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from random import Random
+
+from nanoengine.core.disk_tier import DiskCopy, Finished
+from nanoengine.core.places import Content
+from nanoengine.core.prefixes import Prefixes
+
+
+class FakeDisk:
+    """Files are entries of a dict; `host` is the fake executor's host memory."""
+
+    def __init__(self, host: dict[int, list[int | None]], random: Random) -> None:
+        self.host = host
+        self.random = random
+        self.can_write = True
+        self.files: dict[Content, list[int | None]] = {}
+        self.queue: deque[DiskCopy] = deque()
+        self.ended: list[Finished] = []
+        self.closed = False
+
+    def scan(self, prefixes: Prefixes) -> list[Content]:
+        return list(self.files)
+
+    def submit(self, copy: DiskCopy) -> None:
+        assert not self.closed
+        self.queue.append(copy)
+
+    def finish(self, ok: bool = True) -> None:
+        """Ends the first copy under way."""
+        copy = self.queue.popleft()
+        if copy.kind == "remove":
+            ok = self.files.pop(copy.content, None) is not None
+        elif copy.kind == "write" and ok:
+            self.files[copy.content] = list(self.host[copy.host_id])
+        elif copy.kind == "read":
+            slots = self.files.get(copy.content)
+            ok = ok and slots is not None
+            # Why: a read that fails may leave anything in its host block.
+            self.host[copy.host_id] = list(slots) if ok and slots else [-1]
+            if not ok:
+                self.files.pop(copy.content, None)
+        self.ended.append(Finished(copy, ok, 0.001))
+
+    def collect(self, wait_s: float) -> list[Finished]:
+        for _ in range(min(self.random.choice([0, 0, 1, 2, 6]), len(self.queue))):
+            self.finish(ok=self.random.random() < 0.9)
+        while self.queue and (wait_s == math.inf or (wait_s and not self.ended)):
+            self.finish()
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self) -> None:
+        self.collect(math.inf)
+        self.closed = True
