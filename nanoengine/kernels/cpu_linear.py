@@ -20,6 +20,7 @@ Legend: T rows of x, N outputs, K inputs.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -179,6 +180,66 @@ def linear(x, w, bias, out, num_workers):
                 _block_of_rows(rows, row, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
         if worker == num_workers - 1 and num_outputs % PANEL:
             _rest(num_rows, inputs, w, bias, outputs, num_inputs, num_outputs)
+
+
+@njit(**JIT)
+def _dequantize(w, p, bits, scales, zeros, group_size, size, panel):
+    """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
+    groups = size // group_size
+    for g in range(groups):
+        at = (p * groups + g) * PANEL
+        scale = scales[at : at + PANEL]
+        for k in range(g * group_size, (g + 1) * group_size):
+            row = panel[k * PANEL : k * PANEL + PANEL]
+            if bits == 8:
+                line = w[(p * size + k) * PANEL : (p * size + k) * PANEL + PANEL]
+                for j in range(PANEL):
+                    row[j] = np.float32(line[j])
+            else:  # inputs 2 i and 2 i + 1 are the halves of a byte
+                pair = (p * (size // 2) + k // 2) * PANEL
+                line, shift = w[pair : pair + PANEL], np.int8(4 * (k % 2))
+                for j in range(PANEL):
+                    row[j] = np.float32(((line[j] >> shift) & np.int8(15)) - np.int8(8))
+            if len(zeros):
+                zero = zeros[at : at + PANEL]
+                for j in range(PANEL):
+                    row[j] -= zero[j]
+            for j in range(PANEL):
+                row[j] *= scale[j]
+
+
+@njit(parallel=True, **JIT)
+def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_workers):
+    """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
+
+    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits, plus 8; scales,
+    zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias: padded to panels.
+    """
+    num_rows, size = x.shape
+    num_outputs = out.shape[1]
+    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
+    inputs, outputs = x.reshape(-1), out.reshape(-1)
+    for worker in prange(num_workers):
+        panel = np.empty(size * PANEL + AHEAD, np.float32)
+        aside = np.empty(ROW_BLOCK * PANEL, np.float32)
+        lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
+        for p in range(lo, hi):
+            _dequantize(w, p, bits, scales, zeros, group_size, size, panel)
+            n = p * PANEL
+            for row in range(0, num_rows, ROW_BLOCK):
+                rows, a = min(ROW_BLOCK, num_rows - row), row * size
+                if rest and p == num_panels - 1:
+                    _rows_of_panel(
+                        rows, inputs, a, size, panel, 0, size, bias, n, 0, aside, 0, PANEL
+                    )
+                    for r in range(rows):
+                        for j in range(rest):
+                            outputs[(row + r) * num_outputs + n + j] = aside[r * PANEL + j]
+                else:
+                    o = row * num_outputs + n
+                    _rows_of_panel(
+                        rows, inputs, a, size, panel, 0, size, bias, n, 0, outputs, o, num_outputs
+                    )
 
 
 @njit(parallel=True, **JIT)

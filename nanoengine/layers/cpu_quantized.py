@@ -1,6 +1,7 @@
-"""CPUQuantizedLinear: int8 and int4 weights with int8 activations, by kernels for AVX2.
+"""int8 and int4 weights on the CPU: with int8 activations by kernels for AVX2, with float ones by
+those of float32.
 
-What it computes is `QuantizedLinear`, which packs and multiplies in plain torch. Chosen by
+What they compute is `QuantizedLinear`, which packs and multiplies in plain torch. Chosen by
 `linear_method_for`.
 """
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from llvmlite import binding
 
+from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels.cpu_quantized import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
@@ -76,6 +78,44 @@ class CPUQuantizedLinear(QuantizedLinear):
         return torch.from_numpy(out)
 
 
+class CPUWeightOnlyLinear(QuantizedLinear):
+    """A quantized weight times float32 activations: each panel is made floats when it is read.
+
+    The multiplication is that of float32, so many rows are no faster than there; memory is that of
+    the whole numbers. A row's result has the same bits alone and in any batch.
+    """
+
+    def pack(self, weight: QuantizedWeight) -> None:
+        self.group_size = weight.group_size
+        padded = self.out_features + -self.out_features % PANEL
+        self.no_bias = np.zeros(padded, np.float32)
+        values = torch.nn.functional.pad(weight.values, (0, 0, 0, padded - self.out_features))
+        if weight.bits == 4:
+            low, high = values.add(8).unflatten(1, (-1, 2)).unbind(2)
+            values = low | (high << 4)
+        self.values = values.unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
+        self.scales = _by_panel(weight.scales)
+        self.zeros = torch.empty(0) if weight.zeros is None else _by_panel(weight.zeros)
+        self.arrays = (
+            self.values.numpy(), weight.bits, self.scales.numpy(), self.zeros.numpy(),
+            self.group_size,
+        )  # fmt: skip
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        out = np.empty((x.shape[0], self.out_features), np.float32)
+        floats.linear_dequantized(
+            x.contiguous().numpy(), *self.arrays, self.no_bias, out, num_workers()
+        )
+        return torch.from_numpy(out)
+
+
+def _by_panel(numbers: torch.Tensor) -> torch.Tensor:
+    """[N, G] -> flat [panels, G, 16 outputs], float32."""
+    rows = -numbers.shape[0] % PANEL
+    cut = torch.nn.functional.pad(numbers.float(), (0, 0, 0, rows)).unflatten(0, (-1, PANEL))
+    return cut.transpose(1, 2).reshape(-1)
+
+
 def _of_outputs(scales: torch.Tensor) -> torch.Tensor:
     """[N] float32, padded to whole panels."""
     return torch.nn.functional.pad(scales, (0, -len(scales) % PANEL)).contiguous()
@@ -103,6 +143,4 @@ def _panels4(values: torch.Tensor) -> torch.Tensor:
 
 def _panels_of_groups(numbers: torch.Tensor) -> torch.Tensor:
     """[N, G] -> flat [panels, G, 16 outputs], as the bits of float16."""
-    rows = -numbers.shape[0] % PANEL
-    cut = torch.nn.functional.pad(numbers, (0, 0, 0, rows)).unflatten(0, (-1, PANEL))
-    return cut.transpose(1, 2).reshape(-1).half().view(torch.uint16)
+    return _by_panel(numbers).half().view(torch.uint16)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, has_avx2
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, has_avx2
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
 from nanoengine.layers.quantized import GROUP_SIZE, QuantizedLinear
 from nanoengine.layers.quantized_formats import FORMATS
@@ -34,8 +34,12 @@ def linear_method_for(
     exact = _exact_method(device, dtype)
     if quantization is None:
         return exact
-    integers = dtype == torch.float32 and quantization.activations == "int8" and has_avx2()
-    kind = CPUQuantizedLinear if integers else QuantizedLinear
+    kind = QuantizedLinear
+    if device.type == "cpu" and dtype == torch.float32:
+        if quantization.activations == "float":
+            kind = CPUWeightOnlyLinear
+        elif has_avx2():
+            kind = CPUQuantizedLinear
     return partial(_quantized, quantization, exact, kind)
 
 
