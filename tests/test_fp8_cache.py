@@ -111,7 +111,11 @@ def test_log_probabilities_of_a_model_move_little_and_blocks_are_a_quarter():
         {"enable_prefix_caching": False},
         {"long_prefill_threshold": 7},
         {"num_kv_blocks": 12},
-        {"num_kv_blocks": 12, "kv_tiers": (HostTier(gib=0.01, policy="load"),)},
+        {
+            "num_kv_blocks": 8,
+            "admission": "watermark",  # thrashes, so that blocks come back from the tier
+            "kv_tiers": (HostTier(gib=0.01, policy="load"),),
+        },
     ],
 )
 def test_features_stay_invisible(options):

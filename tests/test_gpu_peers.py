@@ -103,7 +103,7 @@ def args_for(checkpoint, label="x", requests=3, longest=8):
 def test_the_workload_is_the_standard_one():
     common = importlib.import_module("common")
     items = common.workload(256, 1024)
-    assert items == random_workload(256, (100, 1024), (100, 1024), seed=0)
+    assert items == list(random_workload(256, (100, 1024), (100, 1024), seed=0))
 
 
 def test_a_run_warms_up_on_other_ids_and_times_the_work_alone(checkpoint, capsys):

@@ -50,7 +50,7 @@ def test_a_token_lies_in_its_tables_block_at_its_offset():
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, greedy(9))
         plan = engine.scheduler.schedule()
-        result = engine.executor.execute(plan)
+        result = engine.executor.launch(plan).result()
         tables = [seq.block_tables[0] for seq in engine.scheduler.running]
         assert len(tables) == 3
         cache = engine.executor.kv_cache.kv  # [2, layers, blocks, P, K, D]

@@ -51,7 +51,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def workload(requests: int, longest: int) -> list[WorkItem]:
     """The standard workload at 256 and 1,024; smaller ones are for trying the scripts."""
     lengths = (min(100, longest), longest)
-    return random_workload(requests, lengths, lengths, seed=0)
+    return list(random_workload(requests, lengths, lengths, seed=0))
 
 
 def run(

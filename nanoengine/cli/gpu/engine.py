@@ -230,7 +230,7 @@ def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Prob
     runner: Any = llm.engine.executor
     seams = Seams(
         [
-            Seam("forward", runner, "forward"),
+            Seam("forward", getattr(runner, "model", None), "forward"),
             Seam("head", getattr(runner, "model", None), "logits"),
             Seam("sampler", getattr(runner, "sampler", None), "sample"),
         ],
