@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, has_avx2
 from nanoengine.layers.ops import GATES, TorchOps
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
+from tests.checkpoints import make_checkpoint
+from tests.engines import make_engine
 from tests.paged_batches import Paged
 
 CPU = torch.device("cpu")
@@ -194,3 +197,16 @@ def test_an_extreme_dot_product_is_exact():
         slice(0, 16),
     )
     assert (fast.apply(torch.full((1, 64), 127.0), None) == -128 * 127 * 64).all()
+
+
+def test_weights_lie_side_by_side_in_one_array(tmp_path):
+    make_checkpoint(tmp_path, "qwen3")
+    for quantization in (None, "int8", "int4_weight_only"):
+        engine = make_engine(str(tmp_path), quantization=quantization)
+        model = engine.executor.model
+        for tensors in (list(model.parameters()), list(model.buffers())):
+            places = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
+            assert all(at % 64 == 0 for at, _ in places)
+            gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(places)]
+            assert all(0 <= gap < 64 for gap in gaps)
+        engine.close()

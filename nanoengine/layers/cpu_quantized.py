@@ -38,6 +38,7 @@ class CPUQuantizedLinear(QuantizedLinear):
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
         self.is_packed = self._fits(weight)
+        self.arrays: tuple[np.ndarray, ...] | None = None  # made at first use, in their last place
         if not self.is_packed:
             super().pack(weight)
             return
@@ -46,7 +47,6 @@ class CPUQuantizedLinear(QuantizedLinear):
         if weight.bits == 8:
             self.values = _panels8(weight.values)
             self.scales = _of_outputs(weight.scales.reshape(-1))
-            self.arrays = (self.values.numpy(), self.scales.numpy())
             return
         self.values = _panels4(weight.values)
         factors = row_factors(weight.scales)
@@ -56,8 +56,6 @@ class CPUQuantizedLinear(QuantizedLinear):
         self.zeros = torch.empty(0, dtype=torch.uint16)
         if weight.zeros is not None:
             self.zeros = _panels_of_groups(weight.zeros)
-        packed = (self.values, self.scales, self.group_scales, self.zeros)
-        self.arrays = tuple(tensor.numpy() for tensor in packed)
 
     def _fits(self, weight: QuantizedWeight) -> bool:
         one_group = weight.group_size == self.in_features
@@ -68,6 +66,10 @@ class CPUQuantizedLinear(QuantizedLinear):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_packed:
             return super().multiply(x)
+        if self.arrays is None:
+            packed = [self.values, self.scales]
+            packed += [] if self.bits == 8 else [self.group_scales, self.zeros]
+            self.arrays = tuple(tensor.numpy() for tensor in packed)
         out = np.empty((x.shape[0], self.out_features), np.float32)
         rows = x.contiguous().numpy()
         if self.bits == 8:
@@ -96,16 +98,17 @@ class CPUWeightOnlyLinear(QuantizedLinear):
         self.values = values.unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
         self.scales = _by_panel(weight.scales)
         self.zeros = torch.empty(0) if weight.zeros is None else _by_panel(weight.zeros)
-        self.arrays = (
-            self.values.numpy(), weight.bits, self.scales.numpy(), self.zeros.numpy(),
-            self.group_size,
-        )  # fmt: skip
+        self.arrays: tuple[np.ndarray, ...] | None = None  # made at first use, in their last place
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self.arrays is None:
+            self.arrays = tuple(t.numpy() for t in (self.values, self.scales, self.zeros))
+        values, scales, zeros = self.arrays
         out = np.empty((x.shape[0], self.out_features), np.float32)
         floats.linear_dequantized(
-            x.contiguous().numpy(), *self.arrays, self.no_bias, out, num_workers()
-        )
+            x.contiguous().numpy(), values, self.bits, scales, zeros, self.group_size,
+            self.no_bias, out, num_workers(),
+        )  # fmt: skip
         return torch.from_numpy(out)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import pin_attributes
+from nanoengine.layers.pages import place_buffers, place_parameters
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.registry import model_class
@@ -32,9 +33,11 @@ def load_model(
         WeightLoadError: see `load_weights`.
     """
     model = model_class(config.architecture)(config, context).eval()
+    place_parameters(model)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
         load_weights(model, directory)
+    place_buffers(model)
     pin_attributes(model)
     return model
