@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import subprocess
+import sys
+import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +22,11 @@ from nanoengine.layers.ops import GATES, TorchOps
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
 from tests.checkpoints import make_checkpoint
-from tests.engines import make_engine
+from tests.engines import checkpoint, greedy, make_engine, random_prompts, run
 from tests.paged_batches import Paged
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def packed(num_outputs: int, num_inputs: int) -> tuple[PackedLinear, torch.Tensor]:
@@ -210,3 +216,26 @@ def test_weights_lie_side_by_side_in_one_array(tmp_path):
             gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(places)]
             assert all(0 <= gap < 64 for gap in gaps)
         engine.close()
+
+
+def test_a_closed_engine_keeps_neither_cache_nor_weights():
+    engine = make_engine(checkpoint("qwen3"), attention_backend="cpu")
+    run(engine, random_prompts(1, [20]), greedy(2))
+    kept = [weakref.ref(t) for t in (engine.executor.kv_cache.kv, engine.executor.model)]
+    kept += [weakref.ref(layer.k_cache) for layer in engine.executor.model.attention_layers]
+    engine.close()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_kernels_share_torchs_threads_under_any_attention_backend():
+    """In a process of its own: numba's threads are chosen once."""
+    code = (
+        "import torch, numba; torch.set_num_threads(1);"
+        "from tests.engines import checkpoint, greedy, make_engine, random_prompts, run;"
+        "e = make_engine(checkpoint('qwen3'), attention_backend='naive');"
+        "run(e, random_prompts(1, [20]), greedy(2));"
+        "print(numba.threading_layer(), torch.get_num_threads(), numba.get_num_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split()[-3:] == ["omp", "1", "1"], done.stdout + done.stderr

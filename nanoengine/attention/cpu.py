@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numba
 import numpy as np
 import torch
 
@@ -21,7 +22,7 @@ from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutN
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_layers
-from nanoengine.kernels.threads import num_workers, set_threads, share_threads_with_torch
+from nanoengine.kernels.threads import num_workers, share_threads_with_torch
 from nanoengine.kernels.views import Views
 from nanoengine.runner.batch import Batch
 
@@ -99,7 +100,8 @@ class CPUBackend(AttentionBackend):
     def prepare(self, batch: Batch) -> CPUStep:
         """Views the step's tensors as numpy arrays; cheap enough for every step."""
         workers = num_workers()
-        set_threads(workers)
+        # Why: numba keeps the count for each thread, and an engine may be built in another one.
+        numba.set_num_threads(workers)
         return CPUStep(
             query_start=np.ascontiguousarray(batch.query_start_loc.numpy()),
             seq_lens=np.ascontiguousarray(batch.seq_lens.numpy()),

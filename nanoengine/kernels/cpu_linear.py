@@ -220,7 +220,7 @@ def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_wor
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     inputs, outputs = x.reshape(-1), out.reshape(-1)
     for worker in prange(num_workers):
-        panel = np.empty(size * PANEL + AHEAD, np.float32)
+        panel = np.empty(size * PANEL, np.float32)
         aside = np.empty(ROW_BLOCK * PANEL, np.float32)
         lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
         for p in range(lo, hi):

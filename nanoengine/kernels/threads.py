@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 
 import numba
@@ -14,11 +15,8 @@ def share_threads_with_torch() -> None:
     Why: two pools of spinning threads fight for the cores. Perf: a linear layer and an attention
     kernel of 3.5 ms each, alternating, take 7.2 ms on one pool and 11.7 ms on two (2 Zen 3 cores).
     """
-    try:
-        from numba.np.ufunc import omppool  # noqa: F401
-    except ImportError:
-        pass  # numba picks another layer, and the warning below names it
-    else:
+    # Without it numba picks another layer, and the warning below names that.
+    if importlib.util.find_spec("numba.np.ufunc.omppool") is not None:
         numba.config.THREADING_LAYER = "omp"
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
@@ -36,9 +34,3 @@ def share_threads_with_torch() -> None:
 def num_workers() -> int:
     """Threads that a kernel may use: as many as torch uses."""
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-
-
-def set_threads(workers: int) -> None:
-    """Sets numba's own count, which it keeps for each calling thread; cheap enough for every
-    step."""
-    numba.set_num_threads(workers)

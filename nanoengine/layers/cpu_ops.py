@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanoengine.kernels import cpu_layers as kernels
-from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.threads import num_workers, share_threads_with_torch
 from nanoengine.kernels.views import Views
 
 
@@ -17,6 +17,7 @@ class CPUOps:
     """Fused kernels with the arithmetic of `TorchOps`; `add_rms_norm` works in place."""
 
     def __init__(self) -> None:
+        share_threads_with_torch()
         self._views = Views()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

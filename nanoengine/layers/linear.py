@@ -9,6 +9,7 @@ models; knows neither checkpoint files nor attention.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
     from nanoengine.layers.ops import LayerOps
 
 
-class LinearMethod(nn.Module):
+class LinearMethod(nn.Module, ABC):
     """How one linear layer's weight is stored and multiplied. One instance serves one layer.
 
-    A subclass implements `create`, `load` and `apply`, and registers its tensors as parameters or
-    buffers, so that they are counted and found.
+    A subclass registers its tensors as parameters or buffers, so that they are counted and found.
     """
 
     def __init__(self, name: str) -> None:
         """`name` is the layer's full name, so that a factory may choose by it."""
         super().__init__()
 
+    @abstractmethod
     def create(
         self,
         in_features: int,
@@ -50,25 +51,24 @@ class LinearMethod(nn.Module):
         `load` is never called, and a method that stores weights in another form converts it in
         `finish`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, weight: torch.Tensor, rows: slice) -> None:
         """Stores [rows, in_features] of a checkpoint, of any floating dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], the dtype of x."""
-        raise NotImplementedError
 
     def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
         """[T, in_features] -> act(gate) * up [T, out_features / 2], where the outputs are gate,
         then up; a method may fuse the two."""
         return ops.gate(self.apply(x, None), activation)
 
+    @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a weight that was given to `create`, [T] -> [T, in_features]: the lookup of the
         embedding that it is tied to."""
-        raise NotImplementedError
 
     def weight_slot(
         self, name: str, *, shape: tuple[int, int], part: tuple[slice, ...], rows: slice

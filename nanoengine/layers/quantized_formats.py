@@ -16,6 +16,7 @@ Legend: N outputs, K inputs, G groups of inputs that share a scale, p = 32 / bit
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,7 @@ class StoredTensor:
     optional: bool = False
 
 
-class StoredFormat:
+class StoredFormat(ABC):
     """The base of all formats; a subclass says which tensors there are and reads them."""
 
     def __init__(self, stored: StoredQuantization) -> None:
@@ -52,13 +53,13 @@ class StoredFormat:
         self.values_a_word = 32 // stored.bits
         self.symmetric, self.zero_offset = stored.symmetric, stored.zero_offset
 
+    @abstractmethod
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
         """The tensors of a matrix [num_rows, num_columns], by the last part of their names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         """The matrix that these tensors stand for."""
-        raise NotImplementedError
 
     def slots(
         self, name: str, shape: tuple[int, int], store: Callable[[QuantizedWeight], object]

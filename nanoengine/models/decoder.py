@@ -17,6 +17,7 @@ Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -164,7 +165,7 @@ class Decoder(Layer):
         return x
 
 
-class CausalLM(Layer):
+class CausalLM(Layer, ABC):
     """A language model of one family, on one rank. Subclasses implement the two `make_` methods.
 
     Parameters are uninitialised until `load_weights` or `dummy_weights` fills them.
@@ -212,11 +213,11 @@ class CausalLM(Layer):
             if size % ranks:
                 raise ConfigError(f"tensor_parallel_size={ranks} must divide {name}={size}")
 
+    @abstractmethod
     def make_attention(
         self, path: str, layer: int, config: ModelConfig, context: ModelContext
     ) -> SelfAttention:
         """The attention of layer `layer`, whose full name is `path`."""
-        raise NotImplementedError
 
     def make_mlp(
         self, path: str, layer: int, config: ModelConfig, context: ModelContext

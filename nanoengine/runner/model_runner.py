@@ -487,7 +487,8 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
         self.tier_storage, self._latest = {}, None
-        for name in ("model", "_decode", "kv_cache", "rows", "sampler"):
+        # The backend too: it keeps views of the cache.
+        for name in ("model", "_decode", "kv_cache", "rows", "sampler", "backend"):
             if hasattr(self, name):
                 delattr(self, name)
         gc.collect()
