@@ -80,7 +80,7 @@ class Prefixes:
 
     def _make(self, name: bytes, parent: Prefix | None, token_ids: Sequence[int]) -> Prefix:
         # Perf: admitting 16 new blocks takes 110 us; 132 us with a WeakValueDictionary, which
-        # forgets each name at once (one Xeon core, November 2026).
+        # forgets each name at once (one Zen 3 core, shared).
         if len(self._named) >= self._sweep_at:
             self._named = {n: holder for n, holder in self._named.items() if holder() is not None}
             self._sweep_at = 1024 + 2 * len(self._named)
