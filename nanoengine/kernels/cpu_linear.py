@@ -7,7 +7,8 @@
 
 A register tile holds `rows` x 16 results (or more panels for few rows) and walks the inputs: two
 vectors of weights, one broadcast input a row. Memory is read once, in order, at any number of rows,
-so one row runs at memory speed and many run at the FMA units' speed with one layout.
+so one row runs at memory speed and many run at the FMA units' speed with one layout. In between the
+tiles of a panel ask for the next panel, each for its share, so that memory never rests.
 
 Each result is one chain of fused multiply-adds over the inputs in order, whatever the tile it falls
 into: **a row's result has the same bits alone and in any batch**.
@@ -31,21 +32,24 @@ PANEL = 16  # outputs side by side: two AVX registers
 MAX_ROWS = 6  # rows of the largest tile: 12 sums, 2 weights and 1 input fill the 16 registers
 INPUTS = 2048  # inputs that a tile walks at a time: its panel (128 KiB) stays in the L2 cache
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
-AHEAD = 20 * 64  # floats: weights are prefetched 5 KiB ahead, past what the hardware guesses
+UNROLL = 4  # inputs that a tile takes at each turn of its loop
+AHEAD = 20 * 64  # floats: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 
 JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
 
 
 @intrinsic(prefer_literal=True)
 def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
-          out, out_at, out_stride, rows, panels):  # fmt: skip
+          out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """out[r, p * 16 + j] = start[r, p * 16 + j] + sum over k < size of x[r, k] * w[p, k, j].
 
-    For `rows` x `panels` * 16 results in registers. `start` is the bias (stride 0), or `out`.
+    For `rows` x `panels` * 16 results in registers. `start` is the bias (stride 0), or `out`. With
+    input k it prefetches the weight `ahead` + k * `ahead_stride` after each panel's first.
     """
     num_rows, num_panels = rows.literal_value, panels.literal_value
     signature = types.void(x, x_at, x_stride, w, w_at, w_stride, size, start, start_at,
-                           start_stride, out, out_at, out_stride, rows, panels)  # fmt: skip
+                           start_stride, out, out_at, out_stride, ahead, ahead_stride,
+                           rows, panels)  # fmt: skip
 
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder, w)
@@ -62,19 +66,30 @@ def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, s
         starts = lines(start, args[7], args[8], args[9], num_rows)
         outputs = lines(out, args[10], args[11], args[12], num_rows)
         lanes = [word(i * emit.width) for i in range(PANEL // emit.width * num_panels)]
+        for line in outputs:
+            emit.prefetch(line, write=True)
         cells = [[emit.variable(emit.load(emit.at(line, at))) for at in lanes] for line in starts]
-        with cgutils.for_range(builder, args[6]) as loop:
-            k = loop.index
+
+        def step(k):
             values = []
             for panel in weights:
+                emit.prefetch(emit.at(panel, args[13], builder.mul(k, args[14])))
                 line = emit.at(panel, builder.mul(k, word(PANEL)))
-                emit.prefetch(emit.at(line, word(AHEAD)))
                 for i in range(PANEL // emit.width):
                     values.append(emit.load(emit.at(line, word(i * emit.width))))
             for row, sums in zip(inputs, cells, strict=True):
                 value = emit.broadcast(emit.at(row, k))
                 for cell, weight in zip(sums, values, strict=True):
                     builder.store(emit.fma(value, weight, builder.load(cell)), cell)
+
+        turns = builder.sdiv(args[6], word(UNROLL))
+        with cgutils.for_range(builder, turns) as loop:
+            first = builder.mul(loop.index, word(UNROLL))
+            for i in range(UNROLL):
+                step(builder.add(first, word(i)))
+        done = builder.mul(turns, word(UNROLL))
+        with cgutils.for_range(builder, builder.sub(args[6], done)) as loop:
+            step(builder.add(done, loop.index))
         for line, sums in zip(outputs, cells, strict=True):
             for cell, at in zip(sums, lanes, strict=True):
                 emit.store(builder.load(cell), emit.at(line, at))
@@ -85,28 +100,38 @@ def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, s
 
 @njit(**JIT)
 def _rows_of_panel(
-    rows, x, x_at, x_step, w, w_at, size, start, start_at, s_step, out, out_at, o_step
+    rows, x, x_at, x_step, w, w_at, size, start, start_at, s_step, out, out_at, o_step, to_next
 ):
     """One panel for any number of rows, in tiles as equal as can be: 8 rows are 4 + 4, not 6 + 2.
 
     Why equal: a tile of two rows waits for its own sums instead of keeping both FMA units busy.
+    Each tile prefetches its share of the panel `to_next` floats further on. Why: if only the first
+    tile read memory, memory would rest during the others.
     """
     tiles = -(-rows // MAX_ROWS)
+    share = -(-PANEL // tiles)  # floats for each input of this panel
     for t in range(tiles):
         r, m = rows * t // tiles, rows * (t + 1) // tiles - rows * t // tiles
         a, s, o = x_at + r * x_step, start_at + r * s_step, out_at + r * o_step
+        ahead = to_next + t * share * size
         if m == 6:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 6, 1)
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+                  ahead, share, 6, 1)  # fmt: skip
         elif m == 5:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 5, 1)
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+                  ahead, share, 5, 1)  # fmt: skip
         elif m == 4:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 4, 1)
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+                  ahead, share, 4, 1)  # fmt: skip
         elif m == 3:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 3, 1)
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+                  ahead, share, 3, 1)  # fmt: skip
         elif m == 2:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 2, 1)
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+                  ahead, share, 2, 1)  # fmt: skip
         else:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step, 1, 1)
+            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+                  ahead, share, 1, 1)  # fmt: skip
 
 
 @njit(**JIT)
@@ -119,33 +144,37 @@ def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
         at, n = p * step, p * PANEL
         if hi - p < width:
             _rows_of_panel(rows, x, 0, num_inputs, w, at, num_inputs, bias, n, 0,
-                           out, n, num_outputs)  # fmt: skip
+                           out, n, num_outputs, step)  # fmt: skip
             p += 1
             continue
         if rows == 1:
-            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs, 1, 4)
+            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
+                  AHEAD, PANEL, 1, 4)  # fmt: skip
         elif rows == 2:
-            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs, 2, 2)
+            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
+                  AHEAD, PANEL, 2, 2)  # fmt: skip
         else:
-            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs, 3, 2)
+            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
+                  AHEAD, PANEL, 3, 2)  # fmt: skip
         p += width
 
 
 @njit(**JIT)
 def _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs):
     """Panels lo ... hi - 1 for `rows` rows from `row`, which stay in the cache meanwhile."""
+    step = num_inputs * PANEL  # from one panel to the next
     for first in range(0, num_inputs, INPUTS):
         size = min(INPUTS, num_inputs - first)
         a = row * num_inputs + first
         for p in range(lo, hi):
             n, o = p * PANEL, row * num_outputs + p * PANEL
-            at = (p * num_inputs + first) * PANEL
+            at = p * step + first * PANEL
             if first == 0:
-                _rows_of_panel(rows, x, a, num_inputs, w, at, size, bias, n, 0, out, o, num_outputs)
+                _rows_of_panel(rows, x, a, num_inputs, w, at, size, bias, n, 0,
+                               out, o, num_outputs, step)  # fmt: skip
             else:
-                _rows_of_panel(
-                    rows, x, a, num_inputs, w, at, size, out, o, num_outputs, out, o, num_outputs
-                )
+                _rows_of_panel(rows, x, a, num_inputs, w, at, size, out, o, num_outputs,
+                               out, o, num_outputs, step)  # fmt: skip
 
 
 @njit(**JIT)
@@ -229,17 +258,15 @@ def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_wor
             for row in range(0, num_rows, ROW_BLOCK):
                 rows, a = min(ROW_BLOCK, num_rows - row), row * size
                 if rest and p == num_panels - 1:
-                    _rows_of_panel(
-                        rows, inputs, a, size, panel, 0, size, bias, n, 0, aside, 0, PANEL
-                    )
+                    _rows_of_panel(rows, inputs, a, size, panel, 0, size, bias, n, 0,
+                                   aside, 0, PANEL, 0)  # fmt: skip
                     for r in range(rows):
                         for j in range(rest):
                             outputs[(row + r) * num_outputs + n + j] = aside[r * PANEL + j]
                 else:
                     o = row * num_outputs + n
-                    _rows_of_panel(
-                        rows, inputs, a, size, panel, 0, size, bias, n, 0, outputs, o, num_outputs
-                    )
+                    _rows_of_panel(rows, inputs, a, size, panel, 0, size, bias, n, 0,
+                                   outputs, o, num_outputs, 0)  # fmt: skip
 
 
 @njit(parallel=True, **JIT)

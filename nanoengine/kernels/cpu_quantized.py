@@ -36,6 +36,8 @@ UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
 MAX_ROWS = 4  # of a tile: 8 sums, weights, signs and temporaries fill the 16 registers
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
+AHEAD = 4096  # bytes: one row prefetches weights so far ahead
+LINE = 64  # bytes of weights that go with four inputs in int8, with eight in int4
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
@@ -118,13 +120,13 @@ def _finish(emit, sums, x_scales, w_scales, bias, outputs):
 
 @intrinsic(prefer_literal=True)
 def _tile8(typing, x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w_scales, bias,
-           column, out, out_at, out_stride, rows, panels):  # fmt: skip
+           column, out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """out[r, j] = (x[r] . w[j]) * scales + bias for `rows` x `panels` * 16 results, over 4 * steps
-    inputs."""
+    inputs. Each step prefetches the byte `ahead` + step * `ahead_stride` after a panel's first."""
     num_rows, num_panels = rows.literal_value, panels.literal_value
     signature = types.void(
         x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w_scales, bias, column,
-        out, out_at, out_stride, rows, panels,
+        out, out_at, out_stride, ahead, ahead_stride, rows, panels,
     )  # fmt: skip
 
     def codegen(context, builder, sig, args):
@@ -136,13 +138,16 @@ def _tile8(typing, x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w
         count = 2 * num_panels
         cells = [[emit.cell(SUMS) for _ in range(count)] for _ in inputs]
         sign, magnitude = "llvm.x86.avx2.psign.b", "llvm.abs.v32i8"
+        outputs = _lines(emit, out, args[12], args[13], args[14], num_rows)
+        for line in outputs:
+            emit.prefetch(line, write=True)
         with cgutils.for_range(builder, args[8]) as loop:
-            at = builder.mul(loop.index, word(64))
+            at = builder.mul(loop.index, word(LINE))
+            for panel in weights:
+                emit.prefetch(emit.at(panel, args[15], builder.mul(loop.index, args[16])))
             values = [emit.four(emit.at(row, builder.mul(loop.index, word(4)))) for row in inputs]
             for v in range(count):
                 line = emit.at(weights[v // 2], at, word(32 * (v % 2)))
-                if v % 2 == 0:
-                    emit.prefetch(emit.at(line, word(4096)))
                 weight = emit.get(BYTES, line)
                 positive = emit.call(magnitude, BYTES, weight, ir.IntType(1)(0))
                 for value, of_row in zip(values, cells, strict=True):
@@ -154,7 +159,7 @@ def _tile8(typing, x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w
             factors,
             emit.pointer(w_scales, args[9], args[11]),
             emit.pointer(bias, args[10], args[11]),
-            _lines(emit, out, args[12], args[13], args[14], num_rows),
+            outputs,
         )
         return context.get_dummy_value()
 
@@ -164,18 +169,19 @@ def _tile8(typing, x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w
 @intrinsic(prefer_literal=True)
 def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales, row, w, w_at,
            scales, zeros, scales_at, units, units_a_group, w_scales, bias, column,
-           out, out_at, out_stride, rows, has_zeros):  # fmt: skip
+           out, out_at, out_stride, ahead, ahead_stride, rows, has_zeros):  # fmt: skip
     """out[r, j] = scales * sum over groups of scale[j] * (x . (w + 8) - (8 + zero[j]) * total of x)
     + bias, for `rows` x 16 results.
 
     `totals` holds the sum of each unit of 32 inputs of x, as floats. All whole numbers here are
-    below 2^24, so exact as floats.
+    below 2^24, so exact as floats. The i-th eight inputs prefetch the byte `ahead` + i *
+    `ahead_stride` after the panel's first.
     """
     num_rows, zeroed = rows.literal_value, has_zeros.literal_value
     signature = types.void(
         x, x_at, x_stride, totals, totals_at, totals_stride, x_scales, row, w, w_at, scales, zeros,
-        scales_at, units, units_a_group, w_scales, bias, column, out, out_at, out_stride, rows,
-        has_zeros,
+        scales_at, units, units_a_group, w_scales, bias, column, out, out_at, out_stride, ahead,
+        ahead_stride, rows, has_zeros,
     )  # fmt: skip
 
     def codegen(context, builder, sig, args):
@@ -187,6 +193,9 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales
         weights = emit.pointer(w, args[8], args[9])
         scale_line = emit.pointer(scales, args[10], args[12])
         zero_line = emit.pointer(zeros, args[11], args[12])
+        outputs = _lines(emit, out, args[18], args[19], args[20], num_rows)
+        for line in outputs:
+            emit.prefetch(line, write=True)
         results = [[emit.cell(FLOATS) for _ in range(2)] for _ in inputs]
         low = ir.Constant(BYTES, [15] * 32)
         fours = ir.Constant(PAIRS, [4] * 16)
@@ -196,16 +205,17 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales
         with cgutils.for_range(builder, args[13]) as loop:
             unit = loop.index
             x_line = builder.mul(unit, word(UNIT))
-            w_line = emit.at(weights, builder.mul(unit, word(PANEL * UNIT // 2)))
-            for line in range(4):
-                emit.prefetch(emit.at(w_line, word(4096 + 64 * line)))
+            w_line = emit.at(weights, builder.mul(unit, word(4 * LINE)))
+            asked = emit.at(weights, args[21], builder.mul(unit, builder.mul(args[22], word(4))))
             pairs = [[None, None] for _ in inputs]
             for eight in range(4):
+                emit.prefetch(asked)
+                asked = emit.at(asked, args[22])
                 at = [emit.at(row, x_line, word(8 * eight)) for row in inputs]
                 firsts = [emit.four(pointer) for pointer in at]
                 seconds = [emit.four(emit.at(pointer, word(4))) for pointer in at]
                 for v in range(2):
-                    both = emit.get(BYTES, emit.at(w_line, word(64 * eight + 32 * v)))
+                    both = emit.get(BYTES, emit.at(w_line, word(LINE * eight + 32 * v)))
                     shifted = builder.lshr(builder.bitcast(both, PAIRS), fours)
                     first = builder.and_(both, low)
                     second = builder.and_(builder.bitcast(shifted, BYTES), low)
@@ -239,7 +249,7 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales
             factors,
             emit.pointer(w_scales, args[15], args[17]),
             emit.pointer(bias, args[16], args[17]),
-            _lines(emit, out, args[18], args[19], args[20], num_rows),
+            outputs,
         )
         return context.get_dummy_value()
 
@@ -307,24 +317,29 @@ def quantize_rows(x, num_workers):
 
 @njit(**JIT)
 def _panel8(rows, row, x, size, x_scales, w, at, w_scales, bias, column, out, out_at, out_step):
-    """One int8 panel for `rows` rows from `row`, in tiles as equal as can be."""
+    """One int8 panel for `rows` rows from `row`, in tiles as equal as can be.
+
+    Each tile prefetches its share of the next panel, so that memory never rests.
+    """
     tiles, n = -(-rows // MAX_ROWS), size // 4
+    share = -(-LINE // tiles)  # bytes for each step
     for t in range(tiles):
+        ahead = size * PANEL + t * share * n
         r = rows * t // tiles
         m, first = rows * (t + 1) // tiles - r, row + r
         a, o = first * size, out_at + r * out_step
         if m == 4:
             _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
-                   out, o, out_step, 4, 1)  # fmt: skip
+                   out, o, out_step, ahead, share, 4, 1)  # fmt: skip
         elif m == 3:
             _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
-                   out, o, out_step, 3, 1)  # fmt: skip
+                   out, o, out_step, ahead, share, 3, 1)  # fmt: skip
         elif m == 2:
             _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
-                   out, o, out_step, 2, 1)  # fmt: skip
+                   out, o, out_step, ahead, share, 2, 1)  # fmt: skip
         else:
             _tile8(x, a, size, x_scales, first, w, at, 0, n, w_scales, bias, column,
-                   out, o, out_step, 1, 1)  # fmt: skip
+                   out, o, out_step, ahead, share, 1, 1)  # fmt: skip
 
 
 @njit(**JIT)
@@ -348,7 +363,7 @@ def _multiply8(values, x_scales, w, w_scales, bias, out, num_workers):
         if num_rows == 1:
             while whole - lo >= 4:  # four panels at once keep the units busy
                 _tile8(x, 0, size, x_scales, 0, w, lo * step, step, size // 4, w_scales, bias,
-                       lo * PANEL, flat, lo * PANEL, num_outputs, 1, 4)  # fmt: skip
+                       lo * PANEL, flat, lo * PANEL, num_outputs, AHEAD, LINE, 1, 4)  # fmt: skip
                 lo += 4
         for row in range(0, num_rows, ROW_BLOCK):
             rows = min(ROW_BLOCK, num_rows - row)
@@ -375,37 +390,47 @@ def linear8(x, w, w_scales, bias, out, num_workers):
 @njit(**JIT)
 def _panel4(rows, row, x, size, totals, x_scales, w, at, scales, zeros, g, group, w_scales, bias,
             column, out, out_at, out_step):  # fmt: skip
-    """One int4 panel for `rows` rows from `row`, in tiles as equal as can be."""
+    """One int4 panel for `rows` rows from `row`, in tiles as equal as can be; see `_panel8`."""
     tiles, units = -(-rows // MAX_ROWS), size // UNIT
+    share = -(-LINE // tiles)  # bytes for each eight inputs
     for t in range(tiles):
+        ahead = size * PANEL // 2 + t * share * units * 4
         r = rows * t // tiles
         m, first = rows * (t + 1) // tiles - r, row + r
         a, b, o = first * size, first * units, out_at + r * out_step
         if len(zeros) == 0:
             if m == 4:
                 _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                       units, group, w_scales, bias, column, out, o, out_step, 4, 0)  # fmt: skip
+                       units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 4, 0)  # fmt: skip
             elif m == 3:
                 _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                       units, group, w_scales, bias, column, out, o, out_step, 3, 0)  # fmt: skip
+                       units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 3, 0)  # fmt: skip
             elif m == 2:
                 _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                       units, group, w_scales, bias, column, out, o, out_step, 2, 0)  # fmt: skip
+                       units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 2, 0)  # fmt: skip
             else:
                 _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                       units, group, w_scales, bias, column, out, o, out_step, 1, 0)  # fmt: skip
+                       units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 1, 0)  # fmt: skip
         elif m == 4:
             _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                   units, group, w_scales, bias, column, out, o, out_step, 4, 1)  # fmt: skip
+                   units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 4, 1)  # fmt: skip
         elif m == 3:
             _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                   units, group, w_scales, bias, column, out, o, out_step, 3, 1)  # fmt: skip
+                   units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 3, 1)  # fmt: skip
         elif m == 2:
             _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                   units, group, w_scales, bias, column, out, o, out_step, 2, 1)  # fmt: skip
+                   units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 2, 1)  # fmt: skip
         else:
             _tile4(x, a, size, totals, b, units, x_scales, first, w, at, scales, zeros, g,
-                   units, group, w_scales, bias, column, out, o, out_step, 1, 1)  # fmt: skip
+                   units, group, w_scales, bias, column, out, o, out_step,
+                       ahead, share, 1, 1)  # fmt: skip
 
 
 @njit(parallel=True, **JIT)
