@@ -4,7 +4,7 @@ import numba
 import pytest
 import torch
 
-from nanoengine.attention import cpu_kernels as kernels
+from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.attention import make_backend
 from nanoengine.errors import ConfigError
 from tests.paged_batches import CPU, Paged

@@ -1,7 +1,7 @@
 """CPUBackend: paged attention on the CPU in float32 and float64, over kernels compiled by numba.
 
 Made by `attention.make_backend`. It turns torch tensors into flat numpy views without a copy, plans
-the tasks of a step once for all layers, and calls `attention/cpu_kernels.py`. One formula serves
+the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula serves
 prompts, chunks, decodes and drafts: a task has as many query rows as it has.
 
 The kernels compile at the first forward (about ten seconds for each dtype) and are cached on disk,
@@ -17,10 +17,10 @@ import numba
 import numpy as np
 import torch
 
-from nanoengine.attention import cpu_kernels as kernels
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError
+from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
 from nanoengine.kernels.views import Views
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.float64)
 
 
 class _Tasks(NamedTuple):
-    """What `cpu_kernels.plan_tasks` made for one kind of layer, with room for partial results."""
+    """What `cpu_attention.plan_tasks` made for one kind of layer, with room for partial results."""
 
     tasks: np.ndarray  # [N, 8] int64
     bounds: np.ndarray  # [num_workers + 1] int64
@@ -55,6 +55,7 @@ class CPUStep:
     num_workers: int
     tasks: dict[tuple[int, ...], _Tasks] = field(default_factory=dict)
     angles: dict[int, np.ndarray] = field(default_factory=dict)
+    arrays: dict[tuple[int, ...], tuple[np.ndarray, ...]] = field(default_factory=dict)
 
 
 class CPUBackend(AttentionBackend):
@@ -185,6 +186,24 @@ class CPUBackend(AttentionBackend):
                 plan.merges, plan.parts, sizes, result, plan.partial_out, plan.partial_stats
             )
         return torch.from_numpy(result)
+
+    def step_arrays(
+        self, rotation: Rotation, batch: Batch, spec: AttentionSpec, dtype: np.dtype
+    ) -> tuple[np.ndarray, ...]:
+        """What a layer of this kind needs of the step, for a kernel that takes in more than
+        attention: angles [T, D], slots [T], block tables, and the tasks' arrays in `_Tasks`' order.
+        """
+        step: CPUStep = batch.attention
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        key = (id(rotation[0]), spec.group, window)
+        if key not in step.arrays:
+            shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
+            step.arrays[key] = (*shared, *self._tasks(step, spec, window, dtype))
+        return step.arrays[key]
+
+    def views(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Both caches as arrays."""
+        return self._views(k_cache), self._views(v_cache)
 
     def _angles(self, step: CPUStep, rotation: Rotation) -> np.ndarray:
         """cos and sin side by side, [T, D]; viewed once a step."""

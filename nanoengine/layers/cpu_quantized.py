@@ -8,6 +8,7 @@ What they compute is `QuantizedLinear`, which packs and multiplies in plain torc
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +39,10 @@ class CPUQuantizedLinear(QuantizedLinear):
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
         self.is_packed = self._fits(weight)
-        self.arrays: tuple[np.ndarray, ...] | None = None  # made at first use, in their last place
+        self._operands: tuple[Any, ...] | None = None  # made at first use, in their last place
         if not self.is_packed:
             super().pack(weight)
             return
-        padded = self.out_features + -self.out_features % PANEL
-        self.no_bias = np.zeros(padded, np.float32)
         if weight.bits == 8:
             self.values = _panels8(weight.values)
             self.scales = _of_outputs(weight.scales.reshape(-1))
@@ -63,21 +62,23 @@ class CPUQuantizedLinear(QuantizedLinear):
             return one_group and weight.zeros is None
         return one_group or weight.group_size % UNIT == 0
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.is_packed:
-            return super().multiply(x)
-        if self.arrays is None:
-            packed = [self.values, self.scales]
-            packed += [] if self.bits == 8 else [self.group_scales, self.zeros]
-            self.arrays = tuple(tensor.numpy() for tensor in packed)
+            return super().multiply(x, bias)
         out = np.empty((x.shape[0], self.out_features), np.float32)
-        rows = x.contiguous().numpy()
-        if self.bits == 8:
-            kernels.linear8(rows, *self.arrays, self.no_bias, out, num_workers())
-        else:
-            units = max(1, self.group_size // UNIT)
-            kernels.linear4(rows, *self.arrays, units, self.no_bias, out, num_workers())
+        kernel = kernels.linear8 if self.bits == 8 else kernels.linear4
+        kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
+
+    def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
+        """What the kernel reads of this weight, and the bias, zeros if there is none."""
+        if self._operands is None:
+            packed: list[Any] = [self.values.numpy(), self.scales.numpy()]
+            if self.bits == 4:
+                packed += [self.group_scales.numpy(), self.zeros.numpy()]
+                packed.append(max(1, self.group_size // UNIT))
+            self._operands = (*packed, _bias_of(bias, self.out_features))
+        return self._operands
 
 
 class CPUWeightOnlyLinear(QuantizedLinear):
@@ -90,7 +91,6 @@ class CPUWeightOnlyLinear(QuantizedLinear):
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
         padded = self.out_features + -self.out_features % PANEL
-        self.no_bias = np.zeros(padded, np.float32)
         values = torch.nn.functional.pad(weight.values, (0, 0, 0, padded - self.out_features))
         if weight.bits == 4:
             low, high = values.add(8).unflatten(1, (-1, 2)).unbind(2)
@@ -98,18 +98,26 @@ class CPUWeightOnlyLinear(QuantizedLinear):
         self.values = values.unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
         self.scales = _by_panel(weight.scales)
         self.zeros = torch.empty(0) if weight.zeros is None else _by_panel(weight.zeros)
-        self.arrays: tuple[np.ndarray, ...] | None = None  # made at first use, in their last place
+        self._operands: tuple[Any, ...] | None = None  # made at first use, in their last place
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if self.arrays is None:
-            self.arrays = tuple(t.numpy() for t in (self.values, self.scales, self.zeros))
-        values, scales, zeros = self.arrays
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = np.empty((x.shape[0], self.out_features), np.float32)
-        floats.linear_dequantized(
-            x.contiguous().numpy(), values, self.bits, scales, zeros, self.group_size,
-            self.no_bias, out, num_workers(),
-        )  # fmt: skip
+        operands = self.operands(bias)
+        floats.linear_dequantized(x.contiguous().numpy(), *operands, out, num_workers())
         return torch.from_numpy(out)
+
+    def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
+        """As those of `CPUQuantizedLinear`."""
+        if self._operands is None:
+            values, scales, zeros = (t.numpy() for t in (self.values, self.scales, self.zeros))
+            added = _bias_of(bias, self.out_features)
+            self._operands = (values, self.bits, scales, zeros, self.group_size, added)
+        return self._operands
+
+
+def _bias_of(bias: torch.Tensor | None, size: int) -> np.ndarray:
+    """[N] float32, padded to whole panels; zeros for None."""
+    return (torch.zeros(size + -size % PANEL) if bias is None else _of_outputs(bias)).numpy()
 
 
 def _by_panel(numbers: torch.Tensor) -> torch.Tensor:

@@ -114,9 +114,12 @@ class PackedLinear(LinearMethod):
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
         out = np.empty((x.shape[0], self.shape[0]), np.float32)
-        added = self.no_bias if bias is None else bias.numpy()
-        kernels.linear(x.contiguous().numpy(), self.panels, added, out, num_workers())
+        kernels.linear(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
+
+    def operands(self, bias: torch.Tensor | None) -> tuple[np.ndarray, ...]:
+        """What the kernel reads: the weight's panels and the bias, zeros if there is none."""
+        return self.panels, self.no_bias if bias is None else bias.numpy()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""

@@ -265,9 +265,7 @@ class QuantizedLinear(LinearMethod):
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        out = self.multiply(rows)
-        if bias is not None:
-            out = out + bias
+        out = self.multiply(rows, bias)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -280,8 +278,8 @@ class QuantizedLinear(LinearMethod):
         self.scales, self.zeros = weight.scales, weight.zeros
         self.group_size = weight.group_size
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] floats -> [T, N] of the same dtype."""
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
         weight = QuantizedWeight(
             values=unpack_pairs(self.values) if self.bits == 4 else self.values,
             scales=self.scales,
@@ -290,8 +288,9 @@ class QuantizedLinear(LinearMethod):
             group_size=self.group_size,
         )
         if self.activations == "float":
-            return F.linear(x, weight.dequantized().to(x.dtype))
-        return multiply_int8(x, weight)
+            return F.linear(x, weight.dequantized().to(x.dtype), bias)
+        out = multiply_int8(x, weight)
+        return out if bias is None else out + bias
 
     @property
     def num_weights(self) -> int:

@@ -18,6 +18,7 @@ Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -141,6 +142,28 @@ class DecoderLayer(Layer):
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
+    def fused(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """This layer as one call where a kernel does that, with the same results; else itself."""
+        attention, mlp = self.self_attn, self.mlp
+        on_cpu = self.input_layernorm.weight.device.type == "cpu"
+        if not on_cpu or type(self) is not DecoderLayer or type(mlp) is not GatedMLP:
+            return self
+        # Why here: it brings numba, which no other device needs.
+        from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
+
+        parts = LayerParts(
+            norm=self.input_layernorm,
+            qkv=attention.qkv_proj,
+            head_norm=None if attention.head_norm is None else attention.head_norm.weights,
+            attention=attention.attention,
+            o=attention.o_proj,
+            mlp_norm=self.post_attention_layernorm,
+            gate_up=mlp.gate_up_proj,
+            down=mlp.down_proj,
+            activation=mlp.activation,
+        )
+        return FusedLayer(parts) if FusedLayer.takes(parts) else self
+
 
 class Decoder(Layer):
     """The stack of layers between token ids and the last norm."""
@@ -154,15 +177,20 @@ class Decoder(Layer):
             config.rope, config.head_dim, config.max_position_embeddings, context=context
         )
         self.layers = nn.ModuleList(layers)
+        self.stack: list[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = list(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x, residual = self.embed_tokens(batch.token_ids), None
         rotation = self.rotary(batch.positions)
-        for layer in self.layers:
+        for layer in self.stack:
             x, residual = layer(x, residual, rotation, batch)
         x, _ = self.norm(x, residual)
         return x
+
+    def fuse(self) -> None:
+        """Lets each layer run as one call where a kernel does that; after loading."""
+        self.stack = [layer.fused() for layer in self.layers]
 
 
 class CausalLM(Layer, ABC):

@@ -40,4 +40,5 @@ def load_model(
         load_weights(model, directory)
     place_buffers(model)
     pin_attributes(model)
+    model.model.fuse()
     return model

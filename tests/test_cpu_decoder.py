@@ -1,0 +1,82 @@
+"""A decoder layer as one compiled call: the same bits as its parts one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.layers.cpu_decoder import FusedLayer
+from nanoengine.models.decoder import DecoderLayer
+from tests.engines import checkpoint, random_prompts
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # plain; biases; norms of heads; windows
+QUANTIZATIONS = (None, "int8", "int4", "int8_weight_only", "int4_weight_only")
+
+
+def outputs(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    """Tokens and their log-probabilities: prompts of one tile and of many, chunks, decodes."""
+    prompts = [
+        {"prompt_token_ids": ids} for ids in random_prompts(6, lengths=(1, 5, 40, 90, 300, 2))
+    ]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    llm.reset_prefix_cache()
+    results = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+    return [
+        (
+            result.token_ids,
+            [
+                line[token].logprob
+                for token, line in zip(result.token_ids, result.logprobs, strict=True)
+            ],
+        )
+        for result in results
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [(family, None) for family in FAMILIES] + [("qwen2", kind) for kind in QUANTIZATIONS[1:]],
+)
+def test_a_fused_layer_gives_the_bits_of_its_parts(family, quantization):
+    options = {
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "num_kv_blocks": 64,
+    }
+    with LLM(
+        checkpoint(family),
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        quantization=quantization,
+        **options,
+    ) as llm:
+        decoder = llm._engine.executor.model.model
+        assert all(isinstance(layer, FusedLayer) for layer in decoder.stack)
+        fused = outputs(llm)
+        decoder.stack = list(decoder.layers)
+        assert fused == outputs(llm)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma3", {}),  # norms behind attention and MLP
+        ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
+        ("llama", {"attention_backend": "naive"}),
+    ],
+)
+def test_a_layer_that_no_kernel_fits_runs_part_by_part(family, options):
+    options = {"dtype": "float32", "num_kv_blocks": 16} | options
+    with LLM(checkpoint(family), device="cpu", skip_tokenizer_init=True, **options) as llm:
+        stack = llm._engine.executor.model.model.stack
+        assert all(isinstance(layer, DecoderLayer) for layer in stack)
+
+
+def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
+    """Qwen3-MoE with experts in some layers only."""
+    directory = checkpoint("qwen3_moe")
+    with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
+        stack = llm._engine.executor.model.model.stack
+        assert [isinstance(layer, FusedLayer) for layer in stack] == [False, True, False]
