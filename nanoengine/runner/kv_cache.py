@@ -11,6 +11,7 @@ Allocated once at start by the ModelRunner; nothing grows while the engine runs.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,10 +120,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(num_bytes + 63, np.uint8)
-    start = -raw.ctypes.data % 64  # Why: vector loads must not straddle cache lines
-    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+    memory = mmap.mmap(
+        -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON
+    )
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # Why: a cache is touched block by block, once a run. Perf: the first touch runs at 1.4 GB/s
+        # on small pages, at 0.3 on huge ones that a virtual machine has to fetch from its host.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def too_small(max_model_len: int, num_blocks: int, block_size: int, tokens: int) -> ConfigError:

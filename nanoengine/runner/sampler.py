@@ -286,6 +286,9 @@ class Sampler:
             yield np.arange(len(rows)), self._device_picker(rows, positions, device)
             return
         greedy = self.greedy[rows]
+        if greedy.all():
+            yield np.arange(len(rows)), _pick_greedy
+            return
         kind = np.select(
             [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
             [0, 1, 2],
