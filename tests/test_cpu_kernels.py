@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.rotate import HeadNormWeights, rotate
+from nanoengine.kernels import cpu_decoder
+from nanoengine.kernels.jit import stamp
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, has_avx2
 from nanoengine.layers.ops import GATES, TorchOps
@@ -239,3 +241,16 @@ def test_kernels_share_torchs_threads_under_any_attention_backend():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split()[-3:] == ["omp", "1", "1"], done.stdout + done.stderr
+
+
+def test_compiled_code_is_kept_until_a_source_of_its_room_changes(tmp_path):
+    """A kernel holds the code of those it calls, also of those in other files."""
+    room = Path(cpu_decoder.__file__).parent
+    kept = cpu_decoder.decoder_layer._cache._cache_file._source_stamp
+    assert kept == stamp(room)
+    for path in room.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert stamp.__wrapped__(tmp_path) == kept
+    changed = tmp_path / "cpu_attention.py"
+    changed.write_text(changed.read_text() + "\n")
+    assert stamp.__wrapped__(tmp_path) != kept

@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.jit import compiled
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 ROW_TILE = 32  # rows a task may hold: queries times query heads of one KV head
@@ -41,8 +42,7 @@ MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not 
 # Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
 # "arcp": it lets LLVM divide in one variant of a loop and multiply by the reciprocal in another,
 # and with it equal inputs gave unequal last bits in some of 100 runs.
-FASTMATH = {"reassoc", "contract", "nsz"}
-JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FASTMATH}
+FASTMATH = ("reassoc", "contract", "nsz")
 
 # Columns of a task.
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
@@ -119,7 +119,7 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
     return signature, codegen
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _scores_of_run(q_tile, rows, k, k_at, num_tokens, scores, column, head_dim):
     """Scores of all rows against the keys of one run, into columns from `column`."""
     for r in range(0, rows - 1, 2):
@@ -133,7 +133,7 @@ def _scores_of_run(q_tile, rows, k, k_at, num_tokens, scores, column, head_dim):
             _score_tile(q_tile, r * head_dim, k, k_at + t * head_dim, scores, at + t, head_dim, 1)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _values_of_run(weights, column, rows, v, v_at, num_tokens, out, out_at, head_dim):
     """Adds the weighted values of one run to all rows of `out`."""
     width = 32 // v.itemsize
@@ -173,7 +173,7 @@ def _values_of_run(weights, column, rows, v, v_at, num_tokens, out, out_at, head
             r += 1
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _mask(scores, rows, group_size, tile_start, position, window):
     """Sets the scores that a row may not see (its future, or before its window) to MASKED."""
     masked = scores.dtype.type(MASKED)
@@ -184,35 +184,47 @@ def _mask(scores, rows, group_size, tile_start, position, window):
         scores[r, stop:] = masked
 
 
-@njit(**{**JIT, "fastmath": True})
-def _highest(row, start):
-    """max(start, *row); with a NaN in the row, any number."""
-    for t in range(KV_TILE):
-        start = max(start, row[t])
-    return start
+@intrinsic
+def _weigh(typing, scores, at, start):
+    """(highest, total): highest = max(start, a row of KV_TILE scores from `at`); the scores become
+    weights e ** (score - highest), whose sum is `total`. With a NaN among the scores, highest is
+    any of them and total NaN."""
+    signature = types.UniTuple(scores.dtype, 2)(scores, at, start)
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, scores)
+        line, word = emit.pointer(scores, args[0], args[1]), args[1].type
+        places = [emit.at(line, word(i)) for i in range(0, KV_TILE, emit.width)]
+        values = [emit.load(place) for place in places]
+        first = emit.maximum(values[0], emit.splat(args[2]))
+        highest = emit.across([first, *values[1:]], emit.maximum)
+        lowered = emit.splat(highest)
+        weights = [emit.exp(builder.fsub(value, lowered)) for value in values]
+        for weight, place in zip(weights, places, strict=True):
+            emit.store(weight, place)
+        total = emit.across(weights, builder.fadd)
+        return context.make_tuple(builder, sig.return_type, (highest, total))
+
+    return signature, codegen
 
 
-@njit(**JIT)
-def _softmax_step(scores, maximum, total, out, r):
-    """Turns row r of the scores into weights and rescales what the row has summed so far."""
-    # Why: loops over a slice vectorize; with an offset numba guards against negative indices.
-    row, summed = scores[r], out[r]
-    old = maximum[r]
-    new = _highest(row, old)
-    for t in range(KV_TILE):
-        row[t] = exp(row[t] - new)
-    added = total.dtype.type(0)
-    for t in range(KV_TILE):
-        added += row[t]
-    factor = exp(old - new)
-    total[r] = total[r] * factor + added
-    maximum[r] = new
-    if factor != 1:
-        for d in range(len(summed)):
-            summed[d] *= factor
+@compiled(fastmath=FASTMATH)
+def _softmax_step(scores, rows, maximum, total, out):
+    """Turns the scores of each row into weights and rescales what the row has summed so far."""
+    for r in range(rows):
+        old = maximum[r]
+        new, added = _weigh(scores, r * KV_TILE, old)
+        if new != old:
+            factor = exp(old - new)
+            total[r] *= factor
+            maximum[r] = new
+            summed = out[r]  # Why: a loop over a slice vectorizes, over out[r, d] it does not.
+            for d in range(len(summed)):
+                summed[d] *= factor
+        total[r] += added
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _softcap(scores, rows, softcap):
     """scores = softcap * tanh(scores / softcap), by way of exp of what is not positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
@@ -224,7 +236,7 @@ def _softcap(scores, rows, softcap):
             row[t] = np.copysign(softcap * (one - e) / (one + e), x)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _run_task(
     task, table, q, q_stride, k, v, sizes, scale, softcap, window, tile, scores, maximum, total, out
 ):
@@ -256,8 +268,7 @@ def _run_task(
         if softcap > 0:
             _softcap(scores, rows, softcap)
         _mask(scores, rows, group_size, tile_start, task[POSITION], window)
-        for r in range(rows):
-            _softmax_step(scores, maximum, total, out, r)
+        _softmax_step(scores, rows, maximum, total, out)
         for begin in range(first, end, step):
             lo, hi = max(begin, start), min(begin + step, end)
             offset = lo % block_size
@@ -266,7 +277,7 @@ def _run_task(
         tile_start += KV_TILE
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def attend(
     queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window,
     out_rows, partial_out, partial_stats,
@@ -309,7 +320,7 @@ def attend(
                         partial_out[base + r, d] = out[r, d]
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
 
@@ -341,7 +352,7 @@ def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
                 result[at + d] *= inverse
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
     """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
     _, num_kv_heads, head_dim, block_size = sizes
@@ -355,7 +366,7 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
                 v_cache[at + d] = v[t * v_stride + h * head_dim + d]
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _shared_splits(query_start, seq_lens, tables, block_size, window):
     """For each sequence the splits, from its first, whose blocks are those of the sequence before.
 
@@ -375,7 +386,7 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
     return shared
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def plan_tasks(
     query_start, seq_lens, tables, group_size, num_kv_heads, block_size, window, num_workers
 ):

@@ -21,13 +21,14 @@ Legend: T tokens, N hidden size, I inner size of the MLP, H / K query / KV heads
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from nanoengine.kernels.cpu_attention import attend, combine
-from nanoengine.kernels.cpu_layers import JIT, add_rms_norm, gate, rotate_and_store
+from nanoengine.kernels.cpu_layers import FASTMATH, add_rms_norm, gate, rotate_and_store
 from nanoengine.kernels.cpu_linear import linear, linear_dequantized
 from nanoengine.kernels.cpu_quantized import linear4, linear8
+from nanoengine.kernels.jit import compiled
 
 
 def multiply(x, weight, out, workers):
@@ -50,7 +51,7 @@ def _multiply(x, weight, out, workers):
     )
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def decoder_layer(x, residual, weights, step, k_cache, v_cache, sizes, numbers, workers):
     """In place: x, what the layer before added, becomes what this one adds; residual grows by x.
 

@@ -12,21 +12,17 @@ Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.jit import compiled
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
-JIT = {
-    "cache": True,
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": {"reassoc", "contract", "nsz"},
-}
+FASTMATH = ("reassoc", "contract", "nsz")
 SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _scale_of_row(row, eps):
     """1 / sqrt(mean of squares + eps)."""
     total = row.dtype.type(0)
@@ -35,14 +31,14 @@ def _scale_of_row(row, eps):
     return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _norm_row(x, weight, eps, out):
     scale = _scale_of_row(x, eps)
     for i in range(len(x)):
         out[i] = x[i] * scale * weight[i]
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _add_norm_row(x, residual, weight, eps):
     """residual += x; x = norm(residual) * weight."""
     for i in range(len(x)):
@@ -50,7 +46,7 @@ def _add_norm_row(x, residual, weight, eps):
     _norm_row(residual, weight, eps, x)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _silu_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -61,7 +57,7 @@ def _silu_row(gate_up, out):
         out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _gelu_tanh_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -75,19 +71,19 @@ def _gelu_tanh_row(gate_up, out):
         out[i] = half * x * (one + np.copysign((one - e) / (one + e), t)) * up[i]
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _norm_rows(x, weight, eps, out, lo, hi):
     for t in range(lo, hi):
         _norm_row(x[t], weight, eps, out[t])
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _norm_rows_parallel(x, weight, eps, out, workers):
     for w in prange(workers):
         _norm_rows(x, weight, eps, out, len(x) * w // workers, len(x) * (w + 1) // workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def rms_norm(x, weight, eps, out, workers):
     """out[t] = x[t] / rms(x[t]) * weight; x, out [T, N], weight [N]."""
     if x.size <= SMALL:
@@ -96,19 +92,19 @@ def rms_norm(x, weight, eps, out, workers):
         _norm_rows_parallel(x, weight, eps, out, workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _add_norm_rows(x, residual, weight, eps, lo, hi):
     for t in range(lo, hi):
         _add_norm_row(x[t], residual[t], weight, eps)
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _add_norm_rows_parallel(x, residual, weight, eps, workers):
     for w in prange(workers):
         _add_norm_rows(x, residual, weight, eps, len(x) * w // workers, len(x) * (w + 1) // workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def add_rms_norm(x, residual, weight, eps, workers):
     """In place: residual += x, then x = residual / rms(residual) * weight; all [T, N]."""
     if x.size <= SMALL:
@@ -117,7 +113,7 @@ def add_rms_norm(x, residual, weight, eps, workers):
         _add_norm_rows_parallel(x, residual, weight, eps, workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _gate_rows(gate_up, gelu, out, lo, hi):
     for t in range(lo, hi):
         if gelu:
@@ -126,13 +122,13 @@ def _gate_rows(gate_up, gelu, out, lo, hi):
             _silu_row(gate_up[t], out[t])
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _gate_rows_parallel(gate_up, gelu, out, workers):
     for w in prange(workers):
         _gate_rows(gate_up, gelu, out, len(out) * w // workers, len(out) * (w + 1) // workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def gate(gate_up, gelu, out, workers):
     """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; silu, or gelu in its tanh form."""
     if out.size <= SMALL:
@@ -141,7 +137,7 @@ def gate(gate_up, gelu, out, workers):
         _gate_rows_parallel(gate_up, gelu, out, workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _turn(x, cos, sin, weight, eps, normed, out):
     """Norms one head, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
     half = len(x) // 2
@@ -160,7 +156,7 @@ def _turn(x, cos, sin, weight, eps, normed, out):
             second[i] = v * cos[i] + u * sin[i]
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
     num_heads, num_kv_heads, head_dim, block_size = sizes
     half = head_dim // 2
@@ -176,7 +172,7 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
             v_cache[at : at + head_dim] = heads[t, num_heads + num_kv_heads + h]
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _rotate_tokens_parallel(
     heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
 ):
@@ -185,7 +181,7 @@ def _rotate_tokens_parallel(
         _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def rotate_and_store(
     heads, table, weight, eps, normed, slots, k_blocks, v_blocks, q, sizes, workers
 ):

@@ -22,11 +22,12 @@ Legend: T rows of x, N outputs, K inputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.jit import compiled
 
 PANEL = 16  # outputs side by side: two AVX registers
 MAX_ROWS = 6  # rows of the largest tile: 12 sums, 2 weights and 1 input fill the 16 registers
@@ -35,7 +36,7 @@ ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, 
 UNROLL = 4  # inputs that a tile takes at each turn of its loop
 AHEAD = 20 * 64  # floats: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 
-JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+FASTMATH = ("contract", "nsz")
 
 
 @intrinsic(prefer_literal=True)
@@ -98,7 +99,7 @@ def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, s
     return signature, codegen
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _rows_of_panel(
     rows, x, x_at, x_step, w, w_at, size, start, start_at, s_step, out, out_at, o_step, to_next
 ):
@@ -134,7 +135,7 @@ def _rows_of_panel(
                   ahead, share, 1, 1)  # fmt: skip
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
     """Panels lo ... hi - 1 for 1 to 3 rows: several panels at once keep the FMA units busy."""
     width = 4 if rows == 1 else 2
@@ -159,7 +160,7 @@ def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
         p += width
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs):
     """Panels lo ... hi - 1 for `rows` rows from `row`, which stay in the cache meanwhile."""
     step = num_inputs * PANEL  # from one panel to the next
@@ -177,7 +178,7 @@ def _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs):
                                out, o, num_outputs, step)  # fmt: skip
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _rest(rows, x, w, bias, out, num_inputs, num_outputs):
     """The last num_outputs % 16 outputs: a narrow panel, small enough to be slow."""
     width = num_outputs % PANEL
@@ -191,7 +192,7 @@ def _rest(rows, x, w, bias, out, num_inputs, num_outputs):
             out[r * num_outputs + first + j] = total
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def linear(x, w, bias, out, num_workers):
     """out[T, N] = x[T, K] @ weight^T + bias[N]; each worker takes a share of the panels of w."""
     num_rows, num_inputs = x.shape
@@ -211,7 +212,7 @@ def linear(x, w, bias, out, num_workers):
             _rest(num_rows, inputs, w, bias, outputs, num_inputs, num_outputs)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _dequantize(w, p, bits, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
     groups = size // group_size
@@ -237,7 +238,7 @@ def _dequantize(w, p, bits, scales, zeros, group_size, size, panel):
                 row[j] *= scale[j]
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
 
@@ -269,7 +270,7 @@ def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_wor
                                    outputs, o, num_outputs, 0)  # fmt: skip
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def pack(weight, num_inputs, num_outputs):
     """Turns a flat row-major weight into panels, in place: 16 rows become one panel."""
     num_panels = -(-num_outputs // PANEL)
@@ -282,7 +283,7 @@ def pack(weight, num_inputs, num_outputs):
                 panel[k * width + j] = rows[j * num_inputs + k]
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def unpack_rows(w, ids, out, num_outputs):
     """out[i] = row ids[i] of the weight [N, K] that was packed."""
     num_inputs = out.shape[1]

@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.jit import compiled
 
 PANEL = 16  # outputs side by side: two vectors
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
@@ -40,7 +41,7 @@ AHEAD = 4096  # bytes: one row prefetches weights so far ahead
 LINE = 64  # bytes of weights that go with four inputs in int8, with eight in int4
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
-JIT = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+FASTMATH = ("contract", "nsz")
 
 I8, I16, I32, HALF = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType()
 BYTES, PAIRS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
@@ -256,7 +257,7 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales
     return signature, codegen
 
 
-@njit(**{**JIT, "fastmath": {"contract", "nsz", "reassoc"}})
+@compiled(fastmath=(*FASTMATH, "reassoc"))
 def _largest(x):
     """max |x|; NaN where x holds NaN or infinity."""
     most, check = np.float32(0), np.float32(0)
@@ -266,7 +267,7 @@ def _largest(x):
     return most + check
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _quantize_row(x, values, totals):
     """values = x * 127 / max |x|, rounded half to even; totals of each unit; returns the scale."""
     most = _largest(x)
@@ -287,20 +288,20 @@ def _quantize_row(x, values, totals):
     return scale
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _quantize_rows(x, values, scales, totals, lo, hi):
     for t in range(lo, hi):
         scales[t] = _quantize_row(x[t], values[t], totals[t])
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _quantize_rows_parallel(x, values, scales, totals, num_workers):
     for worker in prange(num_workers):
         lo, hi = len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers
         _quantize_rows(x, values, scales, totals, lo, hi)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def quantize_rows(x, num_workers):
     """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and totals
     [T, units] float32, the sums of each unit's values."""
@@ -315,7 +316,7 @@ def quantize_rows(x, num_workers):
     return values, scales, totals
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _panel8(rows, row, x, size, x_scales, w, at, w_scales, bias, column, out, out_at, out_step):
     """One int8 panel for `rows` rows from `row`, in tiles as equal as can be.
 
@@ -342,7 +343,7 @@ def _panel8(rows, row, x, size, x_scales, w, at, w_scales, bias, column, out, ou
                    out, o, out_step, ahead, share, 1, 1)  # fmt: skip
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _keep(scratch, rows, width, out, out_at, out_step):
     """Copies the outputs that exist of a panel that was computed aside."""
     for r in range(rows):
@@ -350,7 +351,7 @@ def _keep(scratch, rows, width, out, out_at, out_step):
             out[out_at + r * out_step + j] = scratch[r * PANEL + j]
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _multiply8(values, x_scales, w, w_scales, bias, out, num_workers):
     num_rows, size = values.shape
     num_outputs = out.shape[1]
@@ -377,7 +378,7 @@ def _multiply8(values, x_scales, w, w_scales, bias, out, num_workers):
                 _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def linear8(x, w, w_scales, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
@@ -387,7 +388,7 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     _multiply8(values, x_scales, w, w_scales, bias, out, num_workers)
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def _panel4(rows, row, x, size, totals, x_scales, w, at, scales, zeros, g, group, w_scales, bias,
             column, out, out_at, out_step):  # fmt: skip
     """One int4 panel for `rows` rows from `row`, in tiles as equal as can be; see `_panel8`."""
@@ -433,7 +434,7 @@ def _panel4(rows, row, x, size, totals, x_scales, w, at, scales, zeros, g, group
                        ahead, share, 1, 1)  # fmt: skip
 
 
-@njit(parallel=True, **JIT)
+@compiled(parallel=True, fastmath=FASTMATH)
 def _multiply4(
     values, x_scales, totals_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out,
     num_workers,
@@ -460,7 +461,7 @@ def _multiply4(
                             flat, row * num_outputs + column, num_outputs)  # fmt: skip
 
 
-@njit(**JIT)
+@compiled(fastmath=FASTMATH)
 def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 

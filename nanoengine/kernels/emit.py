@@ -10,6 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from nanoengine.kernels.exp import COEFFICIENTS, LN2_HIGH, LN2_LOW, LOG2_E, LOWEST
+
 
 def vector_type(array_type):
     """<8 x float> or <4 x double>: one AVX register, two of NEON."""
@@ -59,16 +61,63 @@ class Emit:
         return cell
 
     def broadcast(self, pointer):
-        first = self.builder.insert_element(
-            ir.Constant(self.vector, ir.Undefined), self.builder.load(pointer), ir.IntType(32)(0)
-        )
-        return self.shuffle(first, first, [0] * self.width)
+        return self.splat(self.builder.load(pointer))
 
     def fma(self, a, b, c):
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
         name = f"llvm.fmuladd.{self.suffix}"
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, [a, b, c])
+
+    def constant(self, value):
+        return ir.Constant(self.vector, [value] * self.width)
+
+    def splat(self, scalar):
+        first = self.builder.insert_element(
+            ir.Constant(self.vector, ir.Undefined), scalar, ir.IntType(32)(0)
+        )
+        return self.shuffle(first, first, [0] * self.width)
+
+    def maximum(self, a, b):
+        """The larger of each lane; of a NaN and a number, either."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def exp(self, x):
+        """e ** x for x <= 0, as `kernels.exp.exp`; NaN stays NaN."""
+        build = self.builder
+        if self.scalar == ir.DoubleType():
+            kind = ir.FunctionType(self.vector, [self.vector])
+            name = f"llvm.exp.{self.suffix}"
+            return build.call(cgutils.get_or_insert_function(build.module, kind, name), [x])
+        numbers = ir.VectorType(ir.IntType(32), self.width)
+        lowest = self.constant(LOWEST)
+        too_low = build.fcmp_ordered("<", x, lowest)
+        clamped = build.select(too_low, lowest, x)
+        kind = ir.FunctionType(self.vector, [self.vector])
+        floor = cgutils.get_or_insert_function(build.module, kind, f"llvm.floor.{self.suffix}")
+        n = build.call(floor, [self.fma(clamped, self.constant(LOG2_E), self.constant(0.5))])
+        r = self.fma(n, self.constant(-LN2_HIGH), clamped)
+        r = self.fma(n, self.constant(-LN2_LOW), r)
+        tail = self.constant(COEFFICIENTS[0])
+        for coefficient in COEFFICIENTS[1:]:
+            tail = self.fma(tail, r, self.constant(coefficient))
+        value = build.fadd(self.fma(build.fmul(tail, r), r, r), self.constant(1.0))
+        exponent = build.add(build.fptosi(n, numbers), ir.Constant(numbers, [127] * self.width))
+        power = build.shl(exponent, ir.Constant(numbers, [23] * self.width))
+        value = build.fmul(value, build.bitcast(power, self.vector))
+        return build.select(too_low, self.constant(0.0), value)
+
+    def across(self, vectors, combine):
+        """One number of all lanes of all vectors: pairs of vectors first, then halves of lanes."""
+        while len(vectors) > 1:
+            vectors = [combine(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        (vector,) = vectors
+        half = self.width // 2
+        while half:
+            lanes = [(i + half) % self.width for i in range(self.width)]
+            vector = combine(vector, self.shuffle(vector, vector, lanes))
+            half //= 2
+        return self.builder.extract_element(vector, ir.IntType(32)(0))
 
     def shuffle(self, a, b, lanes):
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)

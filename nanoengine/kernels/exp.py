@@ -1,4 +1,9 @@
-"""exp for kernels compiled by numba, in a form that vectorizes. Call it as `exp(x)` for x <= 0."""
+"""exp for kernels compiled by numba, in a form that vectorizes. Call it as `exp(x)` for x <= 0.
+
+`Emit.exp` is the same for register tiles, over the same constants.
+
+Source: range reduction and coefficients of Cephes' expf (Moshier).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,10 @@ import math
 import numpy as np
 from numba import types
 from numba.extending import overload
+
+LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950, 0.693359375, -2.1219444e-4
+COEFFICIENTS = (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5)
+LOWEST = -87.0  # below it e ** x is no normal number
 
 
 def exp(x):
@@ -18,19 +27,13 @@ def exp(x):
 def _exp(x):
     if x != types.float32:
         return lambda x: math.exp(x)
-    log2_e, ln2_high, ln2_low = (
-        np.float32(1.4426950),
-        np.float32(0.693359375),
-        np.float32(-2.1219444e-4),
-    )
-    c2, c3, c4 = np.float32(0.5), np.float32(1.6666665e-1), np.float32(4.1665796e-2)
-    c5, c6, c7 = np.float32(8.3334519e-3), np.float32(1.3981999e-3), np.float32(1.9875691e-4)
-    half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(-87), np.float32(0)
+    log2_e, ln2_high, ln2_low = np.float32(LOG2_E), np.float32(LN2_HIGH), np.float32(LN2_LOW)
+    c7, c6, c5, c4, c3, c2 = (np.float32(c) for c in COEFFICIENTS)
+    half, one, lowest, zero = np.float32(0.5), np.float32(1), np.float32(LOWEST), np.float32(0)
     bias, shift = np.int32(127), np.int32(23)
 
     def polynomial(x):
         # Why: libm's expf is a call per number; this vectorizes. Comparisons let NaN through.
-        # Source: range reduction and coefficients of Cephes' expf (Moshier).
         clamped = lowest if x < lowest else x
         n = np.floor(clamped * log2_e + half)
         r = clamped - n * ln2_high - n * ln2_low
