@@ -170,12 +170,10 @@ def _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs):
         for p in range(lo, hi):
             n, o = p * PANEL, row * num_outputs + p * PANEL
             at = p * step + first * PANEL
-            if first == 0:
-                _rows_of_panel(rows, x, a, num_inputs, w, at, size, bias, n, 0,
-                               out, o, num_outputs, step)  # fmt: skip
-            else:
-                _rows_of_panel(rows, x, a, num_inputs, w, at, size, out, o, num_outputs,
-                               out, o, num_outputs, step)  # fmt: skip
+            # Why one call: the compiler writes out all tiles at each.
+            start, start_at, s_step = (bias, n, 0) if first == 0 else (out, o, num_outputs)
+            _rows_of_panel(rows, x, a, num_inputs, w, at, size, start, start_at, s_step,
+                           out, o, num_outputs, step)  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
