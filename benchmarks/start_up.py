@@ -39,7 +39,7 @@ LOAD = """
 import json, sys
 from pathlib import Path
 from nanoengine import LLM
-import numba, torch, transformers
+import nanoengine.build  # with torch and numba
 
 def memory(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,7 +1,8 @@
 """Text in and out: encode, chat templates, incremental detokenization, stop strings.
 
 Called by `llm.py` alone; the engine below sees token ids and a `TokenSink`. The only file that
-imports transformers, and that late: the import costs 0.7 to 1.1 s, `import nanoengine` nothing.
+imports transformers, and that only where `tokenizer_file.py` does not do: for chat templates, and
+for tokenizers that are more than a tokenizer.json.
 
 Why decoding token by token is not trivial, and what is done here:
 
@@ -16,10 +17,13 @@ first "▁word", and prompt + text reads well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,8 +46,8 @@ MAX_OPEN_TOKENS = 8
 class Tokenizer:
     """A Hugging Face tokenizer behind the few operations that the engine needs."""
 
-    def __init__(self, backend: PreTrainedTokenizerBase) -> None:
-        self.backend = backend
+    def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
+        self._plain = backend
         added = backend.added_tokens_decoder.items()
         special_ids = [token_id for token_id, token in added if token.special]
         self.special_ids = frozenset([*backend.all_special_ids, *special_ids])
@@ -51,7 +55,9 @@ class Tokenizer:
         found = zip(ids, BYTE_TOKENS, strict=True)
         self.byte_ids = (
             frozenset(  # Why the second look: a missing name gives None or the id of <unk>.
-                i for i, name in found if i is not None and backend.convert_ids_to_tokens(i) == name
+                i
+                for i, name in found
+                if isinstance(i, int) and backend.convert_ids_to_tokens(i) == name
             )
         )
         self.anchor = self._find_anchor()
@@ -67,19 +73,15 @@ class Tokenizer:
         Raises:
             ConfigError: there is none, or it can't be read.
         """
-        from transformers import AutoTokenizer
+        file = TokenizerFile.find(Path(name))
+        return cls(file or _load_backend(name, revision, trust_remote_code))
 
-        try:
-            backend = AutoTokenizer.from_pretrained(
-                name, revision=revision, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"tokenizer {name!r} can't be loaded: {error}\n"
-                "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True"
-                " and pass token ids"
-            ) from error
-        return cls(backend)
+    @functools.cached_property
+    def backend(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers, which is loaded now if plain text did not need it."""
+        if isinstance(self._plain, TokenizerFile):
+            return _load_backend(str(self._plain.directory))
+        return self._plain
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the BOS that the tokenizer adds.
@@ -88,7 +90,7 @@ class Tokenizer:
             RequestError: the text holds lone surrogates, which no encoding has.
         """
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens))
+            return list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error}") from error
 
@@ -182,7 +184,7 @@ class Tokenizer:
 
     def _raw(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Why: clean-up rewrites " ." to "." across token borders; we show what the model wrote.
-        text = self.backend.decode(
+        text = self._plain.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
@@ -197,6 +199,23 @@ class Tokenizer:
                 if token_id not in self.byte_ids and self._raw([token_id]).strip() == text:
                     return [token_id]
         return []
+
+
+def _load_backend(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"tokenizer {name!r} can't be loaded: {error}\n"
+            "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True"
+            " and pass token ids"
+        ) from error
 
 
 class TextStream:

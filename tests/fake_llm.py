@@ -118,8 +118,8 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             )
             return LLMEngine(executor, scheduler, info, debug_checks=True)
 
-        monkeypatch.setattr("nanoengine.llm.build_engine", build)
-        monkeypatch.setattr("nanoengine.llm.resolve_model", lambda config: Path(config.model))
+        monkeypatch.setattr("nanoengine.build.build_engine", build)
+        monkeypatch.setattr("nanoengine.build.resolve_model", lambda config: Path(config.model))
         monkeypatch.setattr(Tokenizer, "load", lambda *args, **kwargs: tokens)
         return LLM("scripted", **options)
 

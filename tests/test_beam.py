@@ -131,6 +131,15 @@ def test_without_eos_they_are_equal_too(llm):
     assert [[t for t, _ in beams] for beams in ours] == [[t for t, _ in beams] for beams in theirs]
 
 
+WIDE = BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM, likely: list[int]) -> list:
+    """What a large pool, many rows and a cache give for `WIDE`."""
+    return found(llm, WIDE, tuple(likely[:2]))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -141,16 +150,14 @@ def test_without_eos_they_are_equal_too(llm):
         {"max_num_seqs": 9, "max_num_batched_tokens": 16, "num_kv_blocks": 30},
     ],
 )
-def test_small_pools_few_rows_and_no_cache_do_not_show(llm, likely, options):
-    params = BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS)
-    eos = tuple(likely[:2])
+def test_small_pools_few_rows_and_no_cache_do_not_show(plain, likely, options):
     with make_llm(**options) as other:
-        ours = found(other, params, eos)
+        ours = found(other, WIDE, tuple(likely[:2]))
         if options.get("num_kv_blocks") == 24:
             assert other.stats().preemptions > 0, "the pool was meant to be too small"
-    for beams, plain in zip(ours, found(llm, params, eos), strict=True):
-        assert [tokens for tokens, _ in beams] == [tokens for tokens, _ in plain]
-        assert [s for _, s in beams] == pytest.approx([s for _, s in plain], abs=1e-9)
+    for beams, expected_beams in zip(ours, plain, strict=True):
+        assert [tokens for tokens, _ in beams] == [tokens for tokens, _ in expected_beams]
+        assert [s for _, s in beams] == pytest.approx([s for _, s in expected_beams], abs=1e-9)
 
 
 def test_a_beam_of_width_1_is_the_greedy_sequence(llm, likely):

@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": {"models", "layers", "attention", "core.plan", "core.protocols", "core.kv_groups",
                "parallel.shard", "config"},
     "features": {"core", "runner", "layers", "models", "tier_config"},
-    "tokenizer": {"core.protocols"},
+    "tokenizer": {"core.protocols", "tokenizer_file"},
+    "tokenizer_file": set(),
     "inputs": {"config"},
     "outputs": {"core", "tokenizer"},
     "observe": {"core", "engine", "config", "models.config"},
@@ -160,8 +161,12 @@ def run_python(*arguments: str) -> str:
         ([f"nanoengine.core.{name}" for name in CORE], ("torch", "transformers", "numba")),
         (["nanoengine.engine"], ("torch", "transformers", "numba")),
         (["nanoengine", "nanoengine.config"], ("torch", "transformers", "numba", "triton")),
+        (
+            ["nanoengine.llm", "nanoengine.sampling_params", "nanoengine.observe.metrics"],
+            ("torch", "transformers", "tokenizers", "numba", "triton"),
+        ),
     ],
-    ids=["core", "engine", "nanoengine"],
+    ids=["core", "engine", "nanoengine", "llm"],
 )
 def test_importing_loads_no_heavy_library(modules, unloaded):
     code = f"import sys, {', '.join(modules)}; print([m for m in {unloaded} if m in sys.modules])"

@@ -232,7 +232,8 @@ def test_what_a_block_held_before_does_not_show(backend):
     small = {"head_dim": 64, "num_hidden_layers": 1}
     options = {"block_size": 16, "num_kv_blocks": 20, "max_num_seqs": 4, "dtype": "float32"}
     engine = make_engine(checkpoint("qwen3", **small), attention_backend=backend, **options)
-    inputs = random_prompts(3, [5, 17, 33])
+    # Triton's interpreter runs program by program; two prompts fill blocks in part there too.
+    inputs = random_prompts(2 if backend == "triton" else 3, [5, 17, 33])
     expected = tokens(run(engine, inputs, greedy(4)))
     engine.reset_prefix_cache()
     with torch.inference_mode():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import itertools
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from nanoengine import (
     SamplingParams,
 )
 from nanoengine.llm import LOOK_AHEAD
+from nanoengine.tokenizer import Tokenizer
 from tests.fake_llm import ScriptedExecutor, make_llm_fixture
 from tests.text_fixtures import CHAT_TEMPLATE, byte_fallback, byte_level
 
@@ -546,6 +549,50 @@ def test_two_llms_live_in_one_process(make_llm: MakeLLM) -> None:
         assert a.generate("one", LONG, use_tqdm=False)[0].outputs[0].text == " first"
     assert shown[0].startswith(" f")
     assert shown[1].startswith(" s")
+
+
+def test_llm_is_a_class_like_any_other_before_anything_heavy_is_loaded() -> None:
+    code = (
+        "import inspect, pydoc, sys; from nanoengine import LLM;"
+        "assert 'offline inference' in pydoc.render_doc(LLM) and inspect.isclass(LLM);"
+        "assert list(inspect.signature(LLM).parameters) == ['model', 'options'];"
+        "Mine = type('Mine', (LLM,), {}); assert isinstance(Mine.__new__(Mine), LLM);"
+        "print(sorted({'torch', 'transformers', 'numba', 'tokenizers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_pause_while_an_llm_is_made(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    seen: list[bool] = []
+    moves: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, functools.partial(moves.append, name))
+
+    def load(llm: LLM) -> Tokenizer:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise ConfigError("no such tokenizer")
+        return byte_level()
+
+    monkeypatch.setattr(LLM, "_load_tokenizer", load)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with make_llm():
+            assert gc.isenabled() == enabled
+        with pytest.raises(ConfigError, match="no such tokenizer"):
+            make_llm()
+        assert gc.isenabled() == enabled
+        assert seen == [False, False]
+        assert moves == [], "what somebody has frozen stays so"
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+        with make_llm():
+            assert moves == ["freeze", "unfreeze"]
+    finally:
+        gc.enable()
 
 
 def test_import_is_cheap_and_every_public_name_loads() -> None:

@@ -349,7 +349,7 @@ def test_drawn_frequencies_match_the_probabilities(params, vary):
     before = np.cumsum(p[order]) - p[order]
     p[order[before >= params.get("top_p", 1.0)]] = 0
     p /= p.sum()
-    num_rows = 1 if vary == "positions" else num_draws
+    num_rows = 1 if vary == "positions" else num_draws // 4  # four tokens of each seed
     sampling = SamplingParams(**params)
     sampler = sampler_of(
         vocab_size, *(admitted(row, sampling, seed=row) for row in range(num_rows)), eos=()
