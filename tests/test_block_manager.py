@@ -87,10 +87,10 @@ def test_a_question_changes_nothing():
     compute(manager, first)
     manager.deallocate(first)
     manager.updates = []
-    before = str(manager.pool), list(manager.pool._cached), replace(manager.stats)
+    before = str(manager.pool), manager.pool.next_evicted(4), replace(manager.stats)
     for tokens in (list(range(12)), [9] * 16, [9] * 17):
         manager.can_allocate(make_sequence(tokens))
-    assert (str(manager.pool), list(manager.pool._cached), manager.stats) == before
+    assert (str(manager.pool), manager.pool.next_evicted(4), manager.stats) == before
     assert not manager.updates and not manager.copies
 
 
@@ -338,9 +338,7 @@ def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
     manager = make_manager()
     hashed = []
     real = prefixes.hash_block
-    monkeypatch.setattr(
-        prefixes, "hash_block", lambda parent, ids: hashed.append(1) or real(parent, ids)
-    )
+    monkeypatch.setattr(prefixes, "hash_block", lambda data: hashed.append(1) or real(data))
     seq = make_sequence(list(range(100)))
     for _ in range(50):
         manager.can_allocate(seq)

@@ -7,19 +7,16 @@ import sys
 import pytest
 
 from nanoengine.core.block_pool import Block, BlockPool
-from nanoengine.core.prefixes import Prefix, Prefixes
+from nanoengine.core.prefixes import Prefix, Prefixes, pack
 
-X = Prefix(b"x", None, (1,))
+X = Prefix(b"x", None, pack([1]))
 
 
 def filled(pool: BlockPool, count: int) -> list[int]:
     """Allocates blocks and gives them the contents of one chain."""
     table = pool.allocate(count)
     prefixes = Prefixes()
-    prefix = prefixes.root(None)
-    for i, block_id in enumerate(table):
-        prefix = prefixes.extend(prefix, (i,))
-        pool.register(block_id, 0, prefix)
+    pool.register(table, 0, prefixes.follow(prefixes.root(None), range(count), 1))
     return table
 
 
@@ -44,7 +41,7 @@ def test_allocate_prefers_empty_blocks_then_the_oldest_tail():
     old = filled(pool, 3)
     pool.free(reversed(old))
     young = pool.allocate(1)
-    pool.register(young[0], 0, X)
+    pool.register(young, 0, [X])
     pool.free(young)
     assert pool.allocate(3) == [5, 6, 7]
     assert pool.num_evicted == 0
@@ -76,8 +73,8 @@ def test_the_null_block_is_passed_over_and_never_handed_out():
     assert 0 not in pool.allocate(3)
     pool.share([0])
     pool.free([0, 0])
-    with pytest.raises(AssertionError):
-        pool.register(0, 0, X)
+    pool.touch([0])
+    assert pool.register([0], 0, [X]) == [] and pool.lookup(0, X) is None
     assert pool.evict([0]) == 0
     pool.check()
 
@@ -86,9 +83,9 @@ def test_touch_revives_a_cached_block():
     pool = BlockPool(4)
     table = filled(pool, 2)
     pool.free(reversed(table))
-    pool.touch(table[0])
+    pool.touch([table[0]])
     assert pool.counts() == {"empty": 1, "cached": 1, "active": 1}
-    pool.touch(table[0])
+    pool.touch([table[0]])
     assert pool.blocks[table[0]].ref_count == 2
 
 
@@ -96,7 +93,7 @@ def test_duplicates_of_a_content_live_and_die_apart():
     pool = BlockPool(4)
     first, second = pool.allocate(2)
     for block_id in (first, second):
-        pool.register(block_id, 0, X)
+        assert pool.register([block_id], 0, [X]) == [pool.blocks[block_id]]
     assert pool.lookup(0, X) == first
     pool.free([first])
     assert pool.evict([first]) == 1
@@ -109,7 +106,7 @@ def test_duplicates_of_a_content_live_and_die_apart():
 
 def test_groups_have_an_index_each():
     pool = BlockPool(4, num_groups=2)
-    pool.register(pool.allocate(1)[0], 1, X)
+    pool.register(pool.allocate(1), 1, [X])
     assert pool.lookup(0, X) is None
     assert pool.lookup(1, X) == 1
 
@@ -136,10 +133,16 @@ def test_reset_refuses_while_blocks_are_in_use():
         lambda pool: setattr(pool.blocks[1], "prefix", X),
         lambda pool: setattr(pool.blocks[1], "group", 1),
         lambda pool: setattr(pool.blocks[4], "prefix", X),
-        lambda pool: pool._empty.append(pool._empty[0]),
-        lambda pool: pool._empty.append(2),
-        lambda pool: pool._cached.pop(2),
+        lambda pool: setattr(pool.blocks[4], "after", pool.blocks[3]),
+        lambda pool: setattr(pool.blocks[4], "before", pool.blocks[2]),
+        lambda pool: setattr(pool.blocks[0], "after", pool.blocks[4]),
+        lambda pool: setattr(pool, "num_free", 3),
+        lambda pool: setattr(pool, "_num_empty", 2),
+        lambda pool: pool._push_empty(pool.blocks[2]),
+        lambda pool: (pool.evict([2]), setattr(pool.blocks[5], "prefix", X)),
         lambda pool: pool._index[0].clear(),
+        lambda pool: pool._twins[0].update({X: [1]}),
+        lambda pool: pool._twins[0].update({pool.blocks[1].prefix: [2]}),
     ],
 )
 def test_check_notices(break_it):
@@ -154,9 +157,7 @@ def test_check_notices(break_it):
 
 def test_peer_bug_16_no_operation_walks_the_free_queue():
     pool = BlockPool(2_000)
-    table = pool.allocate(1_999)
-    for i, block_id in enumerate(table):
-        pool.register(block_id, 0, Prefix(i.to_bytes(2, "big"), None, (i,)))
+    table = filled(pool, 1_999)
     pool.free(table)
     events = 0
 
@@ -171,23 +172,21 @@ def test_peer_bug_16_no_operation_walks_the_free_queue():
         tracer = sys.gettrace()
         sys.settrace(count)
         try:
-            for block_id in touched:
-                pool.touch(block_id)
+            pool.touch(touched)
         finally:
             sys.settrace(tracer)
         return events
 
     head, middle, tail = (events_of(table[i : i + 5]) for i in (0, 1_000, 1_990))
     assert head == middle == tail > 0
-    assert type(pool._cached).__name__ == "OrderedDict", "removal from the middle in O(1)"
-    assert type(pool._gone).__name__ == "OrderedDict", "removal of the oldest in O(1)"
+    pool.check()
 
 
 def test_a_block_costs_less_than_300_bytes():
     num_blocks = 20_000
     pool = BlockPool(num_blocks)
     size = sum(sys.getsizeof(block) for block in pool.blocks)
-    size += sys.getsizeof(pool.blocks) + sys.getsizeof(pool._empty)
+    size += sys.getsizeof(pool.blocks)
     size += sum(sys.getsizeof(i) for i in range(num_blocks))
     assert size / num_blocks < 300
     assert not hasattr(Block(1), "__dict__")

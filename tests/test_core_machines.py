@@ -20,11 +20,12 @@ from hypothesis.stateful import (
 )
 
 from nanoengine.core.block_pool import BlockPool
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefixes import Prefix, pack
 
 Content = tuple[int, Prefix]
 CONTENTS = st.tuples(
-    st.sampled_from([0, 1]), st.sampled_from([Prefix(bytes([i]), None, (i,)) for i in range(8)])
+    st.sampled_from([0, 1]),
+    st.sampled_from([Prefix(bytes([i]), None, pack([i])) for i in range(8)]),
 )
 
 
@@ -84,7 +85,8 @@ class PoolMachine(RuleBasedStateMachine):
         if not blank:
             return
         block_id = data.draw(st.sampled_from(blank))
-        self.pool.register(block_id, *content)
+        group, prefix = content
+        assert self.pool.register([block_id], group, [prefix]) == [self.pool.blocks[block_id]]
         self.contents[block_id] = content
 
     @rule(content=CONTENTS, revive=st.booleans())
@@ -93,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
         holders = [block_id for block_id, held in self.contents.items() if held == content]
         assert (hit in holders) if holders else hit is None
         if hit is not None and revive:
-            self.pool.touch(hit)
+            self.pool.touch([hit])
             self.tables.append([hit])
             if hit in self.lru:
                 self.lru.remove(hit)

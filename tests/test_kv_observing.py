@@ -6,7 +6,7 @@ import pytest
 
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.cache_stats import CacheStats
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefixes import Prefix, pack
 from nanoengine.errors import RequestError
 from nanoengine.observe.kv_events import AllCleared, BlockRemoved, BlockStored, KVEvents
 from nanoengine.observe.residency import Residency
@@ -150,11 +150,11 @@ def test_residency_measures_the_three_spans():
     pool = BlockPool(num_blocks=2)
     pool.observers.append(residency)
     (block_id,) = pool.allocate(1)
-    pool.register(block_id, 0, Prefix(b"a", None, (1,)))
+    pool.register([block_id], 0, [Prefix(b"a", None, pack([1]))])
     now[0] = 1.0
     pool.free([block_id])
     now[0] = 1.5
-    pool.touch(block_id)
+    pool.touch([block_id])
     now[0] = 2.0
     pool.free([block_id])
     now[0] = 5.0
@@ -170,7 +170,7 @@ def test_residency_samples():
     pool = BlockPool(num_blocks=9)
     pool.observers.append(residency)
     for block_id in pool.allocate(8):
-        pool.register(block_id, 0, Prefix(bytes([block_id]), None, (1,)))
+        pool.register([block_id], 0, [Prefix(bytes([block_id]), None, pack([1]))])
     pool.free(range(1, 9))
     assert pool.evict(range(1, 9)) == 8
     assert sum(residency.lifetime_s.values()) == 2

@@ -14,9 +14,9 @@ from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import expected_output, make_engine, run
 
 WEAK_HASHES = {
-    "all alike": lambda parent, token_ids: b"\xff" * 16,
-    "of the tokens alone": lambda parent, token_ids: bytes([sum(token_ids) % 256]) * 16,
-    "one of three": lambda parent, token_ids: bytes([(sum(parent) + sum(token_ids)) % 3]) * 16,
+    "all alike": lambda parent_and_tokens: b"\xff" * 16,
+    "of the last token alone": lambda parent_and_tokens: parent_and_tokens[-8:] * 2,
+    "one of three": lambda parent_and_tokens: bytes([sum(parent_and_tokens) % 3]) * 16,
 }
 
 
@@ -74,8 +74,7 @@ def test_peer_bug_26_a_hit_compares_tokens_and_parent(weak_hash):
     contents = [(root, (1, 2)), (root, (3, 4)), (prefixes.root("other"), (1, 2))]
     held = [prefixes.extend(parent, token_ids) for parent, token_ids in contents]
     blocks = pool.allocate(3)
-    for block_id, prefix in zip(blocks, held, strict=True):
-        pool.register(block_id, 0, prefix)
+    pool.register(blocks, 0, held)
     for block_id, (parent, token_ids) in zip(blocks, contents, strict=True):
         assert pool.lookup(0, prefixes.extend(parent, token_ids)) == block_id
     assert pool.lookup(0, prefixes.extend(prefixes.root("other"), (3, 4))) is None

@@ -16,6 +16,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.cache_stats import CacheStats
@@ -26,7 +27,7 @@ from nanoengine.core.kv_groups import (
 )
 from nanoengine.core.places import Content, Found, Place
 from nanoengine.core.plan import BlockCopy, TableUpdate
-from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, root_name
+from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
 from nanoengine.core.protocols import KVLayout
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers import NoTiers, Tiers
@@ -40,7 +41,7 @@ class Verdict(enum.Enum):
     NEVER = "never"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Admission:
     """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
 
@@ -107,6 +108,8 @@ class BlockManager:
         """
         if chunk is None:
             chunk = 1 if self.chunked else self.max_chunk
+        if not self._has_windows:
+            return len(self.layout.groups) * cdiv(num_tokens, self.block_size)
         return sum(
             num_needed_blocks(group, num_tokens, chunk, self.block_size)
             for group in self.layout.groups
@@ -136,8 +139,9 @@ class BlockManager:
         free ones leave the watermark (or nothing, when nothing else runs); else LATER. A sequence
         back from preemption may need the watermark too: it had grown into it.
         """
+        num_tokens, num_blocks = seq.num_tokens, cdiv(seq.num_tokens, self.block_size)
         num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
-        chunk = self._chunk_for(seq.num_tokens, num_kept)
+        chunk = self._chunk_for(num_tokens, num_kept)
         if chunk == 0:
             return Admission(verdict=Verdict.NEVER)
         found = self._find_prefix(seq)
@@ -148,11 +152,12 @@ class BlockManager:
         hits, loads = found.take(num_hit_blocks)
         needed = len(loads)
         for index, (group, hit) in enumerate(zip(self.layout.groups, hits, strict=True)):
-            most = num_needed_blocks(group, seq.num_tokens, chunk, self.block_size)
-            held = sum(b != NULL_BLOCK for b in hit) + sum(g == index for g, _, _ in loads)
-            revived = sum(1 for b in hit if b != NULL_BLOCK and not self.pool.blocks[b].ref_count)
-            fresh = cdiv(seq.num_tokens, self.block_size) - num_hit_blocks
-            needed += min(fresh, max(most - held, 0)) + revived
+            fresh = num_blocks - num_hit_blocks
+            if group.sliding_window is not None:
+                most = num_needed_blocks(group, num_tokens, chunk, self.block_size)
+                held = len(hit) - hit.count(NULL_BLOCK) + [g for g, _, _ in loads].count(index)
+                fresh = min(fresh, max(most - held, 0))
+            needed += fresh + self.pool.num_cached(hit)
         spare = self.pool.num_free - needed
         fits = spare >= (self.num_watermark_blocks if keep_watermark else 0)
         return Admission(
@@ -173,9 +178,7 @@ class BlockManager:
         assert admission.verdict is Verdict.OK, seq
         assert not seq.block_tables, seq
         for hit in admission.hits:  # Why all first: a fresh block must not evict a later hit.
-            for block_id in hit:
-                if block_id != NULL_BLOCK:
-                    self.pool.touch(block_id)
+            self.pool.touch(hit)
         for g, i, place in admission.loads:
             admission.hits[g][i] = self._load(Content(g, seq.prefixes[i]), place)
         for index, (group, hit) in enumerate(zip(self.layout.groups, admission.hits, strict=True)):
@@ -197,7 +200,7 @@ class BlockManager:
         Indexed at once, as in `register`: a step's loads come before its forward.
         """
         [block_id] = self.pool.allocate(1)
-        self.pool.register(block_id, *content)
+        self.pool.register([block_id], content.group, [content.prefix])
         self.tiers.load(place.block_id, block_id)
         return block_id
 
@@ -226,7 +229,7 @@ class BlockManager:
         """Digest of the first block as it is without a salt."""
         if seq.request.cache_salt is None:
             return seq.prefixes[0].digest
-        return hash_block(b"", seq.token_ids[: self.block_size])
+        return hash_block(root_name(None) + pack(seq.token_ids[: self.block_size]))
 
     # --- growth -------------------------------------------------------------------------------
 
@@ -252,8 +255,7 @@ class BlockManager:
             return
         for g, table in enumerate(seq.block_tables):
             new = [hits[g] for hits in taken]
-            for block_id in new:
-                self.pool.touch(block_id)
+            self.pool.touch(new)
             self.pool.free(reversed(table[start : start + len(new)]))
             table[start : start + len(new)] = new
             self.updates.append(TableUpdate(seq.row, g, start, tuple(new)))
@@ -269,23 +271,22 @@ class BlockManager:
         Most steps allocate nothing: a new block is due only when the tokens pass a boundary. A
         block shared with a fork is replaced by a copy before it is written (copy-on-write).
         """
-        start = seq.num_computed_tokens
-        num_blocks = cdiv(start + num_new_tokens, self.block_size)
-        partial = start // self.block_size if start % self.block_size else None
         if self._has_windows:
             self._drop_outside_windows(seq)
-        needed = 0
+        start, blocks, needed = seq.num_computed_tokens, self.pool.blocks, 0
+        num_blocks = cdiv(start + num_new_tokens, self.block_size)
+        partial, offset = divmod(start, self.block_size)
         for table in seq.block_tables:
             if num_blocks > len(table):
                 needed += num_blocks - len(table)
-            if partial is not None and self.pool.blocks[table[partial]].ref_count > 1:
+            if offset and blocks[table[partial]].ref_count > 1:
                 needed += 1
         if needed == 0:
             return True
         if needed > self.pool.num_free:
             return False
         for index, table in enumerate(seq.block_tables):
-            if partial is not None and self.pool.blocks[table[partial]].ref_count > 1:
+            if offset and blocks[table[partial]].ref_count > 1:
                 self._copy_on_write(seq, index, partial)
             if num_blocks > len(table):
                 new = self.pool.allocate(num_blocks - len(table))
@@ -343,13 +344,13 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
         tables = seq.block_tables
-        longest = max(map(len, tables), default=0)
-        # Why side by side: a hit needs its blocks in every group, so they should go together.
-        self.pool.free(
-            table[i] for i in reversed(range(longest)) for table in tables if i < len(table)
-        )
-        # Why: a sequence preempted while it grows has a row no longer.
-        self.updates = [update for update in self.updates if update.row != seq.row]
+        if len(tables) == 1:
+            self.pool.free(reversed(tables[0]))
+        else:  # Why side by side: a hit needs its blocks in every group, so they go together.
+            rows = [*zip_longest(*tables, fillvalue=NULL_BLOCK)]
+            self.pool.free(chain.from_iterable(reversed(rows)))
+        if self.updates:  # Why: a sequence preempted while it grows has a row no longer.
+            self.updates = [update for update in self.updates if update.row != seq.row]
         self.forget(seq)
 
     def forget(self, seq: Sequence) -> None:
@@ -375,12 +376,13 @@ class BlockManager:
             self._roots[self._unsalted(seq)] = root_name(seq.request.cache_salt)
             if len(self._roots) > self.layout.num_blocks:
                 self._roots.popitem(last=False)
-        for i in range(seq.num_registered_blocks, full):
+        first = seq.num_registered_blocks
+        # Why: a block's contents in all groups become known before the next block's.
+        step = full - first if len(seq.block_tables) == 1 else 1
+        for start in range(first, full, step):
+            run = slice(start, start + step)
             for group, table in enumerate(seq.block_tables):
-                block = self.pool.blocks[table[i]]
-                if block.block_id != NULL_BLOCK and block.prefix is None:
-                    self.pool.register(block.block_id, group, prefixes[i])
-                    self.tiers.catch(block)
+                self.tiers.catch(self.pool.register(table[run], group, prefixes[run]))
         seq.num_registered_blocks = full
 
     def distrust(self, block_ids: list[int]) -> None:
@@ -416,14 +418,13 @@ class BlockManager:
     def _find_prefix(self, seq: Sequence) -> Found:
         """Where each full block of the prompt is found, as far as it may matter."""
         # Why - 1: at least one token is left to compute, or there would be no logits.
-        at_most = (seq.num_tokens - 1) // self.block_size if self._reads_cache(seq) else 0
-        prefixes = self._name_blocks(seq, at_most)
+        at_most = (seq.num_tokens - 1) // self.block_size
+        prefixes = self._name_blocks(seq, at_most)[:at_most] if self._reads_cache(seq) else []
         found = Found(self.layout)
         for group, kind in enumerate(self.layout.groups):
             device: list[int] = []
             below: dict[int, Place] = {}
-            for i in range(at_most):
-                block_id = self.pool.lookup(group, prefixes[i])
+            for i, block_id in enumerate(self.pool.lookup_all(group, prefixes)):
                 if block_id is None:
                     place = self.tiers.find(Content(group, prefixes[i]))
                     if place is not None:
@@ -440,9 +441,8 @@ class BlockManager:
         prefixes, size = seq.prefixes, self.block_size
         if len(prefixes) < count:
             parent = prefixes[-1] if prefixes else self.prefixes.root(seq.request.cache_salt)
-            for start in range(len(prefixes) * size, count * size, size):
-                parent = self.prefixes.extend(parent, seq.token_ids[start : start + size])
-                prefixes.append(parent)
+            token_ids = seq.token_ids[len(prefixes) * size : count * size]
+            prefixes += self.prefixes.follow(parent, token_ids, size)
         return prefixes
 
     # --- invariants ---------------------------------------------------------------------------
@@ -462,4 +462,7 @@ class BlockManager:
 
 def num_nulls(table: list[int]) -> int:
     """Null entries at the start of a table."""
-    return next((i for i, b in enumerate(table) if b != NULL_BLOCK), len(table))
+    count = 0
+    while count < len(table) and table[count] == NULL_BLOCK:
+        count += 1
+    return count

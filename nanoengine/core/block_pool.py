@@ -18,12 +18,11 @@ BlockManager; knows nothing of sequences.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import pairwise
 from typing import Protocol
 
-from nanoengine.core.prefixes import Prefix
+from nanoengine.core.prefixes import Prefix, pack
 
 NULL_BLOCK = 0
 
@@ -32,16 +31,18 @@ class Block:
     """One block: who refers to it and, once full, what it holds.
 
     `prefix` is None while the block has no indexed content. `group` is the KV group whose layers
-    filled it.
+    filled it. `before` and `after` are its neighbours in the queue of free blocks.
     """
 
-    __slots__ = ("block_id", "group", "prefix", "ref_count")
+    __slots__ = ("after", "before", "block_id", "group", "prefix", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.group = 0
         self.prefix: Prefix | None = None
+        self.before: Block = self
+        self.after: Block = self
 
     @property
     def hash(self) -> bytes | None:
@@ -55,7 +56,7 @@ class Block:
         return None if parent is None else parent.digest
 
     @property
-    def token_ids(self) -> Sequence[int] | None:
+    def token_ids(self) -> list[int] | None:
         """Its own tokens, None without content."""
         return None if self.prefix is None else self.prefix.token_ids
 
@@ -78,19 +79,25 @@ class BlockObserver(Protocol):
 class BlockPool:
     """A fixed number of blocks with reference counts, a content index and an LRU queue.
 
-    Every operation is O(1) a block. Source: vLLM v1's block pool (null block, cached free blocks);
-    the OrderedDict as LRU queue with O(1) removal from the middle is ours.
+    Every operation is O(1) a block, and takes the blocks of a table in one call. The free blocks
+    are linked in a ring that starts and ends at the null block: empty ones, then the cached ones,
+    oldest first. Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
-    >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, (5, 6))
+    >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, pack([5, 6]))
     >>> pool.allocate(2)
     [1, 2]
-    >>> pool.register(1, 0, prefix)
+    >>> pool.register([1], 0, [prefix])
+    [Block(1, refs=1, hash=61)]
     >>> pool.free([2, 1]); pool.counts()
     {'empty': 2, 'cached': 1, 'active': 0}
     >>> pool.lookup(0, prefix)
     1
-    >>> pool.touch(1); pool.blocks[1]
+    >>> pool.touch([1]); pool.blocks[1]
     Block(1, refs=1, hash=61)
+
+    Attributes:
+        num_free: blocks that `allocate` can hand out now, empty and cached.
+        num_evicted: cached blocks whose content went because `allocate` needed them.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -98,15 +105,16 @@ class BlockPool:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.blocks = [Block(i) for i in range(num_blocks)]
-        # Why: a stack, since a block without content has no age; popped from the end, lowest first.
-        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        # Why: lists, since two blocks may hold one content: tables are append-only.
-        self._index: list[dict[Prefix, list[int]]] = [{} for _ in range(num_groups)]
+        for before, after in pairwise([*self.blocks, self.blocks[NULL_BLOCK]]):
+            before.after, after.before = after, before
+        self.num_free = self._num_empty = num_blocks - 1
+        self._index: list[dict[Prefix, int]] = [{} for _ in range(num_groups)]
+        # Why: two blocks may hold one content, since tables are append-only. Those after the first.
+        self._twins: list[dict[Prefix, list[int]]] = [{} for _ in range(num_groups)]
         self.num_evicted = 0
-        # Digests evicted lately, oldest first. Why ordered: the first key of a plain dict is found
-        # by walking over all that were deleted before it.
-        self._gone: OrderedDict[bytes, None] = OrderedDict()
+        # Digests evicted lately: as many as there are blocks, then those of as many before them.
+        self._gone: set[bytes] = set()
+        self._gone_before: set[bytes] = set()
         self.observers: list[BlockObserver] = []
 
     # --- counts -------------------------------------------------------------------------------
@@ -116,15 +124,13 @@ class BlockPool:
         """All blocks but the null block."""
         return self.num_blocks - 1
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can hand out now: empty and cached."""
-        return len(self._empty) + len(self._cached)
-
     def counts(self) -> dict[str, int]:
         """Empty, cached and active blocks; together `num_usable`."""
-        empty, cached = len(self._empty), len(self._cached)
-        return {"empty": empty, "cached": cached, "active": self.num_usable - empty - cached}
+        return {
+            "empty": self._num_empty,
+            "cached": self.num_free - self._num_empty,
+            "active": self.num_usable - self.num_free,
+        }
 
     # --- life of a block ----------------------------------------------------------------------
 
@@ -134,16 +140,22 @@ class BlockPool:
         The caller checks `num_free` first; running out is a bug, not a condition.
         """
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
-        block_ids = []
+        null = self.blocks[NULL_BLOCK]
+        block = null.after
+        block_ids: list[int] = []
+        evicted: list[Block] = []
         for _ in range(count):
-            if self._empty:
-                block_id = self._empty.pop()
-            else:
-                block_id, _ = self._cached.popitem(last=False)
-                self._forget(self.blocks[block_id])
-                self.num_evicted += 1
-            self.blocks[block_id].ref_count = 1
-            block_ids.append(block_id)
+            block_ids.append(block.block_id)
+            block.ref_count = 1
+            if block.prefix is not None:
+                evicted.append(block)
+            block = block.after
+        null.after, block.before = block, null
+        self.num_free -= count
+        self._num_empty -= count - len(evicted)
+        if evicted:
+            self.num_evicted += len(evicted)
+            self._forget(evicted)
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -154,14 +166,24 @@ class BlockPool:
                 assert block.ref_count > 0, f"{block} is not active"
                 block.ref_count += 1
 
-    def touch(self, block_id: int) -> None:
-        """Adds a reference to a block that a lookup named; a cached one becomes active again."""
-        block = self.blocks[block_id]
-        if block.ref_count == 0:
-            del self._cached[block_id]
-            if self.observers:
-                self._tell("reused", block)
-        block.ref_count += 1
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Adds a reference to each block that a lookup named; a cached one is active again.
+
+        Null entries are passed over.
+        """
+        blocks = self.blocks
+        for block_id in block_ids:
+            block = blocks[block_id]
+            if block.ref_count == 0:
+                if block_id == NULL_BLOCK:
+                    continue
+                assert block.prefix is not None, f"{block} holds nothing"
+                before, after = block.before, block.after
+                before.after, after.before = after, before
+                self.num_free -= 1
+                if self.observers:
+                    self._tell("reused", block)
+            block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drops a reference of each block, in the given order; null entries are passed over.
@@ -169,50 +191,96 @@ class BlockPool:
         Callers pass a table tail first: of equally old blocks, the one with the longest prefix
         before it is then evicted first. Raises ValueError for a block that is free already.
         """
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK:
-                continue
-            block = self.blocks[block_id]
-            if block.ref_count == 0:
-                raise ValueError(f"{block} is freed twice")
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.prefix is None:
-                    self._empty.append(block_id)
-                else:
-                    self._cached[block_id] = None
-                    if self.observers:
+        blocks, observers, num_freed = self.blocks, self.observers, 0
+        null = blocks[NULL_BLOCK]
+        try:
+            for block_id in block_ids:
+                block = blocks[block_id]
+                count = block.ref_count
+                if count == 1:
+                    block.ref_count = 0
+                    num_freed += 1
+                    if block.prefix is None:
+                        self._push_empty(block)
+                        continue
+                    last = null.before
+                    block.before, block.after = last, null
+                    last.after = null.before = block
+                    if observers:
                         self._tell("freed", block)
+                elif count:
+                    block.ref_count = count - 1
+                elif block is not null:
+                    raise ValueError(f"{block} is freed twice")
+        finally:
+            self.num_free += num_freed
+
+    def _push_empty(self, block: Block) -> None:
+        """To the head: a block without content has no age."""
+        null = self.blocks[NULL_BLOCK]
+        first = null.after
+        block.before, block.after = null, first
+        null.after = first.before = block
+        self._num_empty += 1
 
     # --- content index ------------------------------------------------------------------------
 
-    def register(self, block_id: int, group: int, prefix: Prefix) -> None:
-        """Indexes the content of a full, active block."""
-        block = self.blocks[block_id]
-        assert block_id != NULL_BLOCK and block.ref_count > 0 and block.prefix is None, block
-        block.group = group
-        block.prefix = prefix
-        self._index[group].setdefault(prefix, []).append(block_id)
-        if self.observers:
-            self._tell("stored", block)
+    def register(
+        self, block_ids: Sequence[int], group: int, prefixes: Sequence[Prefix]
+    ) -> list[Block]:
+        """Indexes the contents of full, active blocks; returns those that had none before.
+
+        What is indexed already, and null entries, are passed over.
+        """
+        blocks, index, observers = self.blocks, self._index[group], self.observers
+        fresh: list[Block] = []
+        for block_id, prefix in zip(block_ids, prefixes, strict=True):
+            block = blocks[block_id]
+            if block.prefix is not None or block_id == NULL_BLOCK:
+                assert block.prefix is prefix or block_id == NULL_BLOCK, (block, prefix)
+                continue
+            assert block.ref_count > 0, f"{block} is not active"
+            block.group = group
+            block.prefix = prefix
+            if index.setdefault(prefix, block_id) != block_id:
+                self._twins[group].setdefault(prefix, []).append(block_id)
+            fresh.append(block)
+            if observers:
+                self._tell("stored", block)
+        return fresh
 
     def lookup(self, group: int, prefix: Prefix) -> int | None:
         """A block with this content, active or cached, or None. Changes nothing."""
-        same = self._index[group].get(prefix)
-        return same[0] if same else None
+        return self._index[group].get(prefix)
+
+    def lookup_all(self, group: int, prefixes: Iterable[Prefix]) -> list[int | None]:
+        """The same for each of these contents."""
+        return list(map(self._index[group].get, prefixes))
+
+    def num_cached(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks, each named by a lookup or null, nobody uses."""
+        blocks = self.blocks
+        return [blocks[i].ref_count for i in block_ids if i != NULL_BLOCK].count(0)
 
     def next_evicted(self, count: int) -> list[int]:
         """The cached blocks that the next `count` allocations would evict, in that order."""
-        return list(islice(self._cached, max(0, count - len(self._empty))))
+        block, block_ids = self.blocks[NULL_BLOCK], []
+        for _ in range(min(count, self.num_free)):
+            block = block.after
+            if block.prefix is not None:
+                block_ids.append(block.block_id)
+        return block_ids
 
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the content of those given blocks that are cached; returns how many were."""
         evicted = 0
         for block_id in block_ids:
-            if block_id in self._cached:
-                del self._cached[block_id]
-                self._forget(self.blocks[block_id])
-                self._empty.append(block_id)
+            block = self.blocks[block_id]
+            if block.ref_count == 0 and block.prefix is not None:
+                self._forget([block])
+                before, after = block.before, block.after
+                before.after, after.before = after, before
+                self._push_empty(block)
                 evicted += 1
         return evicted
 
@@ -222,33 +290,41 @@ class BlockPool:
             return False
         # Why set aside: one event says it all.
         observers, self.observers = self.observers, []
-        self.evict(list(self._cached))
-        self._gone.clear()
+        self.evict(self.next_evicted(self.num_free))
+        self._gone, self._gone_before = set(), set()
         self.observers = observers
         self._tell("cleared", self.blocks[NULL_BLOCK])
         return True
 
     def was_evicted(self, digest: bytes) -> bool:
         """True if content of this digest was here not long ago: a larger pool would have it."""
-        return digest in self._gone
+        return digest in self._gone or digest in self._gone_before
 
     def _tell(self, event: str, block: Block) -> None:
         for observer in self.observers:
             observer.on_block(event, block)
 
-    def _forget(self, block: Block) -> None:
-        assert block.prefix is not None, block
-        if self.observers:
-            self._tell("removed", block)
-        self._gone[block.prefix.digest] = None
-        if len(self._gone) > self.num_blocks:
-            self._gone.popitem(last=False)
-        index = self._index[block.group]
-        same = index[block.prefix]
-        same.remove(block.block_id)
-        if not same:
-            del index[block.prefix]
-        block.prefix = None
+    def _forget(self, blocks: Iterable[Block]) -> None:
+        """Drops the content of blocks that nobody uses, and remembers that it was here."""
+        observers, gone = self.observers, self._gone
+        for block in blocks:
+            prefix = block.prefix
+            assert prefix is not None, block
+            if observers:
+                self._tell("removed", block)
+            gone.add(prefix.digest)
+            index, twins = self._index[block.group], self._twins[block.group]
+            if twins and prefix in twins:
+                same = [index[prefix], *twins.pop(prefix)]
+                same.remove(block.block_id)
+                index[prefix] = same[0]
+                if same[1:]:
+                    twins[prefix] = same[1:]
+            else:
+                del index[prefix]
+            block.prefix = None
+        if len(gone) >= self.num_blocks:
+            self._gone, self._gone_before = set(), gone
 
     # --- invariants ---------------------------------------------------------------------------
 
@@ -257,25 +333,33 @@ class BlockPool:
 
         With `tables`, all live block tables, reference counts are compared against them.
         """
-        empty, cached = set(self._empty), set(self._cached)
-        free = empty | cached
         null = self.blocks[NULL_BLOCK]
-        # Invariant I6: the null block is never allocated, hashed or freed.
-        assert NULL_BLOCK not in free and null.ref_count == 0 and null.prefix is None, null
+        free, block = [], null.after
         # Invariant I1: free + used + null = total, each block in one place.
-        assert len(empty) == len(self._empty) and not empty & cached, "a block is queued twice"
-        for block in self.blocks[1:]:
-            # Invariant I3: free if and only if the count is 0; cached if and only if hashed.
-            assert (block.ref_count == 0) == (block.block_id in free), block
-            if block.ref_count == 0:
-                assert (block.prefix is not None) == (block.block_id in cached), block
+        while block is not null and len(free) <= self.num_free:
+            assert block.before.after is block and block.after.before is block, block
+            free.append(block)
+            block = block.after
+        assert len(free) == self.num_free == len(set(free)), "the queue and its length differ"
+        # Invariant I6: the null block is never allocated, hashed or freed.
+        assert null.ref_count == 0 and null.prefix is None, null
+        # Invariant I3: free if and only if the count is 0; empty ones come first.
+        assert all(block.ref_count == 0 for block in free), free
+        assert sum(block.ref_count == 0 for block in self.blocks[1:]) == len(free), "lost blocks"
+        is_cached = [block.prefix is not None for block in free]
+        assert is_cached == sorted(is_cached), "an empty block behind a cached one"
+        assert is_cached.count(False) == self._num_empty, self._num_empty
         # Invariant I4: index entries and hashed blocks match one to one.
-        indexed = {i for index in self._index for ids in index.values() for i in ids}
-        assert indexed == {b.block_id for b in self.blocks if b.prefix is not None}
-        for group, index in enumerate(self._index):
-            for prefix, ids in index.items():
-                assert all(self.blocks[i].prefix is prefix for i in ids), prefix
-                assert all(self.blocks[i].group == group for i in ids), group
+        indexed: list[int] = []
+        for group, (index, twins) in enumerate(zip(self._index, self._twins, strict=True)):
+            assert twins.keys() <= index.keys() and all(twins.values()), group
+            for prefix, first in index.items():
+                same = [first, *twins.get(prefix, ())]
+                assert all(self.blocks[i].prefix is prefix for i in same), prefix
+                assert all(self.blocks[i].group == group for i in same), group
+                indexed += same
+        hashed = [block.block_id for block in self.blocks if block.prefix is not None]
+        assert sorted(indexed) == hashed, "the index and the blocks differ"
         if tables is not None:
             # Invariant I2: the reference count is the number of table entries.
             counts = [0] * self.num_blocks
@@ -303,10 +387,9 @@ def _demo() -> None:
     print(f"{pool}  a new pool: the null block and 11 empty ones")
     table = pool.allocate(4)
     print(f"{pool}  a prompt takes blocks {table}")
-    first = prefix = Prefix(bytes([1]), None, (0,))
-    for i, block_id in enumerate(table[:3]):
-        prefix = Prefix(bytes([i + 1]), prefix, (i,)) if i else first
-        pool.register(block_id, 0, prefix)
+    first = Prefix(bytes([1]), None, pack([0]))
+    second = Prefix(bytes([2]), first, pack([1]))
+    pool.register(table[:3], 0, [first, second, Prefix(bytes([3]), second, pack([2]))])
     pool.share(table)
     print(f"{pool}  a fork shares them")
     pool.free(reversed(table))
@@ -314,7 +397,7 @@ def _demo() -> None:
     print(f"{pool}  both end: three full blocks stay cached, the partial one is empty")
     hit = pool.lookup(0, first)
     assert hit is not None
-    pool.touch(hit)
+    pool.touch([hit])
     print(f"{pool}  a new prompt hits block {hit}")
     pool.allocate(9)
     print(f"{pool}  nine more: the empty ones first, then block 3, the tail, is evicted")

@@ -113,7 +113,7 @@ class DiskTier:
             storage.submit(DiskCopy("remove", content))
         for content in contents[surplus:]:
             [disk_id] = self.pool.allocate(1)
-            self.pool.register(disk_id, *content)
+            self.pool.register([disk_id], content.group, [content.prefix])
             self.pool.free([disk_id])
 
     @property
@@ -138,7 +138,7 @@ class DiskTier:
                 if content in self._copies or not self._host.num_free:
                     break
                 [host_id] = self._host.allocate(1)
-                self.pool.touch(block_id)
+                self.pool.touch([block_id])
                 self._submit(DiskCopy("read", content, host_id, block_id))
                 self._fetches[content] = []
                 self._stats.hit_blocks += 1
@@ -149,7 +149,7 @@ class DiskTier:
     def _end_read(self, copy: DiskCopy, ok: bool, seconds: float) -> None:
         self.pool.free([copy.disk_id])
         if ok:
-            self._host.register(copy.host_id, *copy.content)
+            self._host.register([copy.host_id], copy.content.group, [copy.content.prefix])
             self._stats.loaded_blocks += 1
             self._rate.add(self._stats.block_bytes, seconds)
         else:
@@ -182,13 +182,13 @@ class DiskTier:
             for victim in self.pool.next_evicted(1):
                 self._storage.submit(DiskCopy("remove", content_of(self.pool.blocks[victim])))
             [disk_id] = self.pool.allocate(1)
-            self._host.touch(host_id)
+            self._host.touch([host_id])
             self._submit(DiskCopy("write", content, host_id, disk_id))
 
     def _end_write(self, copy: DiskCopy, ok: bool) -> None:
         self._host.free([copy.host_id])
         if ok:
-            self.pool.register(copy.disk_id, *copy.content)
+            self.pool.register([copy.disk_id], copy.content.group, [copy.content.prefix])
             self._stats.stored_blocks += 1
         else:
             self._stats.failed_copies += 1

@@ -58,6 +58,10 @@ class Found:
     def reach(self, level: Level) -> int:
         """The longest prefix, in blocks, that every group can start from with hits to `level`."""
 
+        num_blocks = min(map(len, self.device))
+        if all(map(all, self.device)):  # Why: mostly so; no group's list has a null entry.
+            return num_blocks
+
         def has(g: int, n: int) -> list[bool]:
             below, device = self.below[g], self.device[g]
             return [
@@ -65,7 +69,6 @@ class Found:
                 for i in range(n)
             ]
 
-        num_blocks = min(map(len, self.device))
         return longest_common_hit(self.layout.groups, has, num_blocks, self.layout.block_size)
 
     def take(self, length: int) -> tuple[list[list[int]], list[tuple[int, int, Place]]]:

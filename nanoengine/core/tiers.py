@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanoengine.core.block_pool import Block, BlockPool
 from nanoengine.core.cache_stats import TierStats
@@ -41,8 +42,7 @@ WAIT_S = 0.05
 """Longest wait for the disk in a step that has nothing else to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """How much of a prompt to take from where it is found.
 
     `num_blocks` [blocks] start the sequence's tables; `is_ready` is False while the disk reads for
@@ -72,8 +72,8 @@ class NoTiers:
         """Never called: nothing was found in a tier."""
         raise AssertionError("there is no tier to load from")
 
-    def catch(self, block: Block) -> None:
-        """Lets a full block be."""
+    def catch(self, blocks: list[Block]) -> None:
+        """Lets full blocks be."""
 
     def distrust(self, block: Block) -> None:
         """It is nowhere else."""
@@ -216,24 +216,24 @@ class Tiers:
         """Has the prefix's blocks read from disk into host memory."""
         places = [place for _, _, place in found.take(length)[1]]
         held = [place.block_id for place in places if place.level is Level.HOST]
-        for host_id in held:  # Why: reading the end of a prefix must not evict its start.
-            self.host.touch(host_id)
+        self.host.touch(held)  # Why: reading the end of a prefix must not evict its start.
         fetch = self.disk.fetch(places)
         self.host.free(reversed(held))
         return fetch
 
     def load(self, host_id: int, device_id: int) -> None:
         """Adds a load to the step being planned; the device block may be indexed at once."""
-        self.host.touch(host_id)
+        self.host.touch([host_id])
         self._moves.loads.append((device_id, host_id))
         self._stats[0].hit_blocks += 1
 
     # --- stores -------------------------------------------------------------------------------
 
-    def catch(self, block: Block) -> None:
-        """A device block is full once the step being planned has run: stores it, unless lazy."""
+    def catch(self, blocks: list[Block]) -> None:
+        """Device blocks are full once the step being planned has run: stores them, unless lazy."""
         if not self._lazy:
-            self._store(block)
+            for block in blocks:
+                self._store(block)
 
     def _store(self, block: Block) -> None:
         content = content_of(block)
@@ -269,7 +269,7 @@ class Tiers:
                 self._stats[0].loaded_blocks += 1
             for _, host_id, content in moves.stores:
                 self._storing.discard(content)
-                self.host.register(host_id, *content)
+                self.host.register([host_id], content.group, [content.prefix])
                 self.host.free([host_id])
                 self._stats[0].stored_blocks += 1
                 self.disk.write_later(content)

@@ -44,10 +44,10 @@ class KVEvents:
     """Collects events until `drain` takes them.
 
     >>> from nanoengine.core.block_pool import BlockPool
-    >>> from nanoengine.core.prefixes import Prefix
+    >>> from nanoengine.core.prefixes import Prefix, pack
     >>> pool, events = BlockPool(num_blocks=3), KVEvents()
     >>> pool.observers.append(events)
-    >>> pool.register(pool.allocate(1)[0], 0, Prefix(b"a", None, [5, 6]))
+    >>> _ = pool.register(pool.allocate(1), 0, [Prefix(b"a", None, pack([5, 6]))])
     >>> events.drain()[0].token_ids, events.drain()
     ((5, 6), [])
     """
