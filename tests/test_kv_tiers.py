@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 
 import nanoengine
 from nanoengine import LLM, ConfigError, DiskTier, EngineConfig, HostTier
-from nanoengine.core.disk_tier import MAX_WRITES, DiskCopy
+from nanoengine.core.disk_tier import MAX_WRITES, DiskCopy, Finished
 from nanoengine.core.places import Content
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.prefixes import Prefixes
@@ -133,13 +134,19 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
 
 def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
     engine = small_engine(host_and_disk(tmp_path))
-    disk, submitted = engine.scheduler.block_manager.tiers._storage, []
-    submit, collect = disk.submit, disk.collect
+    disk, submitted, may_go_on = engine.scheduler.block_manager.tiers._storage, [], Event()
+    submit, carry_out = disk.submit, disk._carry_out
+
+    def carry_out_later(copy: DiskCopy) -> Finished:
+        assert may_go_on.wait(60), "somebody waits for the disk"
+        return carry_out(copy)
+
     monkeypatch.setattr(disk, "submit", lambda copy: submitted.append(copy) or submit(copy))
-    monkeypatch.setattr(disk, "collect", lambda wait_s: [])  # it has finished nothing yet
-    assert outputs(engine) == truth["full"]
+    monkeypatch.setattr(disk, "_carry_out", carry_out_later)
+    assert outputs(engine, PROMPTS[:2]) == truth["full"][:2]
+    assert not may_go_on.is_set() and not list(tmp_path.rglob("*.kv")), "the disk has done nothing"
     assert len(submitted) == MAX_WRITES, "no more are under way, and the rest waits its turn"
-    monkeypatch.setattr(disk, "collect", collect)
+    may_go_on.set()
     engine.close()
     assert len(submitted) > MAX_WRITES
     assert len(list(tmp_path.rglob("*.kv"))) == sum(copy.kind == "write" for copy in submitted)
