@@ -177,16 +177,16 @@ class Tiers:
 
         Not ready while blocks are read from disk for this sequence, which is asked for here.
         """
-        best, reason = self._cheapest(found, self._last)
-        if best is Level.DISK and seq.fetch is None:
+        last = self._last
+        if seq.fetch is not None:
+            if seq.fetch.num_pending:
+                return _not_ready(seq.fetch)
+            last = Level.HOST  # Why: what the disk did not bring, it is not asked for again.
+        best, reason = self._cheapest(found, last)
+        if best is Level.DISK:
             seq.fetch = self._fetch(found, found.reach(best))
-        if seq.fetch is not None and seq.fetch.num_pending:
-            return Choice(
-                num_blocks=0,
-                is_ready=False,
-                reason=f"{seq.fetch.num_pending} blocks are read from disk for it",
-            )
-        if best is Level.DISK:  # Why: what the disk did not bring, it is not asked for again.
+            if seq.fetch.num_pending:
+                return _not_ready(seq.fetch)
             best, reason = self._cheapest(found, Level.HOST)
         return Choice(num_blocks=found.reach(best), reason=reason)
 
@@ -340,6 +340,12 @@ class Tiers:
         storing = {content for m in moves for _, _, content in m.stores}
         assert storing == self._storing, (storing, self._storing)
         self.disk.check()
+
+
+def _not_ready(fetch: Fetch) -> Choice:
+    """The sequence waits for the disk."""
+    reason = f"{fetch.num_pending} blocks are read from disk for it"
+    return Choice(num_blocks=0, is_ready=False, reason=reason)
 
 
 def _count(found: Found, length: int) -> Counter[Level]:
