@@ -86,13 +86,13 @@ class Ours:
         self.manager.may_append(seq, 1)
 
     def advance(self, seq: Any) -> None:
-        """The token is there."""
+        """The token is there, and the step's plan has taken what changed."""
         seq.num_computed_tokens += 1
+        self.manager.updates = []
 
     def deallocate(self, seq: Any) -> None:
         """Gives the blocks back."""
         self.manager.deallocate(seq)
-        self.manager.updates.clear()
 
 
 class Peer:

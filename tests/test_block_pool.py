@@ -141,8 +141,8 @@ def test_reset_refuses_while_blocks_are_in_use():
         lambda pool: pool._push_empty(pool.blocks[2]),
         lambda pool: (pool.evict([2]), setattr(pool.blocks[5], "prefix", X)),
         lambda pool: pool._index[0].clear(),
-        lambda pool: pool._twins[0].update({X: [1]}),
-        lambda pool: pool._twins[0].update({pool.blocks[1].prefix: [2]}),
+        lambda pool: pool._twins.update({(0, X): [1]}),
+        lambda pool: pool._twins.update({(0, pool.blocks[1].prefix): [2]}),
     ],
 )
 def test_check_notices(break_it):

@@ -274,8 +274,8 @@ class BlockManager:
         if self._has_windows:
             self._drop_outside_windows(seq)
         start, blocks, needed = seq.num_computed_tokens, self.pool.blocks, 0
-        num_blocks = cdiv(start + num_new_tokens, self.block_size)
-        partial, offset = divmod(start, self.block_size)
+        num_blocks = -(-(start + num_new_tokens) // self.block_size)
+        partial, offset = start // self.block_size, start % self.block_size
         for table in seq.block_tables:
             if num_blocks > len(table):
                 needed += num_blocks - len(table)
@@ -350,7 +350,8 @@ class BlockManager:
             rows = [*zip_longest(*tables, fillvalue=NULL_BLOCK)]
             self.pool.free(chain.from_iterable(reversed(rows)))
         if self.updates:  # Why: a sequence preempted while it grows has a row no longer.
-            self.updates = [update for update in self.updates if update.row != seq.row]
+            row = seq.row
+            self.updates = [update for update in self.updates if update.row != row]
         self.forget(seq)
 
     def forget(self, seq: Sequence) -> None:

@@ -110,7 +110,7 @@ class BlockPool:
         self.num_free = self._num_empty = num_blocks - 1
         self._index: list[dict[Prefix, int]] = [{} for _ in range(num_groups)]
         # Why: two blocks may hold one content, since tables are append-only. Those after the first.
-        self._twins: list[dict[Prefix, list[int]]] = [{} for _ in range(num_groups)]
+        self._twins: dict[tuple[int, Prefix], list[int]] = {}
         self.num_evicted = 0
         # Digests evicted lately: as many as there are blocks, then those of as many before them.
         self._gone: set[bytes] = set()
@@ -191,21 +191,20 @@ class BlockPool:
         Callers pass a table tail first: of equally old blocks, the one with the longest prefix
         before it is then evicted first. Raises ValueError for a block that is free already.
         """
-        blocks, observers, num_freed = self.blocks, self.observers, 0
+        blocks, observers = self.blocks, self.observers
         null = blocks[NULL_BLOCK]
+        last, num_cached, empty = null.before, 0, []
         try:
-            for block_id in block_ids:
-                block = blocks[block_id]
+            for block in map(blocks.__getitem__, block_ids):
                 count = block.ref_count
                 if count == 1:
                     block.ref_count = 0
-                    num_freed += 1
                     if block.prefix is None:
-                        self._push_empty(block)
+                        empty.append(block)
                         continue
-                    last = null.before
-                    block.before, block.after = last, null
-                    last.after = null.before = block
+                    block.before, last.after = last, block
+                    last = block
+                    num_cached += 1
                     if observers:
                         self._tell("freed", block)
                 elif count:
@@ -213,7 +212,10 @@ class BlockPool:
                 elif block is not null:
                     raise ValueError(f"{block} is freed twice")
         finally:
-            self.num_free += num_freed
+            last.after, null.before = null, last
+            self.num_free += num_cached + len(empty)
+            for block in empty:
+                self._push_empty(block)
 
     def _push_empty(self, block: Block) -> None:
         """To the head: a block without content has no age."""
@@ -243,7 +245,7 @@ class BlockPool:
             block.group = group
             block.prefix = prefix
             if index.setdefault(prefix, block_id) != block_id:
-                self._twins[group].setdefault(prefix, []).append(block_id)
+                self._twins.setdefault((group, prefix), []).append(block_id)
             fresh.append(block)
             if observers:
                 self._tell("stored", block)
@@ -306,20 +308,21 @@ class BlockPool:
 
     def _forget(self, blocks: Iterable[Block]) -> None:
         """Drops the content of blocks that nobody uses, and remembers that it was here."""
-        observers, gone = self.observers, self._gone
+        observers, gone, twins = self.observers, self._gone, self._twins
         for block in blocks:
             prefix = block.prefix
             assert prefix is not None, block
             if observers:
                 self._tell("removed", block)
             gone.add(prefix.digest)
-            index, twins = self._index[block.group], self._twins[block.group]
-            if twins and prefix in twins:
-                same = [index[prefix], *twins.pop(prefix)]
+            group = block.group
+            index = self._index[group]
+            if twins and (group, prefix) in twins:
+                same = [index[prefix], *twins.pop((group, prefix))]
                 same.remove(block.block_id)
                 index[prefix] = same[0]
                 if same[1:]:
-                    twins[prefix] = same[1:]
+                    twins[group, prefix] = same[1:]
             else:
                 del index[prefix]
             block.prefix = None
@@ -334,7 +337,8 @@ class BlockPool:
         With `tables`, all live block tables, reference counts are compared against them.
         """
         null = self.blocks[NULL_BLOCK]
-        free, block = [], null.after
+        free: list[Block] = []
+        block = null.after
         # Invariant I1: free + used + null = total, each block in one place.
         while block is not null and len(free) <= self.num_free:
             assert block.before.after is block and block.after.before is block, block
@@ -351,10 +355,11 @@ class BlockPool:
         assert is_cached.count(False) == self._num_empty, self._num_empty
         # Invariant I4: index entries and hashed blocks match one to one.
         indexed: list[int] = []
-        for group, (index, twins) in enumerate(zip(self._index, self._twins, strict=True)):
-            assert twins.keys() <= index.keys() and all(twins.values()), group
+        assert all(self._twins.values()), self._twins
+        assert all(prefix in self._index[group] for group, prefix in self._twins), self._twins
+        for group, index in enumerate(self._index):
             for prefix, first in index.items():
-                same = [first, *twins.get(prefix, ())]
+                same = [first, *self._twins.get((group, prefix), ())]
                 assert all(self.blocks[i].prefix is prefix for i in same), prefix
                 assert all(self.blocks[i].group == group for i in same), group
                 indexed += same
