@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -65,7 +67,11 @@ def warnings(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == kv_tiers.__name__]
 
 
-@pytest.mark.parametrize("what", ["bytes", "header", "checksum", "torn", "empty", "longer"])
+TOKEN_IDS = {"no tokens": b"[]", "words": b'["a"]', "large numbers": b"[18446744073709551616]"}
+DAMAGES = ["bytes", "header", "checksum", "torn", "empty", "longer", *TOKEN_IDS]
+
+
+@pytest.mark.parametrize("what", DAMAGES)
 def test_a_damaged_file_is_a_miss_and_is_removed(what, warm, truth, caplog):
     for path in files(warm):
         data = bytearray(path.read_bytes())
@@ -79,6 +85,12 @@ def test_a_damaged_file_is_a_miss_and_is_removed(what, warm, truth, caplog):
             del data[-5000:]
         elif what == "empty":
             data.clear()
+        elif what in TOKEN_IDS:
+            (length,) = struct.unpack("<I", data[8:12])
+            text = re.sub(
+                rb'"token_ids":.*?]', b'"token_ids":' + TOKEN_IDS[what], data[12:][:length]
+            )
+            data[8 : 12 + length] = struct.pack("<I", len(text)) + text
         else:
             data += b"x"
         path.write_bytes(data)

@@ -207,23 +207,27 @@ class BlockManager:
     def _count(self, seq: Sequence, num_cached: int) -> None:
         if not self._reads_cache(seq):
             return
+        num_tokens = seq.num_tokens
         if seq.num_preempted_tokens:
-            self.stats.readmit_queried_tokens += seq.num_tokens
+            self.stats.readmit_queried_tokens += num_tokens
             self.stats.readmit_hit_tokens += num_cached
         else:
-            self.stats.count(seq.num_tokens, num_cached, miss=self._miss(seq, num_cached))
+            miss = self._miss(seq, num_cached // self.block_size, num_tokens)
+            self.stats.count(num_tokens, num_cached, miss=miss)
 
-    def _miss(self, seq: Sequence, num_cached: int) -> str | None:
+    def _miss(self, seq: Sequence, num_hits: int, num_tokens: int) -> str | None:
         """Why the prefix cache did not have all full blocks before the last token."""
-        num_hits, at_most = num_cached // self.block_size, (seq.num_tokens - 1) // self.block_size
+        at_most = (num_tokens - 1) // self.block_size
         if at_most == 0:
             return "short"
         if num_hits == at_most:
             return None
         if self.pool.was_evicted(seq.prefixes[num_hits].digest):
             return "evicted"
-        known_root = self._roots.get(self._unsalted(seq)) if num_hits == 0 else None
-        return "cold" if known_root in (None, root_name(seq.request.cache_salt)) else "salt"
+        known_root = None if num_hits else self._roots.get(self._unsalted(seq))
+        if known_root is None or known_root == root_name(seq.request.cache_salt):
+            return "cold"
+        return "salt"
 
     def _unsalted(self, seq: Sequence) -> bytes:
         """Digest of the first block as it is without a salt."""

@@ -143,19 +143,18 @@ class BlockPool:
         null = self.blocks[NULL_BLOCK]
         block = null.after
         block_ids: list[int] = []
-        evicted: list[Block] = []
+        num_evicted = 0
         for _ in range(count):
+            if block.prefix is not None:
+                self._forget(block)
+                num_evicted += 1
             block_ids.append(block.block_id)
             block.ref_count = 1
-            if block.prefix is not None:
-                evicted.append(block)
             block = block.after
         null.after, block.before = block, null
         self.num_free -= count
-        self._num_empty -= count - len(evicted)
-        if evicted:
-            self.num_evicted += len(evicted)
-            self._forget(evicted)
+        self._num_empty -= count - num_evicted
+        self.num_evicted += num_evicted
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -279,7 +278,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0 and block.prefix is not None:
-                self._forget([block])
+                self._forget(block)
                 before, after = block.before, block.after
                 before.after, after.before = after, before
                 self._push_empty(block)
@@ -306,26 +305,23 @@ class BlockPool:
         for observer in self.observers:
             observer.on_block(event, block)
 
-    def _forget(self, blocks: Iterable[Block]) -> None:
-        """Drops the content of blocks that nobody uses, and remembers that it was here."""
-        observers, gone, twins = self.observers, self._gone, self._twins
-        for block in blocks:
-            prefix = block.prefix
-            assert prefix is not None, block
-            if observers:
-                self._tell("removed", block)
-            gone.add(prefix.digest)
-            group = block.group
-            index = self._index[group]
-            if twins and (group, prefix) in twins:
-                same = [index[prefix], *twins.pop((group, prefix))]
-                same.remove(block.block_id)
-                index[prefix] = same[0]
-                if same[1:]:
-                    twins[group, prefix] = same[1:]
-            else:
-                del index[prefix]
-            block.prefix = None
+    def _forget(self, block: Block) -> None:
+        """Drops the content of a block that nobody uses, and remembers that it was here."""
+        prefix, group, twins = block.prefix, block.group, self._twins
+        assert prefix is not None, block
+        if self.observers:
+            self._tell("removed", block)
+        if twins and (group, prefix) in twins:
+            same = [self._index[group][prefix], *twins.pop((group, prefix))]
+            same.remove(block.block_id)
+            self._index[group][prefix] = same[0]
+            if same[1:]:
+                twins[group, prefix] = same[1:]
+        else:
+            del self._index[group][prefix]
+        block.prefix = None
+        gone = self._gone
+        gone.add(prefix.digest)
         if len(gone) >= self.num_blocks:
             self._gone, self._gone_before = set(), gone
 

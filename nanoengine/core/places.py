@@ -81,5 +81,6 @@ class Found:
             size = self.layout.block_size
             dropped = num_dropped_blocks(group, length * size, size)
             tables.append([NULL_BLOCK] * dropped + self.device[g][dropped:length])
-            loads += [(g, i, p) for i, p in self.below[g].items() if dropped <= i < length]
+            if self.below[g]:
+                loads += [(g, i, p) for i, p in self.below[g].items() if dropped <= i < length]
         return tables, loads

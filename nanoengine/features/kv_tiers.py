@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from nanoengine.core.disk_tier import DiskCopy, Finished
 from nanoengine.core.places import Content
-from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes
+from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
 from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.core.tier_cost import CostModel, LoadCost
 from nanoengine.core.tiers import NoTiers, Tiers
@@ -306,8 +306,9 @@ class DiskFiles:
                 bytes.fromhex(fields["parent"]),
                 fields["token_ids"],
             )
-            return header if self._pack(header)[len(MAGIC) + 4 :] == text else None
-        except (ValueError, KeyError, TypeError):
+            is_ours = self._pack(header)[len(MAGIC) + 4 :] == text and pack(header.token_ids)
+            return header if is_ours else None
+        except (ValueError, KeyError, TypeError, struct.error):
             return None
 
     def _drop_damaged(self, path: Path) -> None:
