@@ -109,12 +109,17 @@ def run_layers(dtype, hidden=4096, inner=12288):
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
-    """The deterministic products, one with gates."""
-    x = torch.zeros(2, hidden, dtype=dtype)
-    method = triton_linear.TritonLinear("layer")
-    method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
+    """The deterministic products, one with gates; the default's gates in a decode of 128."""
+    x = torch.zeros(128, hidden, dtype=dtype)
+    method, default = triton_linear.TritonLinear("layer"), triton_linear.GatedLinear("layer")
+    method.weight = default.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
     method.apply(x, None)
     method.apply_gated(x, "silu", None)
+    if dtype != torch.float32:
+        assert triton_linear.decode_gates(90, 1, dtype) == triton_linear.gemm_config(
+            90, inner, True, dtype
+        ), "a small decode's kernel is the deterministic one"
+        default.apply_gated(x, "silu", None)
 
 
 def compile_launch(kernel, args, options, arch):
@@ -162,6 +167,9 @@ def report(kernel, compiled):
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
+        # A program counts itself once all of its threads have stored, and sees what others stored.
+        "counted": len(re.findall(r"bar\.sync[^@]*?@%p\d+ atom\.global\.gpu\.acq_rel\.add", ptx)),
+        "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
     }
 
@@ -174,7 +182,7 @@ def main():
         for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
             name = kernel.__name__
             if name == "gemm_kernel" and options["ACTIVATION"]:
-                name = "gated_gemm_kernel"
+                name = "gated_gemm_kernel" if options["M"] < 128 else "wide_gated_gemm_kernel"
             if (name, str(options)) in compiled:
                 continue  # decodes and prompts with deterministic=True: launches of one kernel
             compiled.add((name, str(options)))

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from nanoengine.attention import triton as module
+from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
+from nanoengine.attention.triton_uniform import UniformConfig
 from nanoengine.errors import ConfigError
 from tests.attention_cases import DEVICE, make_case
 
@@ -30,8 +33,9 @@ def small(monkeypatch):
     monkeypatch.setattr(module, "kernel_config", lambda *shape: SMALL)
 
 
-def backend_for(case):
+def backend_for(case, **options):
     return TritonBackend(
+        **options,
         device=DEVICE,
         dtype=case.q.dtype,
         head_dim=case.spec.head_dim,
@@ -88,7 +92,7 @@ def test_long_sequences_get_longer_splits(monkeypatch):
     run((1, 140), (1, 5), sliding_window=90)
 
 
-def test_more_splits_than_one_step_of_the_combine(small, monkeypatch):
+def test_more_splits_than_one_step_of_combine(small, monkeypatch):
     config = replace(SMALL, split_tokens=16)
     monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
     case = make_case((1, 280))
@@ -158,6 +162,46 @@ def test_a_row_does_not_depend_on_its_neighbours(small):
     alone = run((9, 40))
     together = run((9, 40), (5, 50), (2, 2))
     assert torch.equal(together[:9], alone)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU chooses the order itself")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whoever_comes_last_the_splits_are_merged_alike(small, monkeypatch, deterministic):
+    """Three times over the same counters, with the programs in another order each time."""
+    monkeypatch.setattr(
+        uniform, "uniform_config",
+        lambda *shape: UniformConfig(rows=16, keys=16, warps=4, stages=2, split=32),
+    )  # fmt: skip
+    case = make_case((1, 3), (1, 90), num_kv_heads=2)
+    backend = backend_for(case, deterministic=deterministic)
+    backend.num_sms = 100
+    place, seen = interpreter.InterpreterBuilder.set_grid_idx, []
+
+    def shifted(shift):
+        def set_grid_idx(self, x, y, z):
+            z = (z + shift) % self.grid_dim[2]
+            seen.append(self.grid_dim[2])
+            place(self, x, y, z)
+
+        return set_grid_idx
+
+    outs = []
+    for shift in range(3):
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", shifted(shift))
+        outs.append(case.check(backend))
+        assert not backend.counters.any(), "a replay must find them as the first run did"
+    assert max(seen) == 3
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_more_sequences_than_counters_share_nothing(small, monkeypatch):
+    case = make_case((1, 70), (1, 40))
+    expected = case.check(backend_for(case))
+    monkeypatch.setattr(module, "NUM_COUNTERS", 1)
+    backend = backend_for(case)
+    backend.counters = torch.full((1,), 2**30, dtype=torch.int32, device=DEVICE)  # never last
+    assert torch.equal(case.check(backend), expected)
 
 
 def test_a_graph_captured_for_longer_sequences_gives_the_same(small):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 
 from nanoengine.attention import triton as attention
 from nanoengine.attention import triton_uniform
@@ -10,8 +11,16 @@ from nanoengine.attention.triton_uniform import UniformConfig
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
+from nanoengine.layers.linear import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
-from nanoengine.layers.triton_linear import GemmConfig, TritonLinear, gemm_config
+from nanoengine.layers.packed import linear_method_for
+from nanoengine.layers.triton_linear import (
+    GatedLinear,
+    GemmConfig,
+    TritonLinear,
+    decode_gates,
+    gemm_config,
+)
 from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.runner import model_runner
 from nanoengine.sampling_params import SamplingParams
@@ -62,6 +71,30 @@ def test_gates_in_the_same_kernel(small, activation):
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize(("rows", "own"), [(1, True), (64, True), (65, True), (300, False)])
+def test_gates_of_decodes_are_one_kernel_and_those_of_prompts_are_not(monkeypatch, rows, own):
+    method = GatedLinear("layer").to(DEVICE)
+    method.create(64, 80, dtype=torch.float16, device=DEVICE)
+    method.load(layer(64, 80, torch.float16).weight, slice(0, 80))
+    x, ops, gated = inputs(rows, 64, torch.float16), TorchOps(), []
+    monkeypatch.setattr(
+        TorchOps, "gate", lambda self, *rest: gated.append(1) or TritonOps.gate(self, *rest)
+    )
+    expected = ops.gate(method.apply(x, None), "silu")
+    gated.clear()
+    torch.testing.assert_close(
+        method.apply_gated(x, "silu", ops), expected, rtol=0, atol=ATOL[torch.float16]
+    )
+    assert bool(gated) is not own
+
+
+def test_a_gpu_gets_these_gates_where_its_dtype_has_16_bits():
+    for dtype in (torch.float16, torch.bfloat16):
+        assert linear_method_for(torch.device("cuda"), dtype) is GatedLinear
+        assert linear_method_for(torch.device("cpu"), dtype) is UnquantizedLinear
+    assert linear_method_for(torch.device("cuda"), torch.float32) is UnquantizedLinear
+
+
 @pytest.mark.usefixtures("row_products")
 def test_a_row_has_the_same_bits_in_any_batch(small):
     method, x = layer(64, 48, torch.float32), inputs(40, 64, torch.float32)
@@ -75,6 +108,11 @@ def test_a_row_has_the_same_bits_in_any_batch(small):
 @pytest.mark.parametrize("arch", [80, 89, 90, 120])
 def test_tiles_fit_together(arch):
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for rows in (1, 64, 65, 128, 256, 257):
+            gates = decode_gates(arch, rows, dtype)
+            assert (gates is not None) is (rows <= 256 and dtype != torch.float32)
+            if gates is not None:
+                assert triton.cdiv(rows, gates.rows) <= 2, "weights must not be read more often"
         for out_features in (64, 1024, 4096, 151936):
             for gated in (False, True):
                 config = gemm_config(arch, out_features, gated, dtype)
@@ -121,8 +159,9 @@ def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(determinist
     engine.close()
 
 
-def test_a_dense_layer_takes_eight_kernels(deterministic_engine, monkeypatch):
-    """A decode: norm, qkv, rotate and store, attend, o, norm, gate and up with the gate, down."""
+@pytest.fixture
+def launches_of_a_decode(monkeypatch):
+    """Counts what one decode of three sequences launches: kernels of our own, and "library"."""
     launched = []
 
     class Count:
@@ -138,21 +177,53 @@ def test_a_dense_layer_takes_eight_kernels(deterministic_engine, monkeypatch):
     ):  # fmt: skip
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Count(name, getattr(module, name)))
-    engine = deterministic_engine(enable_prefix_caching=False)
-    for i, prompt in enumerate(random_prompts(3, [2], vocab_size=64)):
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        engine.add_request(f"{i}", prompt, params)
-    engine.step()  # the prompts
-    launched.clear()
-    engine.step()
-    engine.close()
-    # Around the layer: the last norm and the head. The embedding and its rotation are one lookup a
-    # step each, plain torch.
+    product = F.linear
+    monkeypatch.setattr(F, "linear", lambda *rest: launched.append("library") or product(*rest))
+
+    def launches(engine):
+        for i, prompt in enumerate(random_prompts(3, [2], vocab_size=64)):
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            engine.add_request(f"{i}", prompt, params)
+        engine.step()  # the prompts
+        launched.clear()
+        engine.step()
+        engine.close()
+        return launched
+
+    return launches
+
+
+# Around the layer: the last norm and the head. The embedding and its rotation are one lookup a step
+# each, plain torch.
+LAYER = ["norm", "qkv", "rotate and store", "attend", "o", "norm", "gate and up", "down"]
+AROUND = ["norm", "head"]
+
+
+def test_a_dense_layer_takes_eight_kernels(monkeypatch, launches_of_a_decode):
+    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
+    monkeypatch.setattr(model_runner, "linear_method_for", lambda *rest: GatedLinear)
+    engine = make_engine(
+        checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
+        attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    launched = launches_of_a_decode(engine)
+    assert launched == [
+        "rms_norm_kernel", "library", "rotate_store_kernel", "decode_kernel",
+        "library", "rms_norm_kernel", "gemm_kernel", "library",
+        "rms_norm_kernel", "library",
+    ]  # fmt: skip
+    assert len(launched) == len(LAYER + AROUND)
+
+
+def test_a_deterministic_layer_takes_eight_kernels(deterministic_engine, launches_of_a_decode):
+    launched = launches_of_a_decode(deterministic_engine(enable_prefix_caching=False))
     assert launched == [
         "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "uniform_kernel",
         "gemm_kernel", "rms_norm_kernel", "gemm_kernel", "gemm_kernel",
         "rms_norm_kernel", "gemm_kernel",
     ]  # fmt: skip
+    assert len(launched) == len(LAYER + AROUND)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 Chosen by `attention.make_backend`, called by every attention layer. Here are the choices: tile
 sizes, grids, scratch memory; the arithmetic is in `triton_store.py` and `triton_kernels.py`.
 
-    norm, rotate and store (all tokens) -> decode + combine (first num_decodes sequences)
-                                        -> varlen           (all others)
+    norm, rotate and store (all tokens) -> decode (first num_decodes sequences)
+                                        -> varlen (all others)
 
 Grids come from Python ints of the batch, so nothing waits for the GPU, and the launches of a batch
 of decodes may be captured in a CUDA graph: a graph captured with a greater `max_seq_len` serves
 shorter sequences, whose programs find nothing to do.
 
 A row's result does not depend on the sequences beside it: key tiles and splits are laid out by the
-sequence alone, and nothing is added up by atomics. A token computed alone takes the decode kernel
-and in a chunk the varlen kernel; these two agree to rounding, not to the bit. With `deterministic`
-all tokens take the one kernel of `triton_uniform.py`.
+sequence alone, and splits are added up in their order, whichever program comes last. A token
+computed alone takes the decode kernel and in a chunk the varlen kernel; these two agree to
+rounding, not to the bit. With `deterministic` all tokens take the one kernel of
+`triton_uniform.py`.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
 float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
@@ -44,6 +45,7 @@ except ImportError as error:
 from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention import triton_store as store_kernels
 from nanoengine.attention import triton_uniform as uniform
+from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
@@ -203,6 +205,7 @@ class TritonBackend(AttentionBackend):
         _check(device, dtype, head_dim, block_size)
         self.deterministic = deterministic
         self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
+        self.counters = make_counters(device)
         self.arch, self.num_sms = 90, 1  # In the interpreter: any GPU that can do everything.
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -280,7 +283,7 @@ class TritonBackend(AttentionBackend):
                 out, q, k_cache, v_cache, batch, spec,
                 attention_constants(q, k_cache, v_cache, spec),
                 uniform.uniform_config(self.arch, self.head_dim, group_size, self.dtype),
-                self.num_sms,
+                self.num_sms, self.counters,
             )  # fmt: skip
             return out
         if batch.num_decodes:
@@ -335,24 +338,21 @@ class TritonBackend(AttentionBackend):
         max_splits += spec.sliding_window is not None
         # Why not a program a split: a captured graph has the splits of the longest sequence that
         # may come, and programs that only exit take time too. 32 an SM are several full waves.
-        wanted = triton.cdiv(32 * self.num_sms, num_seqs * spec.num_kv_heads)
-        programs = min(max_splits, max(4, wanted))
+        tasks = num_seqs * spec.num_kv_heads
+        programs = min(max_splits, max(4, triton.cdiv(32 * self.num_sms, tasks)))
+        if tasks > NUM_COUNTERS:
+            programs = 1
         shape = (num_seqs, heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         kernels.decode_kernel[(num_seqs, spec.num_kv_heads, programs)](
-            part_out, part_lse, q, k_cache, v_cache, table, batch.seq_lens,
+            out, part_out, part_lse, self.counters, q, k_cache, v_cache, table, batch.seq_lens,
             table.stride(0), max_splits, spec.k_scale, spec.v_scale,
+            O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
             **attention_constants(q, k_cache, v_cache, spec),
             M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,
             MAX_SPLITS=config.max_splits,
             num_warps=config.decode_warps, num_stages=config.decode_stages,
-        )  # fmt: skip
-        kernels.combine_kernel[(num_seqs, heads)](
-            out, part_out, part_lse, batch.seq_lens, max_splits,
-            O_TOKEN=out.stride(0), O_HEAD=out.stride(1), WINDOW=spec.sliding_window or 0,
-            HEAD_DIM=spec.head_dim, DIM=triton.next_power_of_2(spec.head_dim),
-            SPLIT=config.split_tokens, MAX_SPLITS=config.max_splits, num_warps=4,
         )  # fmt: skip
 
 

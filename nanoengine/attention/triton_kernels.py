@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention: varlen attention, split-KV decode and its combine.
+"""The Triton kernels of paged attention: varlen attention, and decode with split contexts.
 
 Called by `attention/triton.py` alone, which chooses grids and tile sizes. They know pointers and
 strides, not batches or models. Everything is read through the block table of a sequence:
@@ -34,6 +34,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from nanoengine.attention.triton_splits import counted_last
 
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
@@ -267,73 +269,16 @@ def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: t
     return low, size, low // size, tl.cdiv(seq_len, size) - low // size
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "max_splits", "k_scale", "v_scale"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
-)
-def decode_kernel(
-    part_out, part_lse, q, k_cache, v_cache, block_tables, seq_lens, table_stride, max_splits,
-    k_scale, v_scale,
-    Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+@triton.jit
+def combine(
+    out_row, part_out, part_lse, part, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """One query token over some of its sequence's splits, for one KV head. Grid: [S, K, programs].
-
-    Program p takes the splits p, p + programs, ... and writes each one's normalized result to
-    `part_out` [S, H, max_splits, D] and its base-2 log-sum-exp to `part_lse` [S, H, max_splits],
-    both float32 and contiguous. The number of programs is a matter of speed, never of the result.
-    """
-    seq, kv_head = tl.program_id(0), tl.program_id(1)
-    seq_len = tl.load(seq_lens + seq)
-    low, size, first_split, num_splits = split_keys(seq_len, WINDOW, SPLIT, MAX_SPLITS)
-    rows = tl.arange(0, M)
-    dims = tl.arange(0, DIM)[None, :]
-    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
-    heads = kv_head * GROUP + rows
-    query = tl.load(
-        q + seq.to(tl.int64) * Q_TOKEN + (heads[:, None] * Q_HEAD + dims), mask=mask, other=0.0
-    )
-    positions = tl.zeros([M], tl.int32) + (seq_len - 1)
-    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
-        split_start = (first_split + split) * size
-        end = tl.minimum(split_start + size, seq_len)
-        acc, total, high = attend(
-            query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
-            block_tables + seq.to(tl.int64) * table_stride, positions,
-            tl.maximum(split_start, low // N * N), low, end // N * N, end, k_scale,
-            SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-            BLOCK_SIZE, M, N, HEAD_DIM, DIM,
-        )  # fmt: skip
-        num_heads = tl.num_programs(1) * GROUP
-        part = (seq.to(tl.int64) * num_heads + heads) * max_splits + split
-        tl.store(part_lse + part, high + tl.log2(total), mask=rows < GROUP)
-        result = acc / total[:, None]
-        if v_cache.dtype.element_ty != q.dtype.element_ty:
-            result = result * v_scale
-        tl.store(part_out + part[:, None] * HEAD_DIM + dims, result, mask=mask)
-
-
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
-def combine_kernel(
-    out, part_out, part_lse, seq_lens, max_splits,
-    O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Adds up the splits of one sequence and query head, weighted by their sums. Grid: [S, H].
+    """Adds up the splits of one query head, from row `part` on, weighted by their sums.
 
     Splits are taken 16 at a time, counted from the sequence's first: the order of the sums depends
-    on this sequence alone. A sequence of length 0 gives zeros.
+    on this sequence alone. None at all give zeros.
     """
     STEP: tl.constexpr = 16
-    seq, head = tl.program_id(0), tl.program_id(1)
-    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), WINDOW, SPLIT, MAX_SPLITS)
-    part = (seq.to(tl.int64) * tl.num_programs(1) + head) * max_splits
     dims = tl.arange(0, DIM)
     acc = tl.zeros([DIM], tl.float32)
     total = tl.zeros([], tl.float32)
@@ -351,5 +296,73 @@ def combine_kernel(
         acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
         high = new_high
     result = acc / tl.where(total > 0.0, total, 1.0)
-    out_row = out + seq.to(tl.int64) * O_TOKEN + head * O_HEAD
-    tl.store(out_row + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(out_row + dims, result.to(out_row.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "max_splits", "k_scale", "v_scale"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
+def decode_kernel(
+    out, part_out, part_lse, counters, q, k_cache, v_cache, block_tables, seq_lens,
+    table_stride, max_splits, k_scale, v_scale,
+    O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
+    Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
+    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
+    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One query token over some of its sequence's splits, for one KV head. Grid: [S, K, programs].
+
+    The only split of a sequence is its result. Of more, program p takes the splits p, p + programs,
+    ... and writes each one's normalized result to `part_out` [S, H, max_splits, D] and its base-2
+    log-sum-exp to `part_lse` [S, H, max_splits], both float32 and contiguous; the program that
+    comes last adds them up. The number of programs is a matter of speed, never of the result.
+    """
+    seq, kv_head = tl.program_id(0), tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    seq_len = tl.load(seq_lens + seq)
+    low, size, first_split, num_splits = split_keys(seq_len, WINDOW, SPLIT, MAX_SPLITS)
+    # Why: launches are sized for the longest sequence that may come; the others exit at once.
+    programs = tl.minimum(tl.num_programs(2), tl.maximum(num_splits, 1))
+    if tl.program_id(2) < programs:
+        rows = tl.arange(0, M)
+        dims = tl.arange(0, DIM)[None, :]
+        mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
+        heads = kv_head * GROUP + rows
+        query_row = q + seq.to(tl.int64) * Q_TOKEN
+        out_row = out + seq.to(tl.int64) * O_TOKEN
+        query = tl.load(query_row + (heads[:, None] * Q_HEAD + dims), mask=mask, other=0.0)
+        positions = tl.zeros([M], tl.int32) + (seq_len - 1)
+        part_row = seq.to(tl.int64) * (num_kv_heads * GROUP)
+        for split in range(tl.program_id(2), num_splits, programs):
+            split_start = (first_split + split) * size
+            end = tl.minimum(split_start + size, seq_len)
+            acc, total, high = attend(
+                query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
+                block_tables + seq.to(tl.int64) * table_stride, positions,
+                tl.maximum(split_start, low // N * N), low, end // N * N, end, k_scale,
+                SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
+                BLOCK_SIZE, M, N, HEAD_DIM, DIM,
+            )  # fmt: skip
+            result = acc / total[:, None]
+            if v_cache.dtype.element_ty != q.dtype.element_ty:
+                result = result * v_scale
+            if num_splits == 1:
+                place = out_row + (heads[:, None] * O_HEAD + dims)
+                tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+            else:
+                part = (part_row + heads) * max_splits + split
+                tl.store(part_lse + part, high + tl.log2(total), mask=rows < GROUP)
+                tl.store(part_out + part[:, None] * HEAD_DIM + dims, result, mask=mask)
+        if num_splits != 1:  # noqa: SIM102
+            # Why not `and`: in a kernel both of its sides are computed.
+            if counted_last(counters + seq * num_kv_heads + kv_head, programs):
+                for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                    part = (part_row + head) * max_splits
+                    combine(
+                        out_row + head * O_HEAD, part_out, part_lse, part, num_splits, HEAD_DIM, DIM
+                    )

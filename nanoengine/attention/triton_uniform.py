@@ -5,11 +5,12 @@ whole prompts, so that a token's arithmetic is the same machine code in all of t
 
     context     0 ....... 511 | 512 ...... 1023 | 1024 .. 1100     splits of a fixed size, from 0 on
     a program   softmax within a split -> (result, log-sum-exp)    masked code in all tiles
-    then        the splits' results, merged one after the other    in the kernel, or in `combine`
+    then        the splits' results, merged one after the other
 
-Where sequences are many, a program takes all splits of its tile and merges them itself. Where they
-are few, programs share the splits, and a second kernel merges them by the same function. Merging is
-written with explicit fused multiply-adds, so that both compile to the same operations.
+Where sequences are many, a program takes all splits of its tile and merges them as they come. Where
+they are few, programs share the splits, and the last one merges what all have written, by the same
+function. Merging is written with explicit fused multiply-adds, so that both compile to the same
+operations.
 
 A row that a split doesn't show leaves its result as it was, to the bit: so it doesn't matter which
 tokens share a row's tile. What is lost against the default kernels is speed: tiles are a compromise
@@ -33,6 +34,7 @@ import triton.language as tl
 
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile
+from nanoengine.attention.triton_splits import counted_last
 from nanoengine.runner.batch import Batch
 
 
@@ -77,7 +79,7 @@ def merge(acc, total, high, part, lse):
     do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
 )  # fmt: skip
 def uniform_kernel(
-    out, part_out, part_lse, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
+    out, part_out, part_lse, counters, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
     table_stride, first_seq, num_seqs, max_splits, k_scale, v_scale,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
@@ -90,20 +92,28 @@ def uniform_kernel(
 ):  # fmt: skip
     """One tile of queries of one sequence, for one KV head. Grid: [tiles, K, programs].
 
-    With one program a tile it writes `out`. With more, program p takes the splits p, p + programs,
-    ... and writes each to `part_out` [T, H, max_splits, D] and `part_lse` [T, H, max_splits],
-    float32 and contiguous, counted from the first split that the tile sees.
+    With one program a tile it merges its splits as they come. With more, which only decodes have,
+    program p takes the splits p, p + programs, ... and writes each to `part_out`
+    [T, H, max_splits, D] and `part_lse` [T, H, max_splits], float32 and contiguous, counted from
+    the first split that the tile sees; the program that comes last merges them.
     """
     TILE_TOKENS: tl.constexpr = M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    direct = tl.num_programs(2) == 1
     seq, first_tile = sequence_of_tile(query_start_loc, tile, first_seq, num_seqs, TILE_TOKENS)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     context = tl.load(seq_lens + seq) - query_len
     tile_start = (tile - first_tile) * TILE_TOKENS
-    if tile_start < query_len:
+    end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(context + tile_start - WINDOW + 1, 0)
+    first_split = low // SPLIT
+    num_splits = tl.cdiv(end, SPLIT) - first_split
+    # Why: launches are sized for the longest sequence that may come; the others exit at once.
+    programs = tl.minimum(tl.num_programs(2), tl.maximum(num_splits, 1))
+    if (tile_start < query_len) & (tl.program_id(2) < programs):
         rows = tl.arange(0, M)
         tokens = tile_start + rows // GROUP
         dims = tl.arange(0, DIM)[None, :]
@@ -113,22 +123,18 @@ def uniform_kernel(
         heads = kv_head * GROUP + rows % GROUP
         q_place = token_rows[:, None] * Q_TOKEN + (heads[:, None] * Q_HEAD + dims)
         query = tl.load(q + q_place, mask=mask, other=0.0)
-        end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
-        low = 0
-        if WINDOW > 0:
-            low = tl.maximum(context + tile_start - WINDOW + 1, 0)
-        first_split = low // SPLIT
         part_row = (token_rows * (tl.num_programs(1) * GROUP) + heads) * max_splits
         all_acc = tl.zeros([M, DIM], tl.float32)
         all_total = tl.zeros([M], tl.float32)
         all_high = tl.full([M], MIN_SCORE, tl.float32)
-        for split in range(first_split + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
-            start = tl.maximum(split * SPLIT, low // N * N)
+        for split in range(tl.program_id(2), num_splits, programs):
+            split_start = (first_split + split) * SPLIT
+            start = tl.maximum(split_start, low // N * N)
             acc, total, high = attend(
                 query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
                 block_tables + seq.to(tl.int64) * table_stride, context + tokens,
                 # Why no full tiles: which ones are full depends on the rows of the tile.
-                start, low, start, tl.minimum(split * SPLIT + SPLIT, end), k_scale,
+                start, low, start, tl.minimum(split_start + SPLIT, end), k_scale,
                 SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
                 BLOCK_SIZE, M, N, HEAD_DIM, DIM,
             )  # fmt: skip
@@ -136,46 +142,26 @@ def uniform_kernel(
             if v_cache.dtype.element_ty != q.dtype.element_ty:
                 part = part * v_scale
             lse = high + tl.log2(total)
-            if direct:
+            if programs == 1:
                 all_acc, all_total, all_high = merge(all_acc, all_total, all_high, part, lse)
             else:
-                row = part_row + (split - first_split)
+                row = part_row + split
                 tl.store(part_lse + row, lse, mask=inside)
                 tl.store(part_out + row[:, None] * HEAD_DIM + dims, part, mask=mask)
-        if direct:
+        whole = programs == 1
+        if not whole:
+            whole = counted_last(counters + seq * tl.num_programs(1) + kv_head, programs)
+            if whole:
+                for split in range(0, num_splits):
+                    row = part_row + split
+                    lse = tl.load(part_lse + row, mask=inside, other=float("-inf"))
+                    place = part_out + row[:, None] * HEAD_DIM + dims
+                    part = tl.load(place, mask=mask, other=0.0)
+                    all_acc, all_total, all_high = merge(all_acc, all_total, all_high, part, lse)
+        if whole:
             result = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
             out_place = token_rows[:, None] * O_TOKEN + (heads[:, None] * O_HEAD + dims)
             tl.store(out + out_place, result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens"])
-def uniform_combine_kernel(
-    out, part_out, part_lse, seq_lens, max_splits,
-    O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Merges the splits of one decode's heads, in rising order. Grid: [S, H / ROWS rounded up]."""
-    seq = tl.program_id(0).to(tl.int64)
-    seq_len = tl.load(seq_lens + seq)
-    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, DIM)[None, :]
-    inside = heads < NUM_HEADS
-    mask = inside[:, None] & (dims < HEAD_DIM)
-    first_split = 0
-    if WINDOW > 0:
-        first_split = tl.maximum(seq_len - WINDOW, 0) // SPLIT
-    place = (seq * NUM_HEADS + heads) * max_splits
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    high = tl.full([ROWS], MIN_SCORE, tl.float32)
-    for split in range(0, tl.cdiv(seq_len, SPLIT) - first_split):
-        lse = tl.load(part_lse + place + split, mask=inside, other=float("-inf"))
-        rows = part_out + (place + split)[:, None] * HEAD_DIM + dims
-        acc, total, high = merge(acc, total, high, tl.load(rows, mask=mask, other=0.0), lse)
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_rows = out + seq * O_TOKEN + (heads[:, None] * O_HEAD + dims)
-    tl.store(out_rows, result.to(out.dtype.element_ty), mask=mask)
 
 
 def attend_uniform(
@@ -188,45 +174,37 @@ def attend_uniform(
     constants: dict[str, Any],
     config: UniformConfig,
     num_sms: int,
+    counters: torch.Tensor,
 ) -> None:
     """Attends all sequences of a batch: in one launch, or decodes first where they are few.
 
-    `constants` are those of `triton.attention_constants`.
+    `constants` are those of `triton.attention_constants`, `counters` those of the backend.
     """
     heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
     table, tile_tokens = batch.block_tables[spec.group], config.rows // (heads // kv_heads)
 
-    def launch(
-        first_seq: int, num_seqs: int, num_tokens: int, max_splits: int, programs: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(first_seq: int, num_seqs: int, num_tokens: int, programs: int) -> None:
         # Why float32 even where nothing is written: another dtype would be another compilation.
         shape = (num_tokens if programs > 1 else 0, heads, max_splits)
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         uniform_kernel[(num_tokens // tile_tokens + num_seqs, kv_heads, programs)](
-            out, part_out, part_lse, q, k_cache, v_cache, table, batch.query_start_loc,
+            out, part_out, part_lse, counters, q, k_cache, v_cache, table, batch.query_start_loc,
             batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
             spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1), **constants,
             M=config.rows, N=config.keys, SPLIT=config.split,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
-        return part_out, part_lse
 
     decodes, first = batch.num_decodes, 0
     max_splits = triton.cdiv(min(batch.max_seq_len, window or batch.max_seq_len), config.split)
     max_splits += window is not None  # the first and the last may be cut
-    # Why 4 programs an SM: about as many as fit. From there on sharing splits gains nothing.
+    # Why 4 programs an SM: about as many as fit. From there on sharing splits gains nothing, so
+    # those that share are always fewer than `NUM_COUNTERS`.
     programs = min(max_splits, triton.cdiv(4 * num_sms, max(decodes, 1) * kv_heads))
     if decodes and programs > 1:
-        parts = launch(0, decodes, decodes, max_splits, programs)
-        rows = min(triton.next_power_of_2(heads), 4)
-        uniform_combine_kernel[(decodes, triton.cdiv(heads, rows))](
-            out, *parts, batch.seq_lens, max_splits,
-            O_TOKEN=out.stride(0), O_HEAD=out.stride(1), WINDOW=constants["WINDOW"],
-            NUM_HEADS=heads, ROWS=rows, HEAD_DIM=spec.head_dim, DIM=constants["DIM"],
-            SPLIT=config.split, num_warps=4,
-        )  # fmt: skip
+        launch(0, decodes, decodes, programs)
         first = decodes
     if first < batch.num_seqs:
-        launch(first, batch.num_seqs - first, batch.num_tokens - first, max_splits, 1)
+        launch(first, batch.num_seqs - first, batch.num_tokens - first, 1)

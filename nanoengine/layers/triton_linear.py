@@ -1,10 +1,14 @@
-"""TritonLinear: matrix multiplication with one configuration for every number of tokens.
+"""Matrix multiplication by our own kernel: for gates in a decode, or for all products.
 
-For `deterministic=True` on a GPU: cuBLAS picks its algorithm by the number of rows, and with it the
-order of a sum, so the same token may get other bits in another batch. Here a row's bits follow from
-the row. Chosen by the runner.
+    GatedLinear    the default on a GPU: gate and up projection, activation and product are one
+                   kernel in a decode; everything else is cuBLAS
+    TritonLinear   `deterministic=True`: one configuration for every number of tokens
 
-It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
+cuBLAS picks its algorithm by the number of rows, and with it the order of a sum, so the same token
+may get other bits in another batch. With TritonLinear a row's bits follow from the row.
+
+They have been run in Triton's interpreter and compiled ahead of time; they have not run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -52,6 +56,32 @@ def gemm_config(arch: int, out_features: int, gated: bool, dtype: torch.dtype) -
     )
 
 
+@functools.cache
+def decode_gates(arch: int, rows: int, dtype: torch.dtype) -> GemmConfig | None:
+    """Tile sizes for a gated product of so many rows; None: cuBLAS and a kernel for the gate.
+
+    Up to 256 rows it is a decode, whose time is mostly that of reading the weights and of starting
+    kernels: one or two tiles of rows, so that weights come from memory once. Prompts are bound by
+    arithmetic, which cuBLAS does best; so is float32, without tensor cores.
+    """
+    if rows > 256 or dtype == torch.float32:
+        return None
+    if rows <= 64:
+        return gemm_config(arch, 0, True, dtype)
+    stages = 4 if arch in (80, 90, 100, 103) else 3
+    return GemmConfig(rows=128, columns=32, inputs=64, warps=8, stages=stages)
+
+
+class GatedLinear(UnquantizedLinear):
+    """A weight of the model's dtype, float16 or bfloat16; decodes compute gates in one kernel."""
+
+    def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+        config = decode_gates(_arch(x.device), len(x), x.dtype)
+        if config is None:
+            return super().apply_gated(x, activation, ops)
+        return multiply(x, self.weight, None, activation, config)
+
+
 class TritonLinear(UnquantizedLinear):
     """A weight of the model's dtype; row-wise products, and gates in the same kernel.
 
@@ -59,30 +89,38 @@ class TritonLinear(UnquantizedLinear):
     """
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._multiply(x, bias, self.weight.shape[0], "")
+        config = gemm_config(_arch(x.device), len(self.weight), False, x.dtype)
+        return multiply(x, self.weight, bias, "", config)
 
     def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
-        assert activation in GATES, activation
-        return self._multiply(x, None, self.weight.shape[0] // 2, activation)
+        config = gemm_config(_arch(x.device), len(self.weight) // 2, True, x.dtype)
+        return multiply(x, self.weight, None, activation, config)
 
-    def _multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, out_features: int, activation: str
-    ) -> torch.Tensor:
-        weight, in_features = self.weight, x.shape[-1]
-        assert weight.is_contiguous(), "the kernel reads whole rows"
-        rows = x.reshape(-1, in_features)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
-        config = gemm_config(_arch(x.device), out_features, bool(activation), x.dtype)
-        grid = (triton.cdiv(len(rows), config.rows), triton.cdiv(out_features, config.columns))
-        kernels.gemm_kernel[grid](
-            out, rows, weight, weight if bias is None else bias, len(rows),
-            X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
-            M=config.rows, N=config.columns, K=config.inputs,
-            BIAS=bias is not None, ACTIVATION=activation,
-            num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
-        return out.view(*x.shape[:-1], out_features)
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    config: GemmConfig,
+) -> torch.Tensor:
+    """x [..., I] @ weight.T + bias; with an activation act(gate) * up of the outputs' halves."""
+    assert not activation or activation in GATES, activation
+    assert weight.is_contiguous(), "the kernel reads whole rows"
+    in_features = x.shape[-1]
+    out_features = len(weight) // 2 if activation else len(weight)
+    rows = x.reshape(-1, in_features)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(len(rows), config.rows), triton.cdiv(out_features, config.columns))
+    kernels.gemm_kernel[grid](
+        out, rows, weight, weight if bias is None else bias, len(rows),
+        X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
+        M=config.rows, N=config.columns, K=config.inputs,
+        BIAS=bias is not None, ACTIVATION=activation,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out.view(*x.shape[:-1], out_features)
 
 
 @functools.cache

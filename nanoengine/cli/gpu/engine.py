@@ -35,6 +35,7 @@ from nanoengine.cli.gpu.timing import (
 )
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepTimes
+from nanoengine.layers.linear import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner import model_runner
@@ -73,17 +74,21 @@ class Step:
 
 @contextmanager
 def plain_layers() -> Iterator[None]:
-    """Engines that are built inside use plain torch for norms, gates, rotation and store.
+    """Engines that are built inside use plain torch for norms, gates, rotation and store, and
+    cuBLAS for all products.
 
     Why by exchange: an option would be of use to this report alone.
     """
     fused_ops, fused_rotation = model_runner.make_ops, TritonBackend.rotate_and_store
+    fused_linear = model_runner.linear_method_for
     model_runner.make_ops = lambda device, dtype: TorchOps()
+    model_runner.linear_method_for = lambda *options: UnquantizedLinear
     TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
     try:
         yield
     finally:
         model_runner.make_ops = fused_ops
+        model_runner.linear_method_for = fused_linear
         TritonBackend.rotate_and_store = fused_rotation  # type: ignore[method-assign]
 
 
