@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -27,15 +29,17 @@ from triton.compiler import ASTSource
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
-from nanoengine.kernels import triton_gemm
+from nanoengine.kernels import triton_gemm, triton_sampling
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_ops import TritonOps
+from nanoengine.runner.triton_pick import pick_lines
 from tests.attention_cases import Case, make_case
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float64: "*fp64", torch.int8: "*i8",
 }  # fmt: skip
 
 
@@ -53,7 +57,7 @@ class Catch:
 def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
-    for module in (store_kernels, kernels, uniform, layer_kernels, triton_gemm):
+    for module in (store_kernels, kernels, uniform, layer_kernels, triton_gemm, triton_sampling):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 originals.append((module, name, value))
@@ -86,6 +90,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_layers(dtype)
             triton_linear._arch = lambda device: arch
             run_linear(dtype)
+            run_sampling(dtype)
     return caught
 
 
@@ -120,6 +125,14 @@ def run_linear(dtype, hidden=4096, inner=12288):
             90, inner, True, dtype
         ), "a small decode's kernel is the deterministic one"
         default.apply_gated(x, "silu", None)
+
+
+def run_sampling(dtype, size=151936):
+    """Lines that filter, and in 16 bits lines that only draw; all begin as greedy ones do."""
+    logits, params = torch.zeros(2, size, dtype=dtype), torch.zeros(5, 2, dtype=torch.float64)
+    pick_lines(logits, params, draws=True, filters=True)
+    if dtype != torch.float32:
+        pick_lines(logits, params, draws=True, filters=False)
 
 
 def compile_launch(kernel, args, options, arch):
@@ -174,21 +187,34 @@ def report(kernel, compiled):
     }
 
 
-def main():
-    results = []
-    for target in sys.argv[1:]:
-        arch, dtype, *shape, what = target.split(",")
-        shape, compiled = [int(x) for x in shape], set()
-        for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
-            name = kernel.__name__
-            if name == "gemm_kernel" and options["ACTIVATION"]:
-                name = "gated_gemm_kernel" if options["M"] < 128 else "wide_gated_gemm_kernel"
-            if (name, str(options)) in compiled:
-                continue  # decodes and prompts with deterministic=True: launches of one kernel
-            compiled.add((name, str(options)))
+def name_of(kernel, options):
+    """The kernel's name; kernels of several kinds of code have a name for each."""
+    name = kernel.__name__
+    if name == "gemm_kernel" and options["ACTIVATION"]:
+        return "gated_gemm_kernel" if options["M"] < 128 else "wide_gated_gemm_kernel"
+    if name == "pick_kernel":
+        return "filtered_pick_kernel" if options["FILTER"] else "drawn_pick_kernel"
+    return name
+
+
+def reports_of(target):
+    """The figures of all kernels of one target."""
+    arch, dtype, *shape, what = target.split(",")
+    shape, results = [int(x) for x in shape], {}
+    for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
+        key = name_of(kernel, options), str(options)
+        if key not in results:  # decodes and prompts with deterministic=True launch one kernel
             found = compile_launch(kernel, args, options, int(arch))
-            results.append({"target": target} | report(kernel, found) | {"kernel": name})
-    print(json.dumps(results))
+            figures = report(kernel, found) | {"kernel": key[0]}
+            results[key] = {"target": target} | figures
+    return list(results.values())
+
+
+def main():
+    # Why processes: a compilation is one thread; forks have all that was imported already.
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(reports_of, sys.argv[1:], chunksize=1)
+    print(json.dumps([figures for of_target in results for figures in of_target]))
 
 
 if __name__ == "__main__":

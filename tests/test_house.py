@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                "models.quantization", "kernels"},
     "models": {"layers", "attention", "runner.batch", "parallel.shard"},
     "runner": {"models", "layers", "attention", "core.plan", "core.protocols", "core.kv_groups",
-               "parallel.shard", "config"},
+               "parallel.shard", "config", "kernels"},
     "features": {"core", "runner", "layers", "models", "tier_config"},
     "tokenizer": {"core.protocols", "tokenizer_file"},
     "tokenizer_file": set(),

@@ -5,6 +5,7 @@ instructions, 16-byte asynchronous copies, and copies still in flight while a ti
 interpreter checks none of this, nor the types that only the compiler sees.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 
 TESTS = Path(__file__).parent
@@ -24,38 +26,61 @@ ATTENTION = ("varlen_kernel", "decode_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel")
 UNIFORM = ("uniform_kernel",)
 PRODUCTS = ("gemm_kernel", "gated_gemm_kernel")
-WIDE = "wide_gated_gemm_kernel"  # not in float32
+WIDE, DRAWN = "wide_gated_gemm_kernel", "drawn_pick_kernel"  # not in float32
+FILTERED = "filtered_pick_kernel"
 KERNELS = {
-    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS,
+    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,),
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
 }
 SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024}
 
 
+def sources() -> str:
+    """A hash of all that the machine code follows from."""
+    digest = hashlib.sha256(f"{triton.__version__} {torch.__version__} {sys.version}".encode())
+    folders = [TESTS.parent / "nanoengine" / part for part in ("attention", "kernels", "layers")]
+    paths = [path for folder in folders for path in folder.glob("*.py")]
+    paths += (TESTS.parent / "nanoengine" / "runner").glob("*.py")
+    for path in sorted([*paths, Path(__file__), *TESTS.glob("a*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """(target, kernel) -> figures of its machine code; one process compiles them all."""
+def reports(request, tmp_path_factory):
+    """(target, kernel) -> figures of its machine code, compiled anew if any source has changed."""
     for tool in ("ptxas", "cuobjdump"):
         if not (BIN / tool).exists():
             pytest.fail(
                 f"the installed triton {triton.__version__} has no {tool} in {BIN}: the kernels"
                 " can't be compiled ahead of time; install a triton wheel for Linux that ships it"
             )
+    cache, key = getattr(request.config, "cache", None), sources()
+    known = cache.get("nanoengine/machine-code", None) if cache else None
+    if known is None or known[0] != key:
+        known = key, compile_all(tmp_path_factory.mktemp("triton"))
+        if cache:
+            cache.set("nanoengine/machine-code", known)
+    return {(r["target"], r["kernel"]): r for r in known[1]}
+
+
+def compile_all(folder):
+    """The figures of all targets, from a process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_CACHE_DIR"] = str(folder)
     done = subprocess.run(
         [sys.executable, "-m", "tests.aot_compile", *MAIN, *FP8, *OTHERS], cwd=TESTS.parent,
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return {(r["target"], r["kernel"]): r for r in json.loads(done.stdout)}
+    return json.loads(done.stdout)
 
 
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + OTHERS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    assert set(reports) == expected | {(t, WIDE) for t in MAIN}
+    assert set(reports) == expected | {(t, k) for t in MAIN for k in (WIDE, DRAWN)}
 
 
 def test_nothing_spills_and_shared_memory_fits(reports):
@@ -75,6 +100,15 @@ def test_registers_leave_room_for_enough_programs(reports, target):
         if (target, kernel) in reports:
             product = kernel in (*PRODUCTS, WIDE)
             assert reports[target, kernel]["registers"] <= (168 if product else 64)
+
+
+@pytest.mark.parametrize("target", MAIN)
+@pytest.mark.parametrize("kernel", [DRAWN, FILTERED])
+def test_logits_arrive_by_wide_copies_while_others_are_weighed(reports, target, kernel):
+    figures = reports[target, kernel]
+    assert figures["registers"] <= 128, "two lines of 256 threads on a multiprocessor"
+    assert figures["async_copies"] == figures["wide_copies"] > 0
+    assert figures["in_flight"] >= 2
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)

@@ -10,6 +10,10 @@ The host knows the kind from the sampling parameters. All else has fixed shapes 
 value, so nothing waits, and a captured graph fits every batch of its kind. The tokens are those
 that the CPU picks with `draw.py`, where it may look at values and take shortcuts.
 
+On CUDA all kinds but TOP_K are one kernel (`triton_pick.py`): what is here is its twin, and what
+serves float64. An exponential's last bit may differ between the two, and with it, about once in ten
+million draws, a token; on one device a seed's tokens are always the same.
+
 Threshold search (`Thresholds`): a filter keeps a prefix of the tokens in order of likelihood, and
 the token to draw lies where the running sum of weights, in that order, passes a number. Neither
 needs the order itself, only the sums up to a bin of logits, so a histogram replaces the sort:
@@ -67,6 +71,11 @@ def pick(logits: torch.Tensor, params: DrawParams, kind: Kind) -> tuple[torch.Te
         logits: [L, V], any float dtype.
         params: temperature 0 for greedy lines, top_k V where it is off.
     """
+    if has_kernel(logits.device, logits.dtype, kind):
+        from nanoengine.runner.triton_pick import pick_lines
+
+        draws, filters = kind is not Kind.GREEDY, kind is Kind.FILTERED
+        return pick_lines(logits, params.packed, draws, filters)
     size = max(1, CHUNK // (4 if kind is Kind.FILTERED else 1) // logits.shape[-1])
     chunks = [
         _pick(logits[start : start + size], params[start : start + size], kind)
@@ -75,6 +84,15 @@ def pick(logits: torch.Tensor, params: DrawParams, kind: Kind) -> tuple[torch.Te
     ids, largest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     valid = largest.isfinite()
     return torch.where(valid, ids, 0), valid
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, kind: Kind) -> bool:
+    """True if lines are picked by the Triton kernel.
+
+    Why not TOP_K: the 64 best are found in few passes here; the kernel would search the line once a
+    bit for where they end.
+    """
+    return device.type == "cuda" and dtype != torch.float64 and kind is not Kind.TOP_K
 
 
 def _pick(

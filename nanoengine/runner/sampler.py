@@ -244,7 +244,8 @@ class Sampler:
         valid = torch.ones(len(rows), dtype=torch.bool, device=device)
         for lines, picker in self._groups(rows, positions, device):
             edits = self._edits(rows, lines, drafts or {})
-            if not edits and picker is _pick_greedy and len(lines) == len(rows):
+            as_they_are = picker is _pick_greedy or device.type != "cpu"
+            if not edits and as_they_are and len(lines) == len(rows):
                 token_ids, valid = picker(logits, slice(None))
                 break
             for start, stop in _chunks(len(lines), logits):

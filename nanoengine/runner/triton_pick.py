@@ -1,0 +1,45 @@
+"""Picking tokens on a GPU with one kernel; the twin in plain torch is `pick.py`, which calls this.
+
+Here are the choices: tile sizes and warps; the arithmetic is in `kernels/triton_sampling.py`. A
+token depends on its own line, seed and position alone, whatever the batch, and whether a graph
+replays or not. It is the token that the twin draws, but where an exponential's last bit decides.
+
+It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from nanoengine.kernels import triton_sampling as kernels
+
+BLOCK = 4096
+"""Logits of a line in one tile: 16 for each of 256 threads, two loads of 16 bytes in 16 bits."""
+
+ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits that are zero in any number of the dtype, as float32."""
+
+
+def pick_lines(
+    logits: torch.Tensor, params: torch.Tensor, draws: bool, filters: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token a line: ids [L] int64, and whether the line has a valid one, [L] bool.
+
+    Args:
+        logits: [L, V] of a dtype in ZERO_BITS.
+        params: [5, L] float64, the rows of `DrawParams`.
+        draws: some lines may draw.
+        filters: some lines may filter.
+    """
+    num_lines, size = logits.shape
+    assert logits.stride(1) == params.stride(1) == 1, "lines must be contiguous"
+    ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
+    valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
+    kernels.pick_kernel[(num_lines,)](
+        ids, valid.view(torch.int8), logits, params, params.stride(0),
+        LINE=logits.stride(0), SIZE=size, BLOCK=BLOCK,
+        TILES=triton.next_power_of_2(triton.cdiv(size, BLOCK)), STAGES=4,
+        SHIFT=ZERO_BITS[logits.dtype], DRAW=draws, FILTER=filters, num_warps=8,
+    )  # fmt: skip
+    return ids, valid
