@@ -270,6 +270,21 @@ def test_processors_and_reports_are_the_same_in_both_loops(name):
         assert len(plain[3].prompt_logprobs) == 32
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_an_fp8_cache_holds_the_same_in_both_loops(family):
+    """With stop ids, whose over-run is written to the cache, and a pool that preempts."""
+    each = [FOLLOWING[("stop", "min_tokens", "logprobs")[i % 3]] for i in range(len(PROMPTS))]
+    options = {"kv_cache_dtype": "fp8", "block_size": 8, "num_kv_blocks": 12}
+    plain, overlapped = both(PROMPTS, each, family, **options)
+    assert tokens(overlapped) == tokens(plain)
+    for one, other in zip(plain, overlapped, strict=True):
+        for first, second in zip(one.sequences, other.sequences, strict=True):
+            # Why not equal bits: batches differ by over-runs, and BLAS sums by the batch's size.
+            for entries in zip(first.logprobs or [], second.logprobs or [], strict=True):
+                here, there = ([entry.logprob for entry in found] for found in entries)
+                assert here == pytest.approx(there, abs=1e-9)
+
+
 def test_bad_words_of_a_token_that_is_still_under_way():
     prompt = PROMPTS[3]
     engine = engines.make_engine(checkpoint("qwen3"))
