@@ -11,8 +11,9 @@ value, so nothing waits, and a captured graph fits every batch of its kind. The 
 that the CPU picks with `draw.py`, where it may look at values and take shortcuts.
 
 On CUDA all kinds but TOP_K are one kernel (`triton_pick.py`): what is here is its twin, and what
-serves float64. An exponential's last bit may differ between the two, and with it, about once in ten
-million draws, a token; on one device a seed's tokens are always the same.
+serves float64. Exponentials may differ between the two in a last bit, and with them now and then a
+token: by estimate once in millions of draws where few tokens are likely, once in ten thousand where
+all are. On one device a seed's tokens are always the same.
 
 Threshold search (`Thresholds`): a filter keeps a prefix of the tokens in order of likelihood, and
 the token to draw lies where the running sum of weights, in that order, passes a number. Neither

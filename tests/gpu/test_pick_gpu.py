@@ -1,0 +1,60 @@
+"""The sampling kernel on a real GPU: the tokens of its twin, at the size of a real vocabulary."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.runner import pick as pick_module
+from nanoengine.runner.draw import uniforms
+from nanoengine.runner.pick import Kind, device_params, pick
+from tests.attention_cases import DEVICE
+
+LINES, SIZE = 200, 151936
+KINDS = [Kind.GREEDY, Kind.DRAWN, Kind.FILTERED]
+
+
+def lines(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn(LINES, SIZE, generator=generator)
+    logits[::5] *= 0.1  # flat
+    logits[1::5, : SIZE // 2] = -torch.inf
+    return logits.to(DEVICE, dtype)
+
+
+def params(kind):
+    rng, drawn, filters = np.random.default_rng(1), kind is not Kind.GREEDY, kind is Kind.FILTERED
+    columns = [
+        rng.choice([0.0, 0.7, 1.0, 2.0], LINES) * drawn,
+        rng.choice([100, 5000, SIZE], LINES) if filters else np.full(LINES, SIZE),
+        rng.choice([0.5, 0.95, 1.0], LINES) if filters else np.ones(LINES),
+        rng.choice([0.0, 0.01], LINES) if filters else np.zeros(LINES),
+        uniforms(np.arange(LINES), np.full(LINES, 5)),
+    ]
+    return device_params(torch.from_numpy(np.stack(columns).astype(np.float64)).to(DEVICE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tokens_are_those_of_the_twin(dtype, kind, monkeypatch):
+    logits, packed = lines(dtype), params(kind)
+    ids, valid = pick(logits, packed, kind)
+    monkeypatch.setattr(pick_module, "has_kernel", lambda *rest: False)
+    expected, _ = pick(logits, packed, kind)
+    assert valid.all()
+    # Why one: an exponential's last bit may move the end of what top_p keeps.
+    assert (ids != expected).sum() <= (0 if kind is Kind.GREEDY else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_draws_the_same_token_beside_any_others_and_in_every_run(kind):
+    logits, packed = lines(torch.bfloat16), params(kind)
+    ids, _ = pick(logits, packed, kind)
+    for _ in range(20):
+        assert torch.equal(pick(logits, packed, kind)[0], ids)
+    for some in (slice(7, 8), slice(30, 63)):
+        assert torch.equal(pick(logits[some], packed[some], kind)[0], ids[some])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed, _ = pick(logits, packed, kind)
+    graph.replay()
+    assert torch.equal(replayed, ids)
