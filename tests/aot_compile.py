@@ -121,7 +121,7 @@ def run_linear(dtype, hidden=4096, inner=12288):
     method.apply(x, None)
     method.apply_gated(x, "silu", None)
     if dtype != torch.float32:
-        assert triton_linear.decode_gates(90, 1, dtype) == triton_linear.gemm_config(
+        assert triton_linear.decode_gates(90, 1, inner, dtype) == triton_linear.gemm_config(
             90, inner, True, dtype
         ), "a small decode's kernel is the deterministic one"
         default.apply_gated(x, "silu", None)

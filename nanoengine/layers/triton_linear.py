@@ -57,17 +57,17 @@ def gemm_config(arch: int, out_features: int, gated: bool, dtype: torch.dtype) -
 
 
 @functools.cache
-def decode_gates(arch: int, rows: int, dtype: torch.dtype) -> GemmConfig | None:
+def decode_gates(arch: int, rows: int, out_features: int, dtype: torch.dtype) -> GemmConfig | None:
     """Tile sizes for a gated product of so many rows; None: cuBLAS and a kernel for the gate.
 
-    Up to 256 rows it is a decode, whose time is mostly that of reading the weights and of starting
+    Up to 256 rows, as decodes have, most of the time goes into reading the weights and starting
     kernels: one or two tiles of rows, so that weights come from memory once. Prompts are bound by
     arithmetic, which cuBLAS does best; so is float32, without tensor cores.
     """
     if rows > 256 or dtype == torch.float32:
         return None
     if rows <= 64:
-        return gemm_config(arch, 0, True, dtype)
+        return gemm_config(arch, out_features, True, dtype)
     stages = 4 if arch in (80, 90, 100, 103) else 3
     return GemmConfig(rows=128, columns=32, inputs=64, warps=8, stages=stages)
 
@@ -76,7 +76,7 @@ class GatedLinear(UnquantizedLinear):
     """A weight of the model's dtype, float16 or bfloat16; decodes compute gates in one kernel."""
 
     def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
-        config = decode_gates(_arch(x.device), len(x), x.dtype)
+        config = decode_gates(_arch(x.device), len(x), len(self.weight) // 2, x.dtype)
         if config is None:
             return super().apply_gated(x, activation, ops)
         return multiply(x, self.weight, None, activation, config)
