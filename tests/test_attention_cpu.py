@@ -4,9 +4,9 @@ import numba
 import pytest
 import torch
 
-from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.attention import make_backend
 from nanoengine.errors import ConfigError
+from nanoengine.kernels import cpu_attention as kernels
 from tests.paged_batches import CPU, Paged
 
 # Sums of up to a thousand products in another order: float64 keeps about 1e-15 of values near 1,
