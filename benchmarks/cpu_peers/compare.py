@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --json FILE
 
-Each round runs every configuration once, in a process of its own, in turn (A B C A B C), so that a
-machine that drifts does so for all. A run during which other processes used the CPU is repeated and
-then marked; it enters no median. Peers that are missing are named with the reason.
+Each round runs every configuration once, in a process of its own, and begins with another (A B C,
+B C A, C A B): a machine that drifts does so for all, and none always follows the same one, whose
+memory the system may still be taking back. A run during which other processes used the CPU is
+repeated and then marked; it enters no median. Peers that are missing are named with the reason.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def run_rounds(
         started = time.monotonic()
         if number and started - began + longest > 60 * args.minutes:
             break
-        for entry in entries:
+        first = number % len(entries)
+        for entry in (*entries[first:], *entries[:first]):
             names = ["G"] * (number == 0) + args.workloads
             for attempt in range(1 + args.retries):
                 if entry.label in failed or not names:

@@ -74,7 +74,7 @@ def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, s
         def step(k):
             values = []
             for panel in weights:
-                emit.prefetch(emit.at(panel, args[13], builder.mul(k, args[14])))
+                emit.prefetch(emit.at(panel, args[13], builder.mul(k, args[14])), level=2)
                 line = emit.at(panel, builder.mul(k, word(PANEL)))
                 for i in range(PANEL // emit.width):
                     values.append(emit.load(emit.at(line, word(i * emit.width))))

@@ -46,12 +46,13 @@ class Emit:
         pointer = self.builder.bitcast(pointer, value.type.as_pointer())
         self.builder.store(value, pointer, align=self.align)
 
-    def prefetch(self, pointer, write=False):
-        """Asks for the cache line at an address; harmless where there is no memory."""
+    def prefetch(self, pointer, *, level=1, write=False):
+        """Asks for the cache line at an address, down to the L1 or L2 cache; harmless where there
+        is no memory."""
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        access, keep, data = number(int(write)), number(3), number(1)
+        access, keep, data = number(int(write)), number(4 - level), number(1)
         self.builder.call(function, [self.builder.bitcast(pointer, byte), access, keep, data])
 
     def variable(self, value):
