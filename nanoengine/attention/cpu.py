@@ -4,8 +4,9 @@ Made by `attention.make_backend`. It turns torch tensors into flat numpy views w
 the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula serves
 prompts, chunks, decodes and drafts: a task has as many query rows as it has.
 
-The kernels compile at the first forward (about ten seconds for each dtype) and are cached on disk,
-beside the package or, where that can't be written, in the user's cache directory.
+The kernels compile at the first forward (with those of the linear layers most of a minute on one
+busy core) and are cached on disk, beside the package or, where that can't be written, in the user's
+cache directory.
 """
 
 from __future__ import annotations
