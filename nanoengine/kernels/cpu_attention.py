@@ -1,6 +1,7 @@
 """The compiled kernels of `CPUBackend`: paged attention for float32 and float64, by numba.
 
-Called by `attention/cpu.py` alone. Kernels see flat arrays, offsets and ints, never torch.
+Called by `attention/cpu.py` and, in a fused layer, `cpu_decoder.py`. Kernels see flat arrays,
+offsets and ints, never torch.
 
 A *task* is one KV head of one sequence, a tile of its queries and a range of its context. Its query
 heads and queries together are the *rows* of the tile, so each key and value is loaded once for all
@@ -10,9 +11,9 @@ of them. A task walks the block table in steps of `KV_TILE` tokens with an onlin
     softmax of the scores against the running maximum of each row
     scores [rows, KV_TILE] x values of a run  -> added to output [rows, D]
 
-Both products are register tiles written as vector instructions (`_score_tile`, `_value_tile`), so
-their speed does not hang on the loop vectorizer, and the sum of one row never depends on the rows
-beside it: a sequence's result has the same bits in any batch.
+Products and softmax are register tiles written as vector instructions (`_score_tile`, `_weigh`,
+`_value_tile`), so their speed does not hang on the loop vectorizer, and the sum of one row never
+depends on the rows beside it: a sequence's result has the same bits in any batch.
 
 Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 3); splitting the
 context of a decode from Flash-Decoding (Dao et al. 2023); block tables from PagedAttention (Kwon et
