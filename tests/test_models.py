@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from nanoengine.errors import ConfigError
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.packed import PackedLinear, linear_method_for
+from nanoengine.layers.packed import PackedLinear, ScreenedHead, linear_method_for
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
 from nanoengine.parallel.shard import Shard
@@ -368,6 +368,7 @@ def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
 
 def test_packed_weights_are_for_float32_on_a_cpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert linear_method_for(cpu, torch.float32) is PackedLinear
+    made = [linear_method_for(cpu, torch.float32)(name) for name in ("lm_head", "o_proj")]
+    assert [type(method) for method in made] == [ScreenedHead, PackedLinear]
     for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
         assert linear_method_for(device, dtype) is UnquantizedLinear

@@ -34,13 +34,13 @@ MAX_ROWS = 6  # rows of the largest tile: 12 sums, 2 weights and 1 input fill th
 INPUTS = 2048  # inputs that a tile walks at a time: its panel (128 KiB) stays in the L2 cache
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
 UNROLL = 4  # inputs that a tile takes at each turn of its loop
-AHEAD = 20 * 64  # floats: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
+AHEAD = 5 * 1024  # bytes: few rows prefetch weights so far ahead, past what the hardware guesses
 
 FASTMATH = ("contract", "nsz")
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
+def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
           out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """out[r, p * 16 + j] = start[r, p * 16 + j] + sum over k < size of x[r, k] * w[p, k, j].
 
@@ -53,7 +53,7 @@ def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, s
                            rows, panels)  # fmt: skip
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, w)
+        emit = Emit(context, builder, x)
         word = args[1].type
 
         def lines(array_type, array, at, stride, count):
@@ -77,7 +77,7 @@ def _tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, s
                 emit.prefetch(emit.at(panel, args[13], builder.mul(k, args[14])), level=2)
                 line = emit.at(panel, builder.mul(k, word(PANEL)))
                 for i in range(PANEL // emit.width):
-                    values.append(emit.load(emit.at(line, word(i * emit.width))))
+                    values.append(emit.number(emit.at(line, word(i * emit.width))))
             for row, sums in zip(inputs, cells, strict=True):
                 value = emit.broadcast(emit.at(row, k))
                 for cell, weight in zip(sums, values, strict=True):
@@ -116,22 +116,22 @@ def _rows_of_panel(
         a, s, o = x_at + r * x_step, start_at + r * s_step, out_at + r * o_step
         ahead = to_next + t * share * size
         if m == 6:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+            tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
                   ahead, share, 6, 1)  # fmt: skip
         elif m == 5:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+            tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
                   ahead, share, 5, 1)  # fmt: skip
         elif m == 4:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+            tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
                   ahead, share, 4, 1)  # fmt: skip
         elif m == 3:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+            tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
                   ahead, share, 3, 1)  # fmt: skip
         elif m == 2:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+            tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
                   ahead, share, 2, 1)  # fmt: skip
         else:
-            _tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
+            tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
                   ahead, share, 1, 1)  # fmt: skip
 
 
@@ -148,15 +148,16 @@ def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
                            out, n, num_outputs, step)  # fmt: skip
             p += 1
             continue
+        ahead = AHEAD // w.itemsize
         if rows == 1:
-            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                  AHEAD, PANEL, 1, 4)  # fmt: skip
+            tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
+                  ahead, PANEL, 1, 4)  # fmt: skip
         elif rows == 2:
-            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                  AHEAD, PANEL, 2, 2)  # fmt: skip
+            tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
+                  ahead, PANEL, 2, 2)  # fmt: skip
         else:
-            _tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                  AHEAD, PANEL, 3, 2)  # fmt: skip
+            tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
+                  ahead, PANEL, 3, 2)  # fmt: skip
         p += width
 
 
@@ -177,7 +178,7 @@ def _block_of_rows(rows, row, lo, hi, x, w, bias, out, num_inputs, num_outputs):
 
 
 @compiled(fastmath=FASTMATH)
-def _rest(rows, x, w, bias, out, num_inputs, num_outputs):
+def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
     """The last num_outputs % 16 outputs: a narrow panel, small enough to be slow."""
     width = num_outputs % PANEL
     first = num_outputs - width
@@ -207,7 +208,7 @@ def linear(x, w, bias, out, num_workers):
                 rows = min(ROW_BLOCK, num_rows - row)
                 _block_of_rows(rows, row, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
         if worker == num_workers - 1 and num_outputs % PANEL:
-            _rest(num_rows, inputs, w, bias, outputs, num_inputs, num_outputs)
+            last_outputs(num_rows, inputs, w, bias, outputs, num_inputs, num_outputs)
 
 
 @compiled(fastmath=FASTMATH)

@@ -57,7 +57,7 @@ class OutputHead(Layer):
     def __init__(self, name: str, embedding: Embedding, *, tied: bool, context: ModelContext):
         super().__init__()
         self.shape, self.rows, self.tied = embedding.shape, embedding.rows, tied
-        self.all_gather = context.all_gather
+        self.all_gather, self.ranks = context.all_gather, context.shard.world_size
         self.method = context.linear_method_factory(name)
         self.method.create(
             self.shape[1],
@@ -71,6 +71,11 @@ class OutputHead(Layer):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.all_gather(self.method.apply(hidden, None))
+
+    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The most likely token of each row [L] and its logit [L], where they can be found without
+        all logits; else None. See `LinearMethod.argmax`."""
+        return self.method.argmax(hidden) if self.ranks == 1 else None
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.tied:

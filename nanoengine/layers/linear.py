@@ -65,6 +65,12 @@ class LinearMethod(nn.Module, ABC):
         then up; a method may fuse the two."""
         return ops.gate(self.apply(x, None), activation)
 
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The largest of `apply(x, None)` in each row of x [L, in_features] where the method finds
+        it without computing all: index [L] int64, the lowest among equals, and value [L], NaN if
+        any is. None: compute all."""
+        return None
+
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a weight that was given to `create`, [T] -> [T, in_features]: the lookup of the

@@ -297,11 +297,6 @@ class QuantizedLinear(LinearMethod):
         """Weights of the model that this layer stands for; those of a tied one are another's."""
         return 0 if self.tied is not None else self.in_features * self.out_features
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what is kept."""
-        return sum(buffer.nbytes for buffer in self.buffers())
-
     def weight_slot(
         self, name: str, *, shape: tuple[int, int], part: tuple[slice, ...], rows: slice
     ) -> WeightSlot:

@@ -262,6 +262,11 @@ class CausalLM(Layer, ABC):
         them."""
         return self.lm_head(hidden)
 
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The largest of each row's logits without all of them, where that can be: token ids [L]
+        and their logits [L]; None: ask for `logits`."""
+        return self.lm_head.argmax(hidden)
+
     @property
     def attention_layers(self) -> list[Attention]:
         """The attention layers in order, for the runner to bind the KV cache to."""

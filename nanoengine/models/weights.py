@@ -190,10 +190,11 @@ def _read(
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
     """(number of weights, bytes that they take here); a quantized weight counts as one."""
     parameters = list(model.parameters())
-    methods = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
+    quantized = [method for method in methods if isinstance(method, QuantizedLinear)]
     return (
-        sum(p.numel() for p in parameters) + sum(m.num_weights for m in methods),
-        sum(p.nbytes for p in parameters) + sum(m.num_bytes for m in methods),
+        sum(p.numel() for p in parameters) + sum(method.num_weights for method in quantized),
+        sum(p.nbytes for p in parameters) + sum(b.nbytes for m in methods for b in m.buffers()),
     )
 
 

@@ -371,12 +371,14 @@ class ModelRunner:
         watch = step.stopwatch = Stopwatch(self.device)
         watch.mark()
         hidden = self.model(batch)  # [T, hidden_size]
-        logits = self.model.logits(hidden[batch.logits_indices])  # [L, V]
+        wanted = hidden[batch.logits_indices]
+        found = self._most_likely(lines, wanted)
+        logits = None if found else self.model.logits(wanted)  # [L, V]
         self._store_blocks(plan)
         watch.mark()
         tensors: list[torch.Tensor] = []
         if len(lines.entries):
-            sampled = self._sample(plan, lines, logits)
+            sampled = found or self._sample(plan, lines, logits)
             # Why not with drafts: how many of them count is found on the host, in `result`.
             if not plan.draft_token_ids:
                 self.rows.keep(lines, sampled.token_ids)
@@ -445,6 +447,13 @@ class ModelRunner:
     def _prepared(self, batch: Batch) -> Batch:
         batch.attention = self.backend.prepare(batch)
         return batch
+
+    def _most_likely(self, lines: SampleLines, hidden: torch.Tensor) -> SampledTokens | None:
+        """The tokens of all lines where they are greedy and the model needs no logits for it."""
+        if not self.sampler.only_greedy(lines.rows):
+            return None
+        found = self.model.most_likely(hidden)
+        return None if found is None else SampledTokens.most_likely(*found)
 
     def _sample(self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor) -> SampledTokens:
         """Samples a token a line."""

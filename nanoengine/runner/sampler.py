@@ -78,6 +78,12 @@ class SampledTokens:
     logprob_lines: list[tuple[int, int]] = field(default_factory=list)
     logprobs: torch.Tensor | None = None
 
+    @classmethod
+    def most_likely(cls, token_ids: torch.Tensor, logits: torch.Tensor) -> SampledTokens:
+        """Greedy tokens, given as the largest logits [L] and whose they are; NaN: no token."""
+        valid = logits.isfinite()
+        return cls(token_ids=torch.where(valid, token_ids, 0), valid=valid)
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What the host wants to see: tokens and validity [2, L], then log-probabilities if any."""
@@ -221,6 +227,12 @@ class Sampler:
                 for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
             ]
         )
+
+    def only_greedy(self, rows: Sequence[int]) -> bool:
+        """Whether these rows ask for nothing but the largest of the model's own logits."""
+        of = np.asarray(rows, dtype=np.int64)
+        edited, asked = self.edited[of], self.num_logprobs[of] >= 0
+        return bool(self.greedy[of].all()) and not (edited.any() or asked.any())
 
     def sample(
         self,
