@@ -137,28 +137,23 @@ def _rows_of_panel(
 
 @compiled(fastmath=FASTMATH)
 def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
-    """Panels lo ... hi - 1 for 1 to 3 rows: several panels at once keep the FMA units busy."""
+    """Panels from lo for 1 to 3 rows, several at once, which keeps the FMA units busy; returns the
+    first of those that are left over before hi."""
     width = 4 if rows == 1 else 2
     step = num_inputs * PANEL  # from one panel to the next
-    p = lo
-    while p < hi:
+    ahead = AHEAD // w.itemsize
+    for p in range(lo, hi - width + 1, width):
         at, n = p * step, p * PANEL
-        if hi - p < width:
-            _rows_of_panel(rows, x, 0, num_inputs, w, at, num_inputs, bias, n, 0,
-                           out, n, num_outputs, step)  # fmt: skip
-            p += 1
-            continue
-        ahead = AHEAD // w.itemsize
         if rows == 1:
             tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                  ahead, PANEL, 1, 4)  # fmt: skip
+                 ahead, PANEL, 1, 4)  # fmt: skip
         elif rows == 2:
             tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                  ahead, PANEL, 2, 2)  # fmt: skip
+                 ahead, PANEL, 2, 2)  # fmt: skip
         else:
             tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                  ahead, PANEL, 3, 2)  # fmt: skip
-        p += width
+                 ahead, PANEL, 3, 2)  # fmt: skip
+    return hi - (hi - lo) % width
 
 
 @compiled(fastmath=FASTMATH)
@@ -202,11 +197,10 @@ def linear(x, w, bias, out, num_workers):
         lo = num_panels * worker // num_workers
         hi = num_panels * (worker + 1) // num_workers
         if 1 <= num_rows <= 3:
-            _few_rows(num_rows, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
-        else:
-            for row in range(0, num_rows, ROW_BLOCK):
-                rows = min(ROW_BLOCK, num_rows - row)
-                _block_of_rows(rows, row, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
+            lo = _few_rows(num_rows, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
+        for row in range(0, num_rows, ROW_BLOCK):
+            rows = min(ROW_BLOCK, num_rows - row)
+            _block_of_rows(rows, row, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
         if worker == num_workers - 1 and num_outputs % PANEL:
             last_outputs(num_rows, inputs, w, bias, outputs, num_inputs, num_outputs)
 
