@@ -309,16 +309,18 @@ def attend(
                 for r in range(rows):
                     head = task[HEAD] * group_size + r % group_size
                     at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
-                    inverse = q.dtype.type(1) / total[r]
+                    inverse, summed = q.dtype.type(1) / total[r], out[r]
+                    line = result[at : at + head_dim]
                     for d in range(head_dim):
-                        result[at + d] = out[r, d] * inverse
+                        line[d] = summed[d] * inverse
             else:
                 base = task[PARTIAL] * room
                 for r in range(rows):
                     partial_stats[base + r, 0] = maximum[r]
                     partial_stats[base + r, 1] = total[r]
+                    part, summed = partial_out[base + r], out[r]
                     for d in range(head_dim):
-                        partial_out[base + r, d] = out[r, d]
+                        part[d] = summed[d]
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
@@ -339,18 +341,18 @@ def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
                 highest = max(highest, partial_stats[rows_of[s] + r, 0])
             head = merge[OF_HEAD] * group_size + r % group_size
             at = ((merge[OF_QUERY] + r // group_size) * num_heads + head) * head_dim
-            total = result.dtype.type(0)
+            total, line = result.dtype.type(0), result[at : at + head_dim]
             for d in range(head_dim):
-                result[at + d] = 0
+                line[d] = 0
             for s in range(len(rows_of)):
                 row = rows_of[s] + r
-                weight = exp(partial_stats[row, 0] - highest)
+                weight, part = exp(partial_stats[row, 0] - highest), partial_out[row]
                 total += weight * partial_stats[row, 1]
                 for d in range(head_dim):
-                    result[at + d] += weight * partial_out[row, d]
+                    line[d] += weight * part[d]
             inverse = result.dtype.type(1) / total
             for d in range(head_dim):
-                result[at + d] *= inverse
+                line[d] *= inverse
 
 
 @compiled(parallel=True, fastmath=FASTMATH)

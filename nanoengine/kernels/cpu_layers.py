@@ -169,7 +169,9 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
             at = ((block * num_kv_heads + h) * block_size + offset) * head_dim
             key, row = heads[t, num_heads + h], weight[num_heads + h]
             _turn(key, cos, sin, row, eps, normed, k_cache[at : at + head_dim])
-            v_cache[at : at + head_dim] = heads[t, num_heads + num_kv_heads + h]
+            value, line = heads[t, num_heads + num_kv_heads + h], v_cache[at : at + head_dim]
+            for d in range(head_dim):  # Why: numba's own copy takes a second to compile
+                line[d] = value[d]
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
