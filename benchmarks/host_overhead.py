@@ -55,7 +55,7 @@ class PreparingExecutor:
         """Prepares the plan; the forward takes no time."""
         start = time.perf_counter()
         self.rows.update(plan)
-        _, lines = self.rows.make_batch(plan)
+        _, lines = self.rows.make_batch(plan, np.zeros(len(plan.rows), np.int64))
         prepare_s = time.perf_counter() - start
         token_ids = np.ones(len(lines.rows), np.int64)
         self.rows.keep(lines, torch.from_numpy(token_ids))

@@ -87,8 +87,7 @@ def log_probs(engine: LLMEngine, texts: Sequence[Text]) -> Iterator[torch.Tensor
         )  # fmt: skip
         batch.attention = runner.backend.prepare(batch)
         with torch.inference_mode():
-            hidden = runner.model.forward(batch)[:-1]
-            yield runner.model.logits(hidden).log_softmax(-1)
+            yield runner.model.logits(runner.model.forward(batch)).log_softmax(-1)
 
 
 def measure(

@@ -1,8 +1,10 @@
 """One decoder layer on the CPU as one call: the kernels of its parts, in order.
 
-    x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─ o ─ norm ─ gate_up ─ gate ─ down ─ x
+    x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─     `attention_half`
+                  o ─ norm ─ gate_up ─ gate ─ down ─ x, residual  `mlp_half`
 
-Why: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each kernel
+Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Why
+two halves: in the last layer not all rows go on from attention (`models/decoder.py`). Each kernel
 is the one that the layer's parts call by themselves, so the results are the same bit for bit.
 
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
@@ -15,7 +17,8 @@ named ones. A weight is a tuple too, whose form says what it is:
 
 Perf: Python's share of a token of a model of 16 layers, one Zen 3 core: docs/experiments.md.
 
-Legend: T tokens, N hidden size, I inner size of the MLP, H / K query / KV heads, D head dim.
+Legend: T tokens, L rows behind attention, N hidden size, I inner size of the MLP, H / K query / KV
+heads, D head dim.
 """
 
 from __future__ import annotations
@@ -52,20 +55,19 @@ def _multiply(x, weight, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def decoder_layer(x, residual, weights, step, k_cache, v_cache, sizes, numbers, workers):
-    """In place: x, what the layer before added, becomes what this one adds; residual grows by x.
+def attention_half(x, residual, step, k_cache, v_cache, half, workers):
+    """Up to attention: [T, H * D]. The residual grows by x, and x is overwritten.
 
     Args:
-        x, residual: [T, N].
-        weights: norm [N], qkv, norm of heads [H + K, D], o, norm [N], gate_up, down.
+        x, residual: [T, N], what the layer before added, and what was there before it.
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
-        sizes: (H, K, D, P), I, window, whether heads are normed, whether the gate is GELU.
-        numbers: the epsilons of the layer's and the heads' norms, the scale and softcap of scores.
+        half: three groups: the weights norm [N], qkv, norm of heads [H + K, D]; (H, K, D, P), the
+            window, whether heads are normed; the epsilons of the layer's and the heads' norms, the
+            scale and softcap of scores.
     """
-    norm, qkv, head_norm, o, mlp_norm, gate_up, down = weights
+    (norm, qkv, head_norm), (heads_and_dims, window, normed), numbers = half
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
-    heads_and_dims, inner, window, normed, gelu = sizes
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
     tokens = len(x)
@@ -85,11 +87,31 @@ def decoder_layer(x, residual, weights, step, k_cache, v_cache, sizes, numbers, 
     )  # fmt: skip
     if len(merges):
         combine(merges, parts, heads_and_dims, attended, partial_out, partial_stats)
-    multiply(attended.reshape(tokens, num_heads * head_dim), o, x, workers)
+    return attended.reshape(tokens, num_heads * head_dim)
 
-    add_rms_norm(x, residual, mlp_norm, eps, workers)
-    both = np.empty((tokens, 2 * inner), x.dtype)
+
+@compiled(fastmath=FASTMATH)
+def mlp_half(attended, x, residual, half, workers):
+    """From attention on: x becomes what the MLP adds, the residual grows by what attention adds.
+
+    Args:
+        attended: [L, H * D], all rows of `attention_half`'s result, or some.
+        x, residual: [L, N]; what x holds is not read.
+        half: three groups: the weights o, norm [N], gate_up, down; I, whether the gate is GELU; the
+            norm's epsilon.
+    """
+    (o, norm, gate_up, down), (inner, gelu), eps = half
+    multiply(attended, o, x, workers)
+    add_rms_norm(x, residual, norm, eps, workers)
+    both = np.empty((len(x), 2 * inner), x.dtype)
     multiply(x, gate_up, both, workers)
-    gated = np.empty((tokens, inner), x.dtype)
+    gated = np.empty((len(x), inner), x.dtype)
     gate(both, gelu, gated, workers)
     multiply(gated, down, x, workers)
+
+
+@compiled(fastmath=FASTMATH)
+def decoder_layer(x, residual, step, k_cache, v_cache, first, second, workers):
+    """Both halves over the same rows, in place: x becomes what this layer adds last."""
+    attended = attention_half(x, residual, step, k_cache, v_cache, first, workers)
+    mlp_half(attended, x, residual, second, workers)

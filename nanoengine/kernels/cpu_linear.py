@@ -239,6 +239,8 @@ def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_wor
     zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias: padded to panels.
     """
     num_rows, size = x.shape
+    if num_rows == 0:
+        return  # or each panel would be made floats for nobody
     num_outputs = out.shape[1]
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     inputs, outputs = x.reshape(-1), out.reshape(-1)

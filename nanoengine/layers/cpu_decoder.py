@@ -15,7 +15,7 @@ import torch
 
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.kernels.cpu_decoder import decoder_layer
+from nanoengine.kernels.cpu_decoder import attention_half, decoder_layer, mlp_half
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
@@ -71,34 +71,42 @@ class FusedLayer:
         qkv, o, gate_up, down = (linear.method.operands(linear.bias) for linear in parts.linears)
         norms = parts.norm.weight, head_norm.weight, parts.mlp_norm.weight
         norm, of_heads, mlp_norm = (weight.detach().numpy() for weight in norms)
-        self.weights: tuple[Any, ...] = (norm, qkv, of_heads, o, mlp_norm, gate_up, down)
-        self.sizes = (
-            (spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size),
-            sum(parts.gate_up.parts.values()) // 2,
-            NO_WINDOW if spec.sliding_window is None else spec.sliding_window,
-            parts.head_norm is not None,
-            parts.activation == "gelu_pytorch_tanh",
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
+        self.first: tuple[Any, ...] = (
+            (norm, qkv, of_heads),
+            (heads_and_dims, window, parts.head_norm is not None),
+            (real(parts.norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
-        self.numbers = (
-            real(parts.norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)
-        )  # fmt: skip
+        inner = sum(parts.gate_up.parts.values()) // 2
+        self.second: tuple[Any, ...] = (
+            (o, mlp_norm, gate_up, down),
+            (inner, parts.activation == "gelu_pytorch_tanh"),
+            real(parts.mlp_norm.eps),
+        )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: Batch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = torch.zeros_like(x), x
-        values, attention = x.numpy(), self.attention
-        decoder_layer(
-            values,
-            residual.numpy(),
-            self.weights,
+        values, attention, workers = x.numpy(), self.attention, batch.attention.num_workers
+        step = (
             self.backend.step_arrays(rotation, batch, attention.spec, values.dtype),
             *self.backend.views(attention.k_cache, attention.v_cache),
-            self.sizes,
-            self.numbers,
-            batch.attention.num_workers,
         )
+        if rows is None:
+            decoder_layer(values, residual.numpy(), *step, self.first, self.second, workers)
+            return x, residual
+        attended = attention_half(values, residual.numpy(), *step, self.first, workers)
+        residual = residual.index_select(0, rows)
+        x = torch.empty_like(residual)
+        mlp_half(attended[rows.numpy()], x.numpy(), residual.numpy(), self.second, workers)
         return x, residual
 
 

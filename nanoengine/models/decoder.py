@@ -8,6 +8,9 @@
                      residual └────────────────────────────────────── + ┐
       norm ─ lm_head ─ logits ──────────────────────────────────────────┘
 
+T tokens go in and L rows come out: in the last layer only rows that give logits go on from
+attention, since behind it no row looks at another.
+
 A family is a subclass of `CausalLM` that says which attention and which MLP a layer has. Module
 names are the checkpoint's, so weights find their place by name. Called by the runner; knows neither
 blocks nor sampling.
@@ -36,6 +39,11 @@ from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.config import ModelConfig
 from nanoengine.runner.batch import Batch
+
+
+def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The rows [L] of x [T, ...]; None: all of them, without a copy."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 class SelfAttention(Layer):
@@ -92,11 +100,14 @@ class SelfAttention(Layer):
         )
         self.attention = Attention(spec, context.attention_backend)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All rows store keys and values and attend; those that `rows` names come out."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 K, D]
         norm = None if self.head_norm is None else self.head_norm.weights
-        attended = self.attention(heads, rotation, norm, batch)
-        return self.o_proj(attended.reshape(x.shape[0], -1))
+        attended = taken(self.attention(heads, rotation, norm, batch), rows)
+        return self.o_proj(attended.flatten(1))
 
 
 class GatedMLP(Layer):
@@ -131,15 +142,21 @@ class DecoderLayer(Layer):
         self.post_attention_layernorm = RMSNorm(size, eps, context=context)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: Batch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the layer before added, the residual before it) -> the same pair of this layer."""
+        """(what the layer before added, the residual before it) -> the same pair of this layer,
+        for the rows that go on from attention; None: all of them."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, batch)
-        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch, rows)
+        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
         return self.mlp(x), residual
 
     def fused(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -181,12 +198,20 @@ class Decoder(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x, residual = self.embed_tokens(batch.token_ids), None
-        rotation = self.rotary(batch.positions)
-        for layer in self.stack:
-            x, residual = layer(x, residual, rotation, batch)
+        x, residual, last = self.embed(batch.token_ids), None, self.stack[-1]
+        for layer, rotation in zip(self.stack, self.rotations(batch.positions), strict=True):
+            rows = batch.logits_indices if layer is last else None
+            x, residual = layer(x, residual, rotation, batch, rows)
         x, _ = self.norm(x, residual)
         return x
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size]."""
+        return self.embed_tokens(token_ids)
+
+    def rotations(self, positions: torch.Tensor) -> list[Rotation]:
+        """How each layer turns its heads."""
+        return [self.rotary(positions)] * len(self.layers)
 
     def fuse(self) -> None:
         """Lets each layer run as one call where a kernel does that; after loading."""
@@ -254,12 +279,11 @@ class CausalLM(Layer, ABC):
         return GatedMLP(path, config, context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states of all tokens of a step, [T, hidden_size]."""
+        """Hidden states of the rows of a step that give logits, [L, hidden_size]."""
         return self.model(batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden_size] -> [L, vocab_size], for the rows of `forward`'s result that need
-        them."""
+        """[L, hidden_size] -> [L, vocab_size]."""
         return self.lm_head(hidden)
 
     def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

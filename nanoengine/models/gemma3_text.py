@@ -18,7 +18,7 @@ from nanoengine.layers.context import ModelContext
 from nanoengine.layers.norm import CenteredHeadNorm, CenteredRMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.config import ModelConfig
-from nanoengine.models.decoder import CausalLM, Decoder, DecoderLayer, SelfAttention
+from nanoengine.models.decoder import CausalLM, Decoder, DecoderLayer, SelfAttention, taken
 from nanoengine.runner.batch import Batch
 
 
@@ -43,14 +43,19 @@ class Gemma3Layer(DecoderLayer):
             setattr(self, name, norm)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: Batch
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        batch: Batch,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, rotation, batch))
-        x, residual = self.pre_feedforward_layernorm(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, rotation, batch, rows))
+        x, residual = self.pre_feedforward_layernorm(x, taken(residual, rows))
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
@@ -70,13 +75,12 @@ class Gemma3Decoder(Decoder):
         self.scale = torch.tensor(config.hidden_size**0.5).to(context.dtype).item()
         self.is_local = [window is not None for window in config.sliding_windows]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        x, residual = self.embed_tokens(batch.token_ids) * self.scale, None
-        rotation, local = self.rotary(batch.positions), self.local_rotary(batch.positions)
-        for layer, is_local in zip(self.layers, self.is_local, strict=True):
-            x, residual = layer(x, residual, local if is_local else rotation, batch)
-        x, _ = self.norm(x, residual)
-        return x
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(token_ids) * self.scale
+
+    def rotations(self, positions: torch.Tensor) -> list[Rotation]:
+        everywhere, local = self.rotary(positions), self.local_rotary(positions)
+        return [local if is_local else everywhere for is_local in self.is_local]
 
 
 class Gemma3ForCausalLM(CausalLM):

@@ -29,7 +29,7 @@ class Batch:
         query_start_loc: [S + 1] int32, where each sequence's query tokens start in [T].
         seq_lens: [S] int32, context of each sequence including this step's tokens.
         block_tables: [G, S, M] int32, entries past a sequence's last block are 0 (the null block).
-        logits_indices: [L] int64, positions in [T] whose logits are needed.
+        logits_indices: [L] int64, positions in [T] whose logits are needed; None: all, in order.
         num_decodes: the first `num_decodes` sequences have exactly one query token.
         max_query_len, max_seq_len: over the sequences, as Python ints, for grid sizes.
         attention: what the backend's `prepare` returned; opaque to everyone else.
@@ -41,7 +41,7 @@ class Batch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
-    logits_indices: torch.Tensor
+    logits_indices: torch.Tensor | None
     num_decodes: int
     max_query_len: int
     max_seq_len: int

@@ -39,7 +39,7 @@ class DecodeStep:
     """The device's side of all rows, and the step that advances them.
 
     Args:
-        forward: batch -> hidden states [T, hidden_size].
+        forward: batch -> hidden states [T, hidden_size], of all tokens.
         logits: hidden states -> logits [T, V].
         prepare: the attention backend's.
         rows: the host's side of all rows.
@@ -119,9 +119,7 @@ class DecodeStep:
         self._stale.clear()
         at = np.arange(len(rows))
         device_rows = self.batch_rows[: len(rows)]
-        return SampleLines(
-            entries=at, rows=rows, positions=starts + 1, device_rows=device_rows, offsets=at
-        )
+        return SampleLines(entries=at, rows=rows, positions=starts + 1, device_rows=device_rows)
 
     def _stale_entries(self) -> tuple[Ints, Ints]:
         """Changed entries of block tables, by their place in `tables`, and what they hold now."""
@@ -192,7 +190,7 @@ class DecodeStep:
             query_start_loc=self._query_start_loc[: size + 1],
             seq_lens=(positions + 1).int(),
             block_tables=tables,
-            logits_indices=self._query_start_loc[:size],
+            logits_indices=None,
             num_decodes=size,
             max_query_len=1,
             max_seq_len=self._max_model_len,

@@ -38,7 +38,7 @@ from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.kv_cache import GIB, KVCache
 from nanoengine.runner.launched import LaunchedStep, PromptScores
-from nanoengine.runner.rows import Rows, SampleLines
+from nanoengine.runner.rows import Ints, Rows, SampleLines
 from nanoengine.runner.sampler import SampledTokens, Sampler, token_logprobs
 from nanoengine.runner.transfers import Downloads, Stopwatch, ship
 
@@ -295,15 +295,15 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _run_all_of(self, batch: Batch) -> None:
-        """A forward, with all rows' logits and sampling by every filter."""
-        logits = self.model.logits(self.model(batch)[batch.logits_indices])
+        """A forward of all rows, with logits of max_num_seqs and sampling by every filter."""
+        logits = self.model.logits(self.model(batch)[: self.config.max_num_seqs])
         lines = np.arange(logits.shape[0])
         sampler = Sampler(self.model_config.vocab_size, len(lines))
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
         sampler.sample(logits, lines, lines).fetch()
 
     def _full_batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
-        """Sequences of `counts` query tokens, all in the null block; logits of max_num_seqs rows.
+        """Sequences of `counts` query tokens, all in the null block.
 
         `seq_len` is the context of each; None: its query tokens alone.
         """
@@ -324,7 +324,7 @@ class ModelRunner:
                 query_start_loc=ints(np.cumsum([0, *counts]), torch.int32),
                 seq_lens=ints(seq_lens, torch.int32),
                 block_tables=ints(np.zeros((groups, len(counts), num_blocks)), torch.int32),
-                logits_indices=ints(np.arange(min(self.config.max_num_seqs, total))),
+                logits_indices=None,  # Why: where prompts are scored, all rows go on to the end
                 num_decodes=sum(n == 1 for n in counts),
                 max_query_len=max(counts),
                 max_seq_len=max(seq_lens),
@@ -365,15 +365,15 @@ class ModelRunner:
 
     def _run_batch(self, plan: StepPlan, step: LaunchedStep, started: float) -> list[torch.Tensor]:
         """Any step, its batch built on the host; returns what the host wants to see of it."""
-        batch, lines = self.rows.make_batch(plan)
+        num_scored = self._num_scored(plan)
+        batch, lines = self.rows.make_batch(plan, num_scored)
         self._prepared(batch)
         step.times.prepare_s = time.perf_counter() - started
         watch = step.stopwatch = Stopwatch(self.device)
         watch.mark()
-        hidden = self.model(batch)  # [T, hidden_size]
-        wanted = hidden[batch.logits_indices]
-        found = self._most_likely(lines, wanted)
-        logits = None if found else self.model.logits(wanted)  # [L, V]
+        sampling, scoring = self.model(batch).tensor_split([len(lines.entries)])
+        found = self._most_likely(lines, sampling)
+        logits = None if found else self.model.logits(sampling)  # [lines, V]
         self._store_blocks(plan)
         watch.mark()
         tensors: list[torch.Tensor] = []
@@ -383,8 +383,7 @@ class ModelRunner:
             if not plan.draft_token_ids:
                 self.rows.keep(lines, sampled.token_ids)
             tensors += self._expect(plan, step, lines, sampled)
-        if self._prompt_logprobs:
-            tensors += self._score_prompts(plan, lines, hidden, step, len(tensors))
+        tensors += self._score_prompts(plan, num_scored, scoring, step, len(tensors))
         watch.mark()
         return tensors
 
@@ -470,25 +469,35 @@ class ModelRunner:
         step.sampled, step.followers = sampled, self.sampler.followers(plan.rows)
         return sampled.tensors
 
+    def _num_scored(self, plan: StepPlan) -> Ints:
+        """[E], how many positions of each entry are followed by a prompt token to be scored."""
+        found = np.zeros(len(plan.rows), np.int64)
+        if self._prompt_logprobs:
+            for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
+                _, num_prompt = self._prompt_logprobs.get(row, (0, 0))
+                end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
+                found[entry] = max(end - start, 0)
+        return found
+
     def _score_prompts(
-        self, plan: StepPlan, lines: SampleLines, hidden: torch.Tensor, step: LaunchedStep, at: int
+        self, plan: StepPlan, counts: Ints, hidden: torch.Tensor, step: LaunchedStep, at: int
     ) -> list[torch.Tensor]:
-        """Log-probabilities of the prompt tokens that follow positions computed in this step;
-        `at` is the place of the first tensor among the step's downloads."""
+        """Log-probabilities of the prompt tokens that follow the first `counts` positions of each
+        entry, whose `hidden` lie one after the other; `at` is the place of the first tensor among
+        the step's downloads."""
         tensors: list[torch.Tensor] = []
-        for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
-            num_top, num_prompt = self._prompt_logprobs.get(row, (0, 0))
-            end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
-            first = len(tensors)
-            for low in range(start, end, LOGITS_CHUNK):
-                high = min(low + LOGITS_CHUNK, end)
-                offset = int(lines.offsets[entry]) - start
-                logits = self.model.logits(hidden[offset + low : offset + high])
-                following = self.rows.token_ids[row, low + 1 : high + 1].astype(np.int64)
-                tensors.append(token_logprobs(logits, ship(self.device, following)[0], num_top))
-            if len(tensors) > first:
-                found = range(at + first, at + len(tensors))
-                step.scores.append(PromptScores(entry=entry, num_top=num_top, downloads=found))
+        for entry in np.flatnonzero(counts).tolist():
+            row, start, count = plan.rows[entry], plan.starts[entry], int(counts[entry])
+            num_top, _ = self._prompt_logprobs[row]
+            following = self.rows.token_ids[row, start + 1 : start + count + 1].astype(np.int64)
+            first = at + len(tensors)
+            for low in range(0, count, LOGITS_CHUNK):
+                targets = following[low : low + LOGITS_CHUNK]
+                logits = self.model.logits(hidden[low : low + len(targets)])
+                tensors.append(token_logprobs(logits, ship(self.device, targets)[0], num_top))
+            hidden = hidden[count:]
+            found = range(first, at + len(tensors))
+            step.scores.append(PromptScores(entry=entry, num_top=num_top, downloads=found))
         return tensors
 
     # --- end ----------------------------------------------------------------------------------

@@ -30,21 +30,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLines:
-    """What each row of logits is for. Parallel arrays [L] int64.
+    """What each row of logits that samples is for. Parallel int64 arrays.
 
     Attributes:
         entries: index into `plan.rows`.
         rows: the row that samples.
         positions: where the sampled token goes in its sequence.
         device_rows: `rows` on the device.
-        offsets: [E], where the tokens of each entry of the plan start in [T].
     """
 
     entries: Ints
     rows: Ints
     positions: Ints
     device_rows: torch.Tensor
-    offsets: Ints
 
 
 class Rows:
@@ -118,8 +116,12 @@ class Rows:
         still = self.seq_ids[rows] == owners
         self.token_ids[rows[still], positions[still]] = token_ids[still]
 
-    def make_batch(self, plan: StepPlan) -> tuple[Batch, SampleLines]:
-        """Builds the tensors of a step; sequences with one query token come first."""
+    def make_batch(self, plan: StepPlan, num_scored: Ints) -> tuple[Batch, SampleLines]:
+        """Builds the tensors of a step; sequences with one query token come first.
+
+        Logits are needed of the lines that sample, and behind them of the first `num_scored` [E]
+        positions of each entry.
+        """
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_scheduled_tokens, np.int64)
@@ -143,14 +145,17 @@ class Rows:
         token_rows = seq_rows[seq_of_token]
         blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
 
-        # Lines of logits: the last `num_logits` positions of each entry.
+        # Rows of logits: the first `num_scored` positions of each entry, and, ahead of those, the
+        # last `num_logits` for lines that sample.
         ends = np.zeros(len(rows), np.int64)  # of each entry's tokens in [T]
         ends[order] = query_start_loc[1:]
-        offsets = ends - counts
+        scored = np.repeat(ends - counts - np.cumsum(num_scored) + num_scored, num_scored)
+        scored += np.arange(len(scored))
         self._lend_ends(plan, ends)
         entries = np.repeat(np.arange(len(rows)), num_logits)
         before = np.cumsum(num_logits) - num_logits
         back = num_logits[entries] - (np.arange(len(entries)) - before[entries])  # L_e ... 1
+        wanted = np.concatenate((ends[entries] - back, scored))
 
         in_pool = np.flatnonzero(positions == self.pool_positions[token_rows])
         tensors = ship(
@@ -158,7 +163,7 @@ class Rows:
             self.token_ids[token_rows, positions].astype(np.int64),
             positions,
             blocks * self.block_size + positions % self.block_size,
-            ends[entries] - back,
+            wanted,
             query_start_loc.astype(np.int32),
             seq_lens.astype(np.int32),
             self.block_tables[:, seq_rows, :num_blocks],
@@ -172,7 +177,7 @@ class Rows:
             token_ids=tensors[0],
             positions=tensors[1],
             slot_mapping=tensors[2],
-            logits_indices=tensors[3],
+            logits_indices=None if np.array_equal(wanted, np.arange(num_tokens)) else tensors[3],
             query_start_loc=tensors[4],
             seq_lens=tensors[5],
             block_tables=tensors[6],
@@ -185,7 +190,6 @@ class Rows:
             rows=rows[entries],
             positions=(starts + counts)[entries] - back + 1,
             device_rows=tensors[7],
-            offsets=offsets,
         )
         return batch, lines
 
