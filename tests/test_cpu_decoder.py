@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
+import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.layers.cpu_decoder import FusedLayer
 from nanoengine.models.decoder import DecoderLayer
+from nanoengine.runner.batch import Batch
 from tests.engines import checkpoint, random_prompts
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # plain; biases; norms of heads; windows
 QUANTIZATIONS = (None, "int8", "int4", "int8_weight_only", "int4_weight_only")
 
 
-def outputs(llm: LLM) -> list[tuple[list[int], list[float]]]:
-    """Tokens and their log-probabilities: prompts of one tile and of many, chunks, decodes."""
-    prompts = [
-        {"prompt_token_ids": ids} for ids in random_prompts(6, lengths=(1, 5, 40, 90, 300, 2))
-    ]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    llm.reset_prefix_cache()
-    results = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
-    return [
-        (
-            result.token_ids,
-            [
-                line[token].logprob
-                for token, line in zip(result.token_ids, result.logprobs, strict=True)
-            ],
+def outputs(llm: LLM) -> list[tuple[object, ...]]:
+    """Tokens and log-probabilities: prompts of one tile and of many, chunks, decodes; then a prompt
+    alone, whose first chunks need no logits, and one that is scored."""
+    found: list[tuple[object, ...]] = []
+    for lengths, scored in (((1, 5, 40, 90, 300, 2), None), ((270,), None), ((150,), 0)):
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(len(lengths), lengths)]
+        params = SamplingParams(
+            temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=scored
         )
-        for result in results
-    ]
+        llm.reset_prefix_cache()
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            (result,) = output.outputs
+            found.append((result.token_ids, result.logprobs, output.prompt_logprobs))
+    return found
+
+
+def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor:
+    """A forward that takes the rows of logits at its end, not in the last layer."""
+    hidden = forward(replace(batch, logits_indices=None))
+    return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
 
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [(family, None) for family in FAMILIES] + [("qwen2", kind) for kind in QUANTIZATIONS[1:]],
 )
-def test_a_fused_layer_gives_the_bits_of_its_parts(family, quantization):
+def test_a_fused_layer_gives_the_bits_of_its_parts(family, quantization, monkeypatch):
     options = {
         "max_num_batched_tokens": 128,
         "max_num_seqs": 8,
@@ -55,6 +63,9 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(family, quantization):
         decoder = llm._engine.executor.model.model
         assert all(isinstance(layer, FusedLayer) for layer in decoder.stack)
         fused = outputs(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "forward", partial(all_rows, decoder.forward))
+            assert fused == outputs(llm)
         decoder.stack = list(decoder.layers)
         assert fused == outputs(llm)
 

@@ -62,6 +62,7 @@ class Model:
 
     def forward(self, batch):
         assert batch.attention == "prepared"
+        assert batch.logits_indices is None, "all rows go on: nothing is gathered"
         written = batch.token_ids.expand_as(batch.slot_mapping)
         self.cache.scatter_(1, batch.slot_mapping, written)
         assert batch.num_decodes == batch.num_tokens == batch.num_seqs
