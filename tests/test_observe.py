@@ -261,12 +261,14 @@ def brute_force_cost(config: dict, windows: list, rows: list[tuple[int, int, int
         (heads * dim, hidden),
         *[(hidden, config["intermediate_size"])] * 3,
     ]
-    weights = sum(a * b for a, b in matrices)
+    of_qkv, *behind = (a * b for a, b in matrices)
     flops = elements = 0
-    for window in windows:
-        elements += weights
-        for start, count, _ in rows:
-            flops += 2 * count * weights
+    for layer, window in enumerate(windows):
+        is_last = layer == len(windows) - 1
+        elements += of_qkv
+        elements += sum(behind) if any((n if is_last else count) for _, count, n in rows) else 0
+        for start, count, num_logits in rows:
+            flops += 2 * count * of_qkv + 2 * (num_logits if is_last else count) * sum(behind)
             read = set()
             for position in range(start, start + count):
                 context = [p for p in range(position + 1) if not window or p > position - window]
@@ -274,14 +276,15 @@ def brute_force_cost(config: dict, windows: list, rows: list[tuple[int, int, int
                 flops += 2 * 2 * len(context) * heads * dim
             elements += 2 * kv_heads * dim * (len(read) + count)
     head = config["vocab_size"] * hidden
-    return flops + 2 * sum(n for _, _, n in rows) * head, elements + head
+    num_logits = sum(n for _, _, n in rows)
+    return flops + 2 * num_logits * head, elements + (head if num_logits else 0)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_cost_equals_a_count_by_hand(window: int | None) -> None:
+@pytest.mark.parametrize("rows", [[(0, 5, 0), (9, 1, 1), (3, 4, 1), (6, 0, 1)], [(4, 8, 0)]])
+def test_cost_equals_a_count_by_hand(rows: list, window: int | None) -> None:
     layers = ["sliding_attention", "full_attention"]
     config = CONFIG | {"sliding_window": window, "layer_types": layers}
-    rows = [(0, 5, 0), (9, 1, 1), (3, 4, 1), (6, 0, 1)]
     flops, elements = brute_force_cost(config, [window, None], rows)
     assert ModelCost.from_config(config, 2).step(record(*rows)) == (flops, 2 * elements)
 
@@ -307,13 +310,16 @@ def test_cost_of_experts() -> None:
     cost = ModelCost.from_config(moe, 1)
     dense = ModelCost.from_config(CONFIG | {"intermediate_size": 10}, 1)
     router = 2 * 8 * 8
-    one_token = record((0, 1, 0))
+    one_token = record((0, 1, 1))
     # A single token meets exactly its 2 experts of size 5: a dense MLP of size 10, and the router.
     assert cost.step(one_token)[0] == dense.step(one_token)[0] + 2 * router
     assert cost.step(one_token)[1] == pytest.approx(dense.step(one_token)[1] + router)
-    many = record((0, 1000, 0))
+    many = record((0, 1000, 1000))
     all_experts = ModelCost.from_config(CONFIG | {"intermediate_size": 40}, 1)
     assert cost.step(many)[1] == pytest.approx(all_experts.step(many)[1] + router)
+    # A chunk without logits leaves the router and the experts of the last layer alone.
+    chunk = record((0, 1000, 0))
+    assert cost.step(chunk)[1] == pytest.approx(all_experts.step(chunk)[1] + router / 2)
 
 
 def test_a_step_without_work_costs_nothing() -> None:

@@ -115,3 +115,12 @@ def test_refuses_a_dtype_it_can_not_compute():
 )
 def test_a_thread_reads_16_bytes_at_a_time(size, warps):
     assert norm_warps(size) == warps
+
+
+def test_no_rows_are_no_work():
+    """A chunk in the middle of a prompt gives no logits: nobody goes on in the last layer."""
+    ops, weight = TritonOps(torch.float32), torch.ones(64, device=DEVICE)
+    nothing = numbers(0, 64, dtype=torch.float32)
+    assert ops.rms_norm(nothing, weight, EPS).shape == (0, 64)
+    assert [x.shape for x in ops.add_rms_norm(nothing, nothing, weight, EPS)] == [(0, 64)] * 2
+    assert ops.gate(nothing, "silu").shape == (0, 32)

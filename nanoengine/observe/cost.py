@@ -4,16 +4,18 @@ The benchmark divides them by measured seconds to say how far a run is from what
 (`observe/peak.py`). Counted, with T tokens, L rows of logits, and c(t) the context of token t (the
 tokens it attends to, itself included; at most the sliding window):
 
-    weights  = layers * (h*(H + 2K)*D + H*D*h + 3*h*I)         parameters of the matrix products
-    FLOPs    = 2*T*weights + 2*L*V*h + sum over layers, tokens: 4*H*D*c(t)
-    bytes    = (weights + V*h if L) * weight                   every weight once a step
+    tail     = H*D*h + 3*h*I                                   a layer's, behind attention
+    weights  = layers * (h*(H + 2K)*D + tail) - tail           parameters that all tokens meet
+    FLOPs    = 2*T*weights + 2*L*(tail + V*h) + sum over layers, tokens: 4*H*D*c(t)
+    bytes    = (weights + (tail + V*h if L)) * weight          every weight once a step
              + sum over layers, sequences: 2*K*D*element*(context read once + tokens written)
 
-h hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, rotary
+In the last layer only rows that give logits go on from attention, so its tail counts with L. h
+hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, rotary
 embedding, embedding look-ups, sampling, activations and the scales of quantized weights are left
 out: they are small, and leaving them out only makes the reported shares lower. With experts, a
 token computes k of E; a step reads the experts that T tokens meet under uniform routing, E * (1 -
-(1 - k/E)**T).
+(1 - k/E)**T); in the last layer those that L meet.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009), for one step of a transformer.
 """
@@ -38,11 +40,13 @@ class ModelCost:
     """The sizes of a model that its cost depends on.
 
     `dense_params` are the parameters of attention and dense MLPs over all layers, `expert_params`
-    those of one expert summed over the layers that have experts. `windows` has one entry a layer;
+    those of one expert summed over the layers that have experts; `tail_params` are the part of
+    `dense_params` that lies behind attention in one layer. `windows` has one entry a layer;
     None is full attention. `element_bytes` is the size of a KV entry, `weight_bytes` of a weight.
     """
 
     dense_params: int
+    tail_params: int
     expert_params: int
     num_experts: int
     experts_per_token: int
@@ -71,6 +75,7 @@ class ModelCost:
         mlp = hidden * experts if experts else 3 * hidden * config["intermediate_size"]
         return cls(
             dense_params=layers * (attention + mlp),
+            tail_params=hidden * head_dim * heads + mlp,
             expert_params=layers * 3 * hidden * moe_size if experts else 0,
             num_experts=experts,
             experts_per_token=config.get("num_experts_per_tok") or 0,
@@ -91,12 +96,15 @@ class ModelCost:
         tokens, logits = int(counts.sum()), sum(record.num_logits)
         if not tokens and not logits:
             return 0.0, 0.0
-        weights = self.dense_params + self.expert_params * self.experts_per_token
-        flops = 2.0 * tokens * weights + 2.0 * logits * self.head_params
-        entries, params = 0.0, float(self.dense_params + (self.head_params if logits else 0))
-        if self.num_experts:
-            missed = (1 - self.experts_per_token / self.num_experts) ** tokens
-            params += self.expert_params * self.num_experts * (1 - missed)
+        expert = self.expert_params // len(self.windows)  # of one layer
+        tail = self.tail_params + expert * self.experts_per_token
+        weights = self.dense_params + self.expert_params * self.experts_per_token - tail
+        flops = 2.0 * tokens * weights + 2.0 * logits * (tail + self.head_params)
+        entries, params = 0.0, float(self.dense_params - self.tail_params)
+        if logits:
+            params += self.tail_params + self.head_params
+        params += (self.expert_params - expert) * self._experts_met(tokens)
+        params += expert * self._experts_met(logits)
         for window, num_layers in Counter(self.windows).items():
             pairs = (_pairs(starts + counts, window) - _pairs(starts, window)).sum()
             flops += 4.0 * num_layers * self.num_heads * self.head_dim * float(pairs)
@@ -106,6 +114,13 @@ class ModelCost:
             kv_tokens = float((context[counts > 0] + counts[counts > 0]).sum())
             entries += 2.0 * num_layers * self.num_kv_heads * self.head_dim * kv_tokens
         return flops, params * self.weight_bytes + entries * self.element_bytes
+
+    def _experts_met(self, tokens: int) -> float:
+        """Experts of a layer that so many tokens are expected to be sent to."""
+        if not self.num_experts:
+            return 0.0
+        missed = (1 - self.experts_per_token / self.num_experts) ** tokens
+        return self.num_experts * (1 - missed)
 
     def run(self, records: SequenceOf[StepRecord]) -> tuple[float, float]:
         """FLOPs and bytes of all steps."""

@@ -10,8 +10,8 @@ start together, prompts first; then one decode step for each further token of th
                                        + a fixed cost
 
 A step of many sequences is bound by the FLOPs of its weights, one of few by their bytes; attention
-reads bytes in either case. Prefill is taken as bound by FLOPs alone. Pure arithmetic on a
-`ModelCost`: it knows neither an engine nor a GPU.
+reads bytes in either case. Prefill is taken as bound by FLOPs alone, those of all rows in every
+layer, the last one too. Pure arithmetic on a `ModelCost`: it knows neither an engine nor a GPU.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009).
 """
