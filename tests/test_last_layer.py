@@ -67,7 +67,7 @@ def test_positions_whose_next_token_is_scored_come_along(monkeypatch):
     assert [(step[0], step[-1]) for step in steps] == [(32, 1 + 27), (13 + 9, 13 + 1)]
 
 
-def test_forks_share_the_row_of_their_parent(monkeypatch):
+def test_forks_each_bring_the_row_of_their_parent(monkeypatch):
     engine = make_engine(checkpoint("llama"))
     steps = rows_of_mlps(engine, monkeypatch)
     params = SamplingParams(n=3, seed=1, max_tokens=1, ignore_eos=True)
