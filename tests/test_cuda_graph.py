@@ -1,5 +1,6 @@
 """GraphedDecode and DecodeStep on the CPU: operators are recorded and replayed, as a graph does."""
 
+import contextlib
 import functools
 import itertools
 from unittest import mock
@@ -14,7 +15,7 @@ import nanoengine.runner.model_runner as model_runner
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
 from nanoengine.layers.linear import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
-from nanoengine.runner.cuda_graph import GraphedDecode, capture_sizes
+from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode, capture_sizes
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.pick import Kind
@@ -44,6 +45,36 @@ def test_sizes_cover_every_batch_and_never_more(limit):
 def test_sizes_are_dense_where_batches_are_small():
     assert capture_sizes(300)[:7] == [1, 2, 4, 8, 16, 24, 32]
     assert capture_sizes(300)[-4:] == [256, 272, 288, 300]
+
+
+def test_all_captures_warm_up_and_record_on_one_stream(monkeypatch):
+    """Each further stream that cuBLAS runs on keeps a workspace for good."""
+    made, entered = [], []
+
+    def stream(device=None):
+        made.append(mock.Mock())
+        return made[-1]
+
+    def graph(*args, **options):
+        return entering(options.get("stream"))
+
+    @contextlib.contextmanager
+    def entering(entered_stream):
+        entered.append(entered_stream)
+        yield
+
+    fakes = {"Stream": stream, "stream": entering, "graph": graph}
+    for name in ("current_stream", "graph_pool_handle", "CUDAGraph"):
+        fakes[name] = mock.Mock()
+    fakes["current_device"] = mock.Mock(return_value=mock.sentinel.device)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for _ in range(2):
+        graphs = CudaGraphs()
+        for number in range(3):
+            assert graphs.capture(lambda number=number: (number,))[1] == (number,)
+    assert len(made) == 1
+    assert entered == made * 12
 
 
 # --- the decode step over a model that tells what it was given -----------------------------------

@@ -21,8 +21,8 @@ Source: CUDA graphs in one shared pool, largest first, are how vLLM and nano-vll
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -56,20 +56,30 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = capture_stream(torch.cuda.current_device())
 
     def capture(self, function: Callable[[], Outputs]) -> Captured:
         """Runs `function` once to warm up and once to record it."""
         # Why warm up, and on another stream: kernels compile and libraries allocate at their first
         # call, which a capture forbids; the default stream can't be captured.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             function()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = function()
         return graph.replay, outputs
+
+
+@functools.cache
+def capture_stream(device_index: int) -> torch.cuda.Stream:
+    """The stream on which all captures of a device warm up and record.
+
+    Why one: cuBLAS keeps a workspace for every stream that it has run on, 32 MiB on a Hopper, and
+    torch gives out 32 streams in turn. A stream for each capture would hold 1 GiB for nothing.
+    """
+    return torch.cuda.Stream(device_index)
 
 
 class GraphedDecode:
@@ -87,7 +97,7 @@ class GraphedDecode:
         with torch.inference_mode():
             for size in reversed(self.sizes):  # Why: the first fills the pool, the others reuse it.
                 for kind in (None, *Kind):
-                    self._captured[size, kind] = graphs.capture(partial(step, size, kind))
+                    self._captured[size, kind] = graphs.capture(functools.partial(step, size, kind))
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest captured size that holds so many sequences."""

@@ -16,19 +16,23 @@ PARAMS = [
     SamplingParams(temperature=0.9, min_p=0.02, top_p=0.9, seed=3, max_tokens=40, ignore_eos=True),
 ]
 EDITED = SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2, max_tokens=40)
+CACHES = [{"kv_cache_gib": 0.1}, {"num_kv_blocks": 24, "block_size": 16}]
+"""Room for all sequences at once, and so little that some wait."""
 
 
 def engine_of(**options):
     model = checkpoint("qwen3", head_dim=64)
     defaults = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
-    return make_engine(model, **defaults | {"max_num_seqs": 24, "kv_cache_gib": 0.1} | options)
+    return make_engine(model, **defaults | {"max_num_seqs": 24} | options)
 
 
 @pytest.mark.parametrize("params", [*PARAMS, EDITED])
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 24, "block_size": 16}])
+@pytest.mark.parametrize("options", CACHES)
 def test_overlap_and_graphs_do_not_show(params, options):
     prompts = random_prompts(30, [1, 7, 16, 33, 90])
-    expected = tokens(run(engine_of(enforce_eager=True, overlap=False), prompts, params))
+    plain = engine_of(enforce_eager=True, overlap=False)
+    expected = tokens(run(plain, prompts, params))
+    plain.close()
     for eager, overlap in ((True, True), (False, False), (False, True)):
         engine = engine_of(enforce_eager=eager, overlap=overlap, **options)
         assert tokens(run(engine, prompts, params)) == expected, (eager, overlap)
