@@ -15,6 +15,7 @@ from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadErro
 from nanoengine.models.config import load_model_config
 from nanoengine.runner.cuda_graph import capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.pick import Kind
 from nanoengine.runner.transfers import ship
 from tests.checkpoints import make_checkpoint
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -65,14 +66,15 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     seen = []
     monkeypatch.setattr(
         "nanoengine.runner.model_runner.Sampler.sample",
-        lambda self, logits, *args: seen.append(logits.shape) or _Fetched(),
+        lambda self, logits, rows, _: seen.append((*logits.shape, self.kind(rows))) or _Fetched(),
     )
     forward = runner.model.forward
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
         for batch in runner._largest_batches():
             runner._run_all_of(batch)
-    assert seen == [700, (24, 256), 24, (24, 256)]
+    sampled = [(24, 256, Kind.FILTERED), (24, 256, Kind.TOP_K)]
+    assert seen == [700, *sampled, 24, *sampled]
 
 
 class _Fetched:
