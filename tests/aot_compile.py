@@ -180,11 +180,18 @@ def report(kernel, compiled):
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
-        # A program counts itself once all of its threads have stored, and sees what others stored.
-        "counted": len(re.findall(r"bar\.sync[^@]*?@%p\d+ atom\.global\.gpu\.acq_rel\.add", ptx)),
+        "counted": counted(ptx),
         "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
     }
+
+
+def counted(ptx):
+    """Atomics by which a program counts itself after all of its threads have stored, and sees what
+    others stored before."""
+    parts = ptx.split("atom.global.gpu.acq_rel.add")
+    before = ["".join(parts[:i]).rpartition("bar.sync") for i in range(1, len(parts))]
+    return sum(bool(barrier) and "st.global" not in since for _, barrier, since in before)
 
 
 def name_of(kernel, options):
