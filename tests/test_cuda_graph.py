@@ -77,6 +77,35 @@ def test_all_captures_warm_up_and_record_on_one_stream(monkeypatch):
     assert entered == made * 12
 
 
+def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
+    """Triton and graphs go by the current device; another one's memory is out of their reach."""
+    current = ["cuda:0"]
+
+    @contextlib.contextmanager
+    def device(wanted):
+        current.append(str(wanted))
+        try:
+            yield
+        finally:
+            current.pop()
+
+    def note(*plan):
+        seen.append((current[-1], torch.is_inference_mode_enabled()))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen = []
+    for name in ("cuda:1", "cpu"):
+        runner = mock.Mock(device=torch.device(name), _load=note, _update_rows=note)
+        runner.config.max_model_len = None
+        with pytest.raises(InterruptedError):
+            ModelRunner.start(runner)
+        with pytest.raises(InterruptedError):
+            ModelRunner.launch(runner, StepPlan(step=0))
+    assert seen == [("cuda:1", True)] * 2 + [("cuda:0", True)] * 2
+    assert current == ["cuda:0"]
+
+
 # --- the decode step over a model that tells what it was given -----------------------------------
 
 

@@ -9,11 +9,14 @@ Called by LLMEngine through the Executor door; decides nothing.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +71,21 @@ class MemoryPlan:
         )
 
 
+def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A runner's method in inference mode, the runner's GPU being the current one.
+
+    Why: Triton launches and CUDA graphs capture on the current device, wherever the tensors are.
+    """
+
+    @functools.wraps(method)
+    def wrapped(self: ModelRunner, *args: Any) -> Any:
+        on_gpu = self.device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.device(self.device) if on_gpu else nullcontext():
+            return method(self, *args)
+
+    return wrapped
+
+
 class ModelRunner:
     """Runs one model on one device.
 
@@ -114,7 +132,7 @@ class ModelRunner:
 
     # --- start --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @on_device
     def start(self) -> KVLayout:
         """Loads the model, sizes and allocates the KV cache.
 
@@ -341,7 +359,7 @@ class ModelRunner:
 
     # --- launch -------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @on_device
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Carries out one plan, in the order of its fields.
 
