@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import make_checkpoint
-from model_helpers import all_logits, build, make_context, prefill_batch, random_prompts
 from transformers import PreTrainedModel
 
 from nanoengine.errors import ConfigError
@@ -22,6 +20,8 @@ from nanoengine.layers.packed import PackedLinear, ScreenedHead, linear_method_f
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
 from nanoengine.parallel.shard import Shard
+from tests.checkpoints import make_checkpoint
+from tests.model_helpers import all_logits, build, make_context, prefill_batch, random_prompts
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {

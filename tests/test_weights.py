@@ -10,8 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from model_helpers import all_logits, build, make_context, random_prompts
 from safetensors.torch import load_file, save_file
 
 from nanoengine.errors import WeightLoadError
@@ -20,6 +18,8 @@ from nanoengine.models.config import load_model_config
 from nanoengine.models.registry import model_class
 from nanoengine.models.weights import weight_slots
 from nanoengine.parallel.shard import Shard
+from tests.checkpoints import make_checkpoint
+from tests.model_helpers import all_logits, build, make_context, random_prompts
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS = random_prompts(11, 4)
