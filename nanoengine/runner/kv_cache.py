@@ -107,7 +107,7 @@ class KVCache:
         """Copies blocks over all layers, keys and values, all sources before any target."""
         (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
         src, dst = pairs.unbind(1)
-        # Why bytes: torch copies fp8 by index on a GPU only.
+        # Why bytes: index_copy_ does not know fp8.
         kv = self.kv.view(torch.uint8) if self.kv.dtype == FP8 else self.kv
         # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
         kv.index_copy_(2, dst, kv.index_select(2, src))
