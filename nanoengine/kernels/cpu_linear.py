@@ -34,14 +34,14 @@ MAX_ROWS = 6  # rows of the largest tile: 12 sums, 2 weights and 1 input fill th
 INPUTS = 2048  # inputs that a tile walks at a time: its panel (128 KiB) stays in the L2 cache
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
 UNROLL = 4  # inputs that a tile takes at each turn of its loop
-AHEAD = 5 * 1024  # bytes: few rows prefetch weights so far ahead, past what the hardware guesses
+AHEAD = 20 * 64  # floats: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 
 FASTMATH = ("contract", "nsz")
 
 
 @intrinsic(prefer_literal=True)
 def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
-          out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
+         out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """out[r, p * 16 + j] = start[r, p * 16 + j] + sum over k < size of x[r, k] * w[p, k, j].
 
     For `rows` x `panels` * 16 results in registers. `start` is the bias (stride 0), or `out`. With
@@ -53,7 +53,7 @@ def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, st
                            rows, panels)  # fmt: skip
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, x)
+        emit = Emit(context, builder, w)
         word = args[1].type
 
         def lines(array_type, array, at, stride, count):
@@ -77,7 +77,7 @@ def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, st
                 emit.prefetch(emit.at(panel, args[13], builder.mul(k, args[14])), level=2)
                 line = emit.at(panel, builder.mul(k, word(PANEL)))
                 for i in range(PANEL // emit.width):
-                    values.append(emit.number(emit.at(line, word(i * emit.width))))
+                    values.append(emit.load(emit.at(line, word(i * emit.width))))
             for row, sums in zip(inputs, cells, strict=True):
                 value = emit.broadcast(emit.at(row, k))
                 for cell, weight in zip(sums, values, strict=True):
@@ -117,22 +117,22 @@ def _rows_of_panel(
         ahead = to_next + t * share * size
         if m == 6:
             tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
-                  ahead, share, 6, 1)  # fmt: skip
+                 ahead, share, 6, 1)  # fmt: skip
         elif m == 5:
             tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
-                  ahead, share, 5, 1)  # fmt: skip
+                 ahead, share, 5, 1)  # fmt: skip
         elif m == 4:
             tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
-                  ahead, share, 4, 1)  # fmt: skip
+                 ahead, share, 4, 1)  # fmt: skip
         elif m == 3:
             tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
-                  ahead, share, 3, 1)  # fmt: skip
+                 ahead, share, 3, 1)  # fmt: skip
         elif m == 2:
             tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
-                  ahead, share, 2, 1)  # fmt: skip
+                 ahead, share, 2, 1)  # fmt: skip
         else:
             tile(x, a, x_step, w, w_at, 0, size, start, s, s_step, out, o, o_step,
-                  ahead, share, 1, 1)  # fmt: skip
+                 ahead, share, 1, 1)  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
@@ -141,18 +141,17 @@ def _few_rows(rows, lo, hi, x, w, bias, out, num_inputs, num_outputs):
     first of those that are left over before hi."""
     width = 4 if rows == 1 else 2
     step = num_inputs * PANEL  # from one panel to the next
-    ahead = AHEAD // w.itemsize
     for p in range(lo, hi - width + 1, width):
         at, n = p * step, p * PANEL
         if rows == 1:
             tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                 ahead, PANEL, 1, 4)  # fmt: skip
+                 AHEAD, PANEL, 1, 4)  # fmt: skip
         elif rows == 2:
             tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                 ahead, PANEL, 2, 2)  # fmt: skip
+                 AHEAD, PANEL, 2, 2)  # fmt: skip
         else:
             tile(x, 0, num_inputs, w, at, step, num_inputs, bias, n, 0, out, n, num_outputs,
-                 ahead, PANEL, 3, 2)  # fmt: skip
+                 AHEAD, PANEL, 3, 2)  # fmt: skip
     return hi - (hi - lo) % width
 
 

@@ -49,7 +49,7 @@ SUMS, HALVES = ir.VectorType(I32, 8), ir.VectorType(HALF, 8)
 FLOATS = ir.VectorType(ir.FloatType(), 8)
 
 
-class _Integers(Emit):
+class Integers(Emit):
     """Vector instructions on bytes."""
 
     def __init__(self, context, builder):
@@ -101,7 +101,8 @@ class _Integers(Emit):
         self.builder.store(self.builder.add(self.builder.load(cell), value), cell)
 
 
-def _lines(emit, array_type, array, at, stride, count):
+def lines(emit, array_type, array, at, stride, count):
+    """Pointers to the rows of a tile: `count` of them from `at`, `stride` apart."""
     pointers = [emit.pointer(array_type, array, at)]
     for _ in range(count - 1):
         pointers.append(emit.at(pointers[-1], stride))
@@ -131,15 +132,15 @@ def _tile8(typing, x, x_at, x_stride, x_scales, row, w, w_at, w_stride, steps, w
     )  # fmt: skip
 
     def codegen(context, builder, sig, args):
-        emit = _Integers(context, builder)
+        emit = Integers(context, builder)
         word = args[1].type
-        inputs = _lines(emit, x, args[0], args[1], args[2], num_rows)
-        factors = _lines(emit, x_scales, args[3], args[4], word(1), num_rows)
-        weights = _lines(emit, w, args[5], args[6], args[7], num_panels)
+        inputs = lines(emit, x, args[0], args[1], args[2], num_rows)
+        factors = lines(emit, x_scales, args[3], args[4], word(1), num_rows)
+        weights = lines(emit, w, args[5], args[6], args[7], num_panels)
         count = 2 * num_panels
         cells = [[emit.cell(SUMS) for _ in range(count)] for _ in inputs]
         sign, magnitude = "llvm.x86.avx2.psign.b", "llvm.abs.v32i8"
-        outputs = _lines(emit, out, args[12], args[13], args[14], num_rows)
+        outputs = lines(emit, out, args[12], args[13], args[14], num_rows)
         for line in outputs:
             emit.prefetch(line, write=True)
         with cgutils.for_range(builder, args[8]) as loop:
@@ -186,15 +187,15 @@ def _tile4(typing, x, x_at, x_stride, totals, totals_at, totals_stride, x_scales
     )  # fmt: skip
 
     def codegen(context, builder, sig, args):
-        emit = _Integers(context, builder)
+        emit = Integers(context, builder)
         word = args[1].type
-        inputs = _lines(emit, x, args[0], args[1], args[2], num_rows)
-        of_inputs = _lines(emit, totals, args[3], args[4], args[5], num_rows)
-        factors = _lines(emit, x_scales, args[6], args[7], word(1), num_rows)
+        inputs = lines(emit, x, args[0], args[1], args[2], num_rows)
+        of_inputs = lines(emit, totals, args[3], args[4], args[5], num_rows)
+        factors = lines(emit, x_scales, args[6], args[7], word(1), num_rows)
         weights = emit.pointer(w, args[8], args[9])
         scale_line = emit.pointer(scales, args[10], args[12])
         zero_line = emit.pointer(zeros, args[11], args[12])
-        outputs = _lines(emit, out, args[18], args[19], args[20], num_rows)
+        outputs = lines(emit, out, args[18], args[19], args[20], num_rows)
         for line in outputs:
             emit.prefetch(line, write=True)
         results = [[emit.cell(FLOATS) for _ in range(2)] for _ in inputs]

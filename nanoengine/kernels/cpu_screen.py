@@ -5,120 +5,268 @@
     panels that may hold the largest output <──────┘
     x ─ times the float32 weight, these panels ─ the largest output and its index
 
-One token alone reads each weight once, and a small model's head is a quarter of them. The copy
-finds the few panels in which the largest output can be. These are then computed by the tiles of
+A row reads every weight of the head, which is a quarter of a small model's. The copy finds the few
+panels in which the row's largest output can be. These are then computed by the tiles of
 `cpu_linear.linear`, so index and value are the ones it would give, **bit for bit**.
 
-Why nothing is missed: with w = scale * q + e, an output differs from its estimate by e . x, at most
-|e| |x| (Cauchy and Schwarz), and by the rounding of two chains of K multiply-adds, at most
-K 2^-24 |w| |x| each. `slack` holds |e| and both, half as much again. Source: error of a dot
-product, Higham, "Accuracy and Stability of Numerical Algorithms" (2002), 3.1.
+Estimates are sums of whole numbers: weights in 8 bits times inputs in 16 (`vpmaddwd`), twice as
+fast as float32 and exact.
 
-Legend: L rows of x, N outputs, K inputs.
+Why nothing is missed: with w = scale * q + e and x = unit * z + d, an output differs from its
+estimate by e . x + scale * q . d, at most |e| |x| + |w - e| |d| (Cauchy and Schwarz), and the
+float32 chain of K multiply-adds from the output by at most K 2^-24 |w| |x|. `slack` times |x| is
+more than all of it. Source: error of a dot product, Higham, "Accuracy and Stability of Numerical
+Algorithms" (2002), 3.1.
+
+Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 in the copy.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanoengine.kernels.cpu_linear import FASTMATH, PANEL, last_outputs, linear, tile
+from nanoengine.kernels.cpu_linear import FASTMATH, PANEL, last_outputs, tile
+from nanoengine.kernels.cpu_quantized import FLOATS, I8, I32, PAIRS, SUMS, Integers, lines
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.jit import compiled
+
+MAX_ROWS = 4  # of a tile: 8 sums, a weight, 4 inputs and a product fill the registers
+LINE = 64  # bytes of a panel that go with 4 inputs: two pairs of 16 outputs
+SHORT = ir.VectorType(I8, 16)
+PRODUCTS = "llvm.x86.avx2.pmadd.wd"  # neighbouring products of 16 bits, added in 32
 
 # Norms of x and of rows of w between which float32 neither overflows nor loses small terms.
 SMALLEST, LARGEST = 1e-15, 1e15
 LEAST_SLACK = 1e-18  # times SMALLEST still far above what products lose below the normal numbers
-MOST_PANELS = 1 / 16  # of all: where more are left, all outputs are as fast to compute
+MOST_INPUT_ERROR = 2.0**-13  # |d| of |x|; an x that 16 bits hold no better is not screened
+MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
+MOST_PANELS = 16  # one of so many may be looked at; with more left, computing all is as fast
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def quantize_outputs(w, values, scales, slack, num_inputs):
-    """The int8 copy of packed panels, in their layout: w = values * scale, within `slack`.
+    """The int8 copy of packed panels: w = values * scale, within `slack`.
 
-    An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
+    Inputs lie in pairs, as `vpmaddwd` takes them: a row of values [panels, K * 16] is [K / 2, 16,
+    2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
     """
-    for p in prange(len(scales) // PANEL):
-        at, column = p * PANEL * num_inputs, p * PANEL
+    for p in prange(len(values)):
+        panel, copy = w[p * PANEL * num_inputs :], values[p]
+        of_scale, of_slack = scales[p * PANEL :], slack[p * PANEL :]
         most, squares = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
         for k in range(num_inputs):
             for j in range(PANEL):
-                weight = w[at + k * PANEL + j]
+                weight = panel[k * PANEL + j]
                 most[j] = max(most[j], abs(weight))
                 squares[j] += np.float64(weight) * np.float64(weight)
-        scale, inverse = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
+        inverse, errors = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
         for j in range(PANEL):
+            of_scale[j] = 0
             if squares[j] < LARGEST * LARGEST and most[j] > SMALLEST:
-                scale[j] = most[j] / np.float32(127)
-                inverse[j] = np.float32(1) / scale[j]
-        errors = np.zeros(PANEL, np.float64)
+                of_scale[j] = most[j] / np.float32(127)
+                inverse[j] = np.float32(1) / of_scale[j]
+        copy[:] = 0
         for k in range(num_inputs):
             for j in range(PANEL):
-                i = at + k * PANEL + j
-                value = np.rint(w[i] * inverse[j]) if scale[j] > 0 else np.float32(0)
-                error = np.float64(w[i]) - np.float64(value) * np.float64(scale[j])
+                weight = panel[k * PANEL + j]
+                value = np.rint(weight * inverse[j]) if inverse[j] > 0 else np.float32(0)
+                error = np.float64(weight) - np.float64(value) * np.float64(of_scale[j])
                 errors[j] += error * error
-                values[i] = np.int8(value)
+                copy[(k // 2 * PANEL + j) * 2 + k % 2] = np.int8(value)
         for j in range(PANEL):
-            scales[column + j] = scale[j]
-            slack[column + j] = np.inf
+            of_slack[j] = np.inf
             if squares[j] < LARGEST * LARGEST:
-                rounding = (3 * num_inputs + 16) * 2.0**-24
-                bound = np.sqrt(errors[j]) + rounding * (np.sqrt(squares[j]) + np.sqrt(errors[j]))
-                slack[column + j] = max(bound * (1 + 1e-6), LEAST_SLACK)
+                error, length = np.sqrt(errors[j]), np.sqrt(squares[j])
+                relative = MOST_INPUT_ERROR + (2 * num_inputs + 16) * 2.0**-24
+                bound = (error + relative * (length + error)) * (1 + 1e-6)
+                of_slack[j] = max(bound, LEAST_SLACK)
 
 
-@intrinsic
-def _bounds(typing, estimates, scales, slack, column, norm):
-    """(most, least) of the PANEL outputs from `column`: the largest is at most `most`, and not less
-    than `least`. An estimate counts in units of its scale."""
-    signature = types.UniTuple(estimates.dtype, 2)(estimates, scales, slack, column, norm)
+@compiled(fastmath=FASTMATH)
+def _quantize_row(x, values):
+    """(unit, |x| rounded up): x = unit * values, in 16 bits. unit is 0 for an x that can't be
+    screened: not finite, too large or small, or of numbers too far apart."""
+    most, total, squares = np.float64(0), np.float64(0), np.float64(0)
+    for value in x:
+        size = abs(np.float64(value))
+        most = max(most, size)
+        total += size
+        squares += size * size
+    norm = np.sqrt(squares)
+    if not SMALLEST < norm < LARGEST:
+        return np.float32(0), np.float32(0)
+    unit = np.float32(max(most / 32000, total / (MOST_SUM - len(x))))
+    inverse, errors = 1 / np.float64(unit), np.float64(0)
+    for i in range(len(x)):
+        value = np.rint(np.float64(x[i]) * inverse)
+        values[i] = np.int16(value)
+        error = np.float64(x[i]) - value * np.float64(unit)
+        errors += error * error
+    if np.sqrt(errors) > MOST_INPUT_ERROR * norm:
+        return np.float32(0), np.float32(0)
+    return unit, np.float32(norm * (1 + 1e-6))
+
+
+@intrinsic(prefer_literal=True)
+def _estimate_tile(typing, x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride,
+                   ahead, ahead_stride, rows):  # fmt: skip
+    """out[r, j] = x[r] . w[j] as floats for `rows` x 16 outputs, over 4 * turns inputs. Each turn
+    prefetches the byte `ahead` + turn * `ahead_stride` after the panel's first."""
+    num_rows = rows.literal_value
+    signature = types.void(x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride,
+                           ahead, ahead_stride, rows)  # fmt: skip
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, estimates)
-        word, lines = args[3].type, []
-        for array_type, array in zip(sig.args[:3], args[:3], strict=True):
-            line = emit.pointer(array_type, array, args[3])
-            places = [emit.at(line, word(i)) for i in range(0, PANEL, emit.width)]
-            lines.append([emit.load(place) for place in places])
-        length = emit.splat(args[4])
-        values = [builder.fmul(value, scale) for value, scale in zip(*lines[:2], strict=True)]
-        spans = [builder.fmul(span, length) for span in lines[2]]
-        pairs = list(zip(values, spans, strict=True))
-        most = emit.across([builder.fadd(value, span) for value, span in pairs], emit.maximum)
-        least = emit.across([builder.fsub(value, span) for value, span in pairs], emit.maximum)
-        return context.make_tuple(builder, sig.return_type, (most, least))
+        emit = Integers(context, builder)
+        word = args[1].type
+        inputs = lines(emit, x, args[0], args[1], args[2], num_rows)
+        weights = emit.pointer(w, args[3], args[4])
+        outputs = lines(emit, out, args[6], args[7], args[8], num_rows)
+        cells = [[emit.cell(SUMS) for _ in range(2)] for _ in inputs]
+        with cgutils.for_range(builder, args[5]) as loop:
+            at = emit.at(weights, builder.mul(loop.index, word(LINE)))
+            emit.prefetch(emit.at(weights, args[9], builder.mul(loop.index, args[10])))
+            first = builder.mul(loop.index, word(4))
+            for pair in range(2):
+                four = [emit.get(I32, emit.at(row, first, word(2 * pair))) for row in inputs]
+                values = [builder.bitcast(emit.splat(value, 8), PAIRS) for value in four]
+                for v in range(2):
+                    weight = emit.get(SHORT, emit.at(at, word(32 * pair + 16 * v)))
+                    wide = builder.sext(weight, PAIRS)
+                    for value, of_row in zip(values, cells, strict=True):
+                        emit.add(of_row[v], emit.call(PRODUCTS, SUMS, wide, value))
+        for of_row, line in zip(cells, outputs, strict=True):
+            for v, cell in enumerate(of_row):
+                emit.put(builder.sitofp(builder.load(cell), FLOATS), emit.at(line, word(8 * v)))
+        return context.get_dummy_value()
 
     return signature, codegen
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _bound_panels(estimates, scales, slack, norm, most, workers):
-    """most[p] = what panel p's largest output may be; returns what the largest of all must be."""
-    least = np.full(workers, -np.inf, np.float32)
+def _estimate(values, copy, out, workers):
+    """out[L, N] = values[L, K] times the copy, in units of both; each worker takes its panels."""
+    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    num_panels, turns, tiles = len(copy), size // 4, -(-num_rows // MAX_ROWS)
+    x, w, flat = values.reshape(-1), copy.reshape(-1), out.reshape(-1)
+    share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
     for worker in prange(workers):
-        best = np.float32(-np.inf)
-        for p in range(len(most) * worker // workers, len(most) * (worker + 1) // workers):
-            most[p], known = _bounds(estimates, scales, slack, p * PANEL, norm)
-            best = max(best, known)
-        least[worker] = best
-    return least.max()
+        for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
+            at = p * PANEL * size
+            for t in range(tiles):
+                r = num_rows * t // tiles
+                m, o = num_rows * (t + 1) // tiles - r, r * num_outputs + p * PANEL
+                ahead = PANEL * size + t * share * turns
+                if m == 4:
+                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
+                                   ahead, share, 4)  # fmt: skip
+                elif m == 3:
+                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
+                                   ahead, share, 3)  # fmt: skip
+                elif m == 2:
+                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
+                                   ahead, share, 2)  # fmt: skip
+                else:
+                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
+                                   ahead, share, 1)  # fmt: skip
+
+
+@intrinsic
+def _bounds(typing, estimates, at, scales, slack, column, unit, norm):
+    """(most, least) of a panel's outputs: the largest is at most `most`, and not below `least`."""
+    signature = types.UniTuple(scales.dtype, 2)(estimates, at, scales, slack, column, unit, norm)
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, scales)
+        word = args[1].type
+
+        def vectors(array_type, array, at):
+            line = emit.pointer(array_type, array, at)
+            return [emit.load(emit.at(line, word(i))) for i in range(0, PANEL, emit.width)]
+
+        unit, norm = emit.splat(args[5]), emit.splat(args[6])
+        most, least = [], []
+        for estimate, scale, span in zip(
+            vectors(estimates, args[0], args[1]),
+            vectors(scales, args[2], args[4]),
+            vectors(slack, args[3], args[4]),
+            strict=True,
+        ):
+            value = builder.fmul(estimate, builder.fmul(scale, unit))
+            reach = builder.fmul(span, norm)
+            most.append(builder.fadd(value, reach))
+            least.append(builder.fsub(value, reach))
+        both = emit.across(most, emit.maximum), emit.across(least, emit.maximum)
+        return context.make_tuple(builder, sig.return_type, both)
+
+    return signature, codegen
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _bound(estimates, scales, slack, units, norms, most, least, workers):
+    """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
+    w's panels must be."""
+    num_rows, num_panels = most.shape
+    num_outputs, flat = estimates.shape[1], estimates.reshape(-1)
+    for worker in prange(workers):
+        for r in range(num_rows):
+            best, row = np.float32(-np.inf), most[r]
+            for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
+                at, n = r * num_outputs + p * PANEL, p * PANEL
+                row[p], known = _bounds(flat, at, scales, slack, n, units[r], norms[r])
+                best = max(best, known)
+            least[worker, r] = best
 
 
 @compiled(fastmath=FASTMATH)
-def _norm(row):
-    """|x|, rounded up; NaN where x holds NaN."""
-    total = np.float64(0)
-    for value in row:
-        total += np.float64(value) * np.float64(value)
-    return np.sqrt(total) * (1 + 1e-6)
+def _first_largest(outputs, lo, hi, index, largest):
+    """The first of the largest of outputs[lo : hi] and one found before; NaN is the largest."""
+    for i in range(lo, hi):
+        output = outputs[i]
+        if output > largest or (output != output and largest == largest):
+            index, largest = i, output
+    return index, largest
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _look(x, w, bias, most, least, ids, largest, workers):
+    """Computes the panels that may hold the largest output of each row, in the worker's share.
+
+    ids[w, r], largest[w, r]: the best there; ids is -1 if too many panels were left.
+    """
+    (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
+    flat = x.reshape(-1)
+    for worker in prange(workers):
+        lo, hi = num_panels * worker // workers, num_panels * (worker + 1) // workers
+        outputs = np.empty(num_outputs, np.float32)
+        for r in range(num_rows):
+            row, index, best = most[r], np.int64(0), np.float32(-np.inf)
+            left = 1 + (hi - lo) // MOST_PANELS
+            for p in range(lo, hi):
+                if row[p] < least[r]:
+                    continue
+                left -= 1
+                if left < 0:
+                    index = -1
+                    break
+                n = p * PANEL
+                tile(flat, r * num_inputs, 0, w, n * num_inputs, 0, num_inputs, bias, n, 0,
+                     outputs, n, 0, 0, 0, 1, 1)  # fmt: skip
+                index, best = _first_largest(outputs, n, n + PANEL, index, best)
+            if worker == workers - 1 and index >= 0:
+                last_outputs(1, x[r], w, bias, outputs, num_inputs, num_outputs)
+                index, best = _first_largest(outputs, num_panels * PANEL, num_outputs, index, best)
+            ids[worker, r], largest[worker, r] = index, best
 
 
 @compiled(fastmath=FASTMATH)
 def largest_outputs(x, w, values, scales, slack, bias, ids, largest, workers):
     """ids[r] and largest[r] of the largest output of each row, the lowest index among equals; False
-    if some row had to be computed whole to tell.
+    if some row needs all outputs to tell.
 
     A NaN output counts as the largest.
 
@@ -128,30 +276,30 @@ def largest_outputs(x, w, values, scales, slack, bias, ids, largest, workers):
         bias: [N] zeros.
         ids: [L] int64; largest: [L] float32.
     """
-    (num_rows, num_inputs), num_outputs = x.shape, len(bias)
-    num_panels = num_outputs // PANEL
-    most = np.empty(num_panels, np.float32)
-    estimates = np.empty((num_rows, num_outputs), np.float32)
-    linear(x, values, bias, estimates, workers)
+    num_rows, num_outputs = len(x), len(bias)
+    whole = np.zeros((num_rows, values.shape[1] // PANEL), np.int16)
+    units, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
     for r in range(num_rows):
-        row, outputs, norm = x[r], estimates[r], _norm(x[r])
-        if not SMALLEST < norm < LARGEST:
+        units[r], norms[r] = _quantize_row(x[r], whole[r])
+        if units[r] == 0:
             return False
-        least = _bound_panels(outputs, scales, slack, np.float32(norm), most, workers)
-        ids[r], largest[r], left = 0, -np.inf, int(MOST_PANELS * num_panels)
-        last_outputs(1, row, w, bias, outputs, num_inputs, num_outputs)
-        for p in range(num_panels + 1):
-            n = p * PANEL
-            if p < num_panels:
-                if most[p] < least:
-                    continue
-                left -= 1
-                if left < 0:
-                    return False
-                tile(row, 0, 0, w, n * num_inputs, 0, num_inputs, bias, n, 0, outputs, n, 0,
-                     0, 0, 1, 1)  # fmt: skip
-            for i in range(n, min(n + PANEL, num_outputs)):
-                output, best = outputs[i], largest[r]
-                if output > best or (output != output and best == best):
-                    ids[r], largest[r] = i, output
+    estimates = np.empty((num_rows, num_outputs), np.float32)
+    _estimate(whole, values, estimates, workers)
+    most = np.empty((num_rows, num_outputs // PANEL), np.float32)
+    least = np.empty((workers, num_rows), np.float32)
+    _bound(estimates, scales, slack, units, norms, most, least, workers)
+    for worker in range(1, workers):
+        for r in range(num_rows):
+            least[0, r] = max(least[0, r], least[worker, r])
+    found = np.empty((workers, num_rows), np.int64)
+    best = np.empty((workers, num_rows), np.float32)
+    _look(x, w, bias, most, least[0], found, best, workers)
+    for r in range(num_rows):
+        ids[r], largest[r] = found[0, r], best[0, r]
+        for worker in range(workers):
+            if found[worker, r] < 0:
+                return False
+            output, known = best[worker, r], largest[r]
+            if output > known or (output != output and known == known):
+                ids[r], largest[r] = found[worker, r], output
     return True

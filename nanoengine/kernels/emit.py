@@ -42,14 +42,6 @@ class Emit:
         pointer = self.builder.bitcast(pointer, self.vector.as_pointer())
         return self.builder.load(pointer, align=self.align)
 
-    def number(self, pointer):
-        """A vector of what may be stored as bytes."""
-        if pointer.type.pointee == self.scalar:
-            return self.load(pointer)
-        kind = ir.VectorType(pointer.type.pointee, self.width)
-        values = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=1)
-        return self.builder.sitofp(values, self.vector)
-
     def store(self, value, pointer):
         pointer = self.builder.bitcast(pointer, value.type.as_pointer())
         self.builder.store(value, pointer, align=self.align)
