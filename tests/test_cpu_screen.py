@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanoengine.kernels.cpu_linear import PANEL
 from nanoengine.layers import packed
 from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
+from nanoengine.layers.pages import place_buffers
 from nanoengine.runner.draw import argmax
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
@@ -142,6 +143,15 @@ def test_a_tight_slack_is_what_keeps_it_right(monkeypatch: pytest.MonkeyPatch) -
     method.slack.zero_()
     ids = torch.cat([method.argmax(row)[0] for row in x.split(1)])
     assert 0 < (ids != expected).sum() < 50
+
+
+def test_buffers_that_move_take_the_copy_along() -> None:
+    """As those of every loaded model do: an array of the old place would keep the copy twice."""
+    method, x = head(normal(4096, 64)), normal(1, 64)
+    place_buffers(method)
+    assert check(method, x)
+    method.slack.fill_(torch.inf)
+    assert method.argmax(x) is None, "a slack was read that is not the buffer's"
 
 
 def test_an_engine_takes_it_for_greedy_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:

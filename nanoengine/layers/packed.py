@@ -2,7 +2,8 @@
 
 Packed in place once at load, so a weight never exists twice; only a large head has an int8 copy
 beside it (`ScreenedHead`). `linear_method_for`, which the runner calls, chooses between these and
-every other method.
+every other method. The readable form is `UnquantizedLinear`, and of a screened head's `argmax` that
+of `runner/draw.py` over all outputs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ SCREENED_BYTES = 2**24
 smaller one stays in the cache, where reading it costs little."""
 
 MOST_ROWS = 32
-"""Perf: 22 against 7 ms for one row of 1,024 times 151,936 outputs, 22 against 13 for eight, 73
-against 49 for 32 (two Zen 3 cores); with more, estimates no longer fit the cache."""
+"""Rows up to which the screen is the shorter way, and its estimates fit the cache.
+
+Perf: 22 against 7 ms for one row of 1,024 times 151,936 outputs, 22 against 13 for eight, 73
+against 49 for 32 (two Zen 3 cores)."""
 
 
 def linear_method_for(
@@ -170,8 +173,8 @@ class ScreenedHead(PackedLinear):
         if self.values is None or len(x) > MOST_ROWS:
             return None
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
-        rows, copy = x.contiguous().numpy(), self.copy
         found = cpu_screen.largest_outputs(
-            rows, self.panels, *copy, self.no_bias, ids, largest, num_workers()
-        )
+            x.contiguous().numpy(), self.panels, *self._copy(), self.no_bias, ids, largest,
+            num_workers(),
+        )  # fmt: skip
         return (torch.from_numpy(ids), torch.from_numpy(largest)) if found else None
