@@ -1,8 +1,11 @@
 """ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
 
     start()    load weights -> profile (GPU) -> size and allocate the KV cache -> bind it to layers
-    launch()   rows.update -> loads from tiers -> block copies -> Batch -> model -> stores to tiers
-               -> logits of sampling rows -> Sampler -> downloads; see `LaunchedStep` for the rest
+    launch()   rows.update -> loads from tiers -> block copies -> Batch -> model -> logits
+               -> stores to tiers -> Sampler -> downloads; see `LaunchedStep` for the rest
+
+A step has two ways. `_run_batch`, the one to read, takes any plan. `_run_decodes` replays a CUDA
+graph for plans of decodes alone (`DecodeStep`); `tests/test_cuda_graph.py` holds it to the first.
 
 Called by LLMEngine through the Executor door; decides nothing.
 """
@@ -416,8 +419,7 @@ class ModelRunner:
         decode, graphed = self._decode
         size = graphed.size_for(len(plan.rows))
         lines = decode.load(plan, size)
-        edited, asked = self.sampler.edited[lines.rows], self.sampler.num_logprobs[lines.rows] >= 0
-        by_host = bool(edited.any() or asked.any())  # the graph then stops at the logits
+        by_host = self.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
         step.times.prepare_s = time.perf_counter() - started
         watch = step.stopwatch = Stopwatch(self.device)
         watch.mark()

@@ -138,24 +138,19 @@ class Rows:
         num_blocks = -(-max_seq_len // self.block_size)
 
         # Tokens: sequence after sequence.
-        seq_of_token = np.repeat(np.arange(len(order)), seq_counts)
-        num_tokens = len(seq_of_token)
-        offset = np.arange(num_tokens) - query_start_loc[seq_of_token]
-        positions = seq_starts[seq_of_token] + offset
+        positions, seq_of_token = _ranges(seq_starts, seq_counts)
+        num_tokens = len(positions)
         token_rows = seq_rows[seq_of_token]
         blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
 
-        # Rows of logits: the first `num_scored` positions of each entry, and, ahead of those, the
-        # last `num_logits` for lines that sample.
+        # Rows of logits: of the lines that sample, then of the positions that are scored.
         ends = np.zeros(len(rows), np.int64)  # of each entry's tokens in [T]
         ends[order] = query_start_loc[1:]
-        scored = np.repeat(ends - counts - np.cumsum(num_scored) + num_scored, num_scored)
-        scored += np.arange(len(scored))
+        scored, _ = _ranges(ends - counts, num_scored)
         self._lend_ends(plan, ends)
-        entries = np.repeat(np.arange(len(rows)), num_logits)
-        before = np.cumsum(num_logits) - num_logits
-        back = num_logits[entries] - (np.arange(len(entries)) - before[entries])  # L_e ... 1
-        wanted = np.concatenate((ends[entries] - back, scored))
+        sampling, entries = _ranges(ends - num_logits, num_logits)
+        back = ends[entries] - sampling  # how far before its entry's end a line lies, 1 or more
+        wanted = np.concatenate((sampling, scored))
 
         in_pool = np.flatnonzero(positions == self.pool_positions[token_rows])
         tensors = ship(
@@ -203,3 +198,10 @@ class Rows:
             child = entry_of_row.get(fork.row)
             if child is not None and plan.num_scheduled_tokens[child] == 0:
                 ends[child] = ends[entry_of_row[fork.parent_row]]
+
+
+def _ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """start, start + 1, ... of each range, range after range; and which range each belongs to."""
+    ranges = np.repeat(np.arange(len(starts)), lengths)
+    shifts = starts - (np.cumsum(lengths) - lengths)
+    return np.arange(len(ranges)) + shifts[ranges], ranges

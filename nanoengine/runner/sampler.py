@@ -4,6 +4,9 @@
                 │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw (draw.py)
                 └─ log-probabilities, if asked for
 
+A step of `only_greedy` rows need not come here: a model that knows their `most_likely` tokens
+without all logits gives them to the runner.
+
 On a CPU the rows are grouped by their filters, and each filter looks at values to stop early. A GPU
 is never asked: all rows go through `pick.py`, which gives the same tokens.
 
@@ -228,11 +231,14 @@ class Sampler:
             ]
         )
 
-    def only_greedy(self, rows: Sequence[int]) -> bool:
+    def looks_at_logits(self, rows: np.ndarray) -> bool:
+        """Whether more is done with the logits of these rows than to pick their tokens: processors
+        edit them, or log-probabilities are reported."""
+        return bool(self.edited[rows].any() or (self.num_logprobs[rows] >= 0).any())
+
+    def only_greedy(self, rows: np.ndarray) -> bool:
         """Whether these rows ask for nothing but the largest of the model's own logits."""
-        of = np.asarray(rows, dtype=np.int64)
-        edited, asked = self.edited[of], self.num_logprobs[of] >= 0
-        return bool(self.greedy[of].all()) and not (edited.any() or asked.any())
+        return bool(self.greedy[rows].all()) and not self.looks_at_logits(rows)
 
     def sample(
         self,
