@@ -1,4 +1,5 @@
-"""The scripts in README, recipes and the page on quantization run as they stand."""
+"""The scripts in README, recipes and the page on quantization run as they stand; what pages name is
+there."""
 
 import ast
 import functools
@@ -89,3 +90,35 @@ def test_a_name_that_is_not_there_is_noticed():
     assert missing("`core/block_pool.py::BlockPool.free`", ROOT / "nanoengine") == []
     for cell in ("`core/block_pool.py::BlockPool.freed`", "`core/pool.py::BlockPool`", "always"):
         assert len(missing(cell, ROOT / "nanoengine")) == 1
+
+
+# --- the house in design.md -----------------------------------------------------------------------
+
+DESIGN = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+DRAWING = DESIGN.partition("## Plain first")[0]
+TWINS = re.findall(r"^\| (.*`.*) \| (.*`.*) \| (`test_.*) \|$", DESIGN, re.MULTILINE)
+
+
+def drawn_in(room: str) -> set[str]:
+    """The files of `room/one.py, two.py, ...`; of the package itself, any name."""
+    names = re.compile(r"\b\w+\.py\b")
+    if room == ".":
+        return set(names.findall(DRAWING))
+    lists = re.findall(rf"\b{room}/((?:\w+\.py[,\s]*)+)", DRAWING)
+    return set(names.findall(" ".join(lists)))
+
+
+@pytest.mark.parametrize(
+    "room", [".", "core", "runner", "models", "layers", "attention", "kernels", "features"]
+)
+def test_the_house_is_drawn_whole(room):
+    files = {path.name for path in (ROOT / "nanoengine" / room).glob("*.py")} - {"__init__.py"}
+    assert len(files) > 1
+    assert sorted(files - drawn_in(room)) == []
+
+
+def test_every_fast_path_has_a_twin_and_a_test():
+    assert len(TWINS) > 18
+    for twin, fast, test in TWINS:
+        assert missing(twin, ROOT / "nanoengine") + missing(fast, ROOT / "nanoengine") == []
+        assert missing(test, ROOT / "tests") == []
