@@ -47,7 +47,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
             "core.protocols", "core.sequence", "observe", "features.beam"},
     "cli": {"*"},
-    "parallel.ray_data": {"llm", "outputs", "config"},
     "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine", "features.beam",
                    "tier_config"},
 }  # fmt: skip

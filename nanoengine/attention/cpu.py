@@ -2,7 +2,8 @@
 
 Made by `attention.make_backend`. It turns torch tensors into flat numpy views without a copy, plans
 the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula serves
-prompts, chunks, decodes and drafts: a task has as many query rows as it has.
+prompts, chunks, decodes and drafts: a task has as many query rows as it has. `naive.py` is the
+readable form; `tests/test_attention_cpu.py` compares the two.
 
 The kernels compile at the first forward (with those of the linear layers most of a minute on one
 busy core) and are cached on disk, beside the package or, where that can't be written, in the user's

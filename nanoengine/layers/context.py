@@ -32,7 +32,7 @@ class ModelContext:
     Attributes:
         dtype, device: of parameters and activations.
         attention_backend: serves all attention layers.
-        ops: norms, gates and rotations, plain or fused.
+        ops: norms and gates, plain or fused.
         shard: the part of the model that this rank holds.
         linear_method_factory: makes the method of one linear layer, given its full name, say
             "model.layers.0.mlp.down_proj": how its weights are stored and multiplied.

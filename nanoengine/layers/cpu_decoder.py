@@ -1,8 +1,9 @@
-"""FusedLayer: a decoder layer that runs as one compiled call on the CPU.
+"""FusedLayer: a decoder layer that runs as one compiled call on the CPU; as two where some of its
+rows end at attention.
 
 Why: one token through a small model is hundreds of calls from Python, and they take a fifth of its
-time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits. Made
-by `Decoder.fuse` once the weights are loaded.
+time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
+(`tests/test_cpu_decoder.py`). Made by `Decoder.fuse` once the weights are loaded.
 """
 
 from __future__ import annotations

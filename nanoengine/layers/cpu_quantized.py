@@ -1,8 +1,8 @@
 """int8 and int4 weights on the CPU: with int8 activations by kernels for AVX2, with float ones by
 those of float32.
 
-What they compute is `QuantizedLinear`, which packs and multiplies in plain torch. Chosen by
-`linear_method_for`.
+What they compute is `QuantizedLinear`, which packs and multiplies in plain torch;
+`tests/test_cpu_kernels.py` holds them to it. Chosen by `linear_method_for`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Shards of a model and the executors that run them."""
+"""Which part of a model a rank holds."""
