@@ -33,6 +33,14 @@ def head(weight: torch.Tensor) -> ScreenedHead:
     return method
 
 
+def copy_of(method: ScreenedHead) -> np.ndarray:
+    """The int8 copy times its scales, [N, K] float64; N a multiple of 16."""
+    outputs, inputs = method.shape
+    pairs = method.values.view(len(method.values), -1, PANEL, 2)  # of inputs, padded with zeros
+    values = pairs.transpose(1, 2).reshape(outputs, -1)[:, :inputs]
+    return values.double().numpy() * method.scales.double().numpy()[:, None]
+
+
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -94,13 +102,23 @@ def test_every_output_is_within_its_slack(seed: int, weight_size: float, x_size:
     weight = (random.standard_normal((64, 333)) * 10**weight_size).astype(np.float32)
     x = (random.standard_normal((1, 333)) * 10**x_size).astype(np.float32)
     method = head(torch.from_numpy(weight.copy()))
-    # [panels, pairs, 16, 2], and 333 inputs padded to 336
-    copy = method.values.view(-1, 168, PANEL, 2).transpose(1, 2).reshape(64, 336)[:, :333]
-    estimate = (x.astype(float) @ copy.numpy().T.astype(float)) * method.scales.numpy()
-    distance = np.abs(estimate - weight.astype(float) @ x[0].astype(float))[0]
+    estimate = copy_of(method) @ x[0].astype(float)
+    distance = np.abs(estimate - weight.astype(float) @ x[0].astype(float))
     reach = method.slack.numpy() * np.linalg.norm(x.astype(float))
     assert (distance < reach).all()
     assert (reach < 0.02 * np.linalg.norm(weight, axis=1) * np.linalg.norm(x)).all(), "too wide"
+
+
+def test_no_slack_is_wider_than_its_worst_input() -> None:
+    """No estimate is further off than that of an input along its output's own error."""
+    weight = normal(64, 333)
+    method = head(weight.clone())
+    worst = (weight.double().numpy() - copy_of(method)).astype(np.float32)
+    distance = np.abs(np.sum((weight.double().numpy() - copy_of(method)) * worst, axis=1))
+    reach = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
+    assert (distance < reach).all()
+    assert (distance > 0.97 * reach).all(), "the rest is for rounding"
+    check(method, torch.from_numpy(worst[:MOST_ROWS]))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, -1e30])

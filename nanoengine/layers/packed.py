@@ -80,8 +80,8 @@ def _quantized(
 
 
 def _exact_method(device: torch.device, dtype: torch.dtype) -> Callable[[str], LinearMethod]:
-    """The fastest method that stores weights exactly: packed for float32 on a CPU, and with gates
-    of our own in 16 bits on a GPU."""
+    """The fastest method that stores weights exactly: packed for float32 on a CPU, the head with a
+    screen, and with gates of our own in 16 bits on a GPU."""
     if device.type == "cpu" and dtype == torch.float32:
         head = ScreenedHead if has_avx2() else PackedLinear
         return lambda name: (head if name == "lm_head" else PackedLinear)(name)
@@ -166,8 +166,12 @@ class ScreenedHead(PackedLinear):
             panels, padded = outputs // cpu_screen.PANEL, -(-inputs // 4) * 4
             self.values = torch.empty(panels, padded * cpu_screen.PANEL, dtype=torch.int8)
             self.scales, self.slack = torch.empty(2, outputs)
-            self.copy = tuple(part.numpy() for part in (self.values, self.scales, self.slack))
-            cpu_screen.quantize_outputs(self.panels, *self.copy, self.shape[1])
+            cpu_screen.quantize_outputs(self.panels, *self._copy(), inputs)
+
+    def _copy(self) -> tuple[np.ndarray, ...]:
+        """The int8 copy as the kernels read it. Why not kept: buffers move when all is loaded
+        (`layers/pages.py`), and a view would hold the memory that they leave."""
+        return self.values.numpy(), self.scales.numpy(), self.slack.numpy()
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.values is None or len(x) > MOST_ROWS:
