@@ -16,6 +16,7 @@ from nanoengine.attention import resolve_backend
 from nanoengine.config import EngineConfig
 from nanoengine.core.admission import make_policy
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.protocols import KVLayout
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
@@ -98,27 +99,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         long_prefill_threshold=config.long_prefill_threshold,
         policy=make_policy(config.admission, config.preempt_above, config.admit_below),
     )
-    info = EngineInfo(
-        model_name=config.model,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-        max_model_len=memory.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        quantization=str(quantization) if quantization else None,
-        weight_bits=quantization.bits if quantization else None,
-        attention_backend=backend,
-        num_parameters=runner.num_parameters,
-        weight_bytes=runner.weight_bytes,
-        num_kv_blocks=layout.num_blocks,
-        block_size=layout.block_size,
-        block_bytes=layout.block_bytes,
-        load_s=runner.load_s,
-        start_s=time.perf_counter() - started,
-        memory_plan=str(memory),
-        kv_cache_dtype=str(runner.kv_dtype).removeprefix("torch."),
-        generation_defaults=dict(model_config.generation_defaults),
-    )
+    info = _info(config, runner, layout, backend, time.perf_counter() - started)
     logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)
     if quantization is not None:
         logger.info("quantization: %s", quantization)
@@ -130,6 +111,34 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         seed=config.seed,
         overlap=device.type == "cuda" if config.overlap is None else config.overlap,
         debug_checks=config.debug_checks,
+    )
+
+
+def _info(
+    config: EngineConfig, runner: ModelRunner, layout: KVLayout, backend: str, start_s: float
+) -> EngineInfo:
+    """What was discovered at start."""
+    model_config, quantization = runner.model_config, runner.quantization
+    return EngineInfo(
+        model_name=config.model,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=runner.memory.max_model_len,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        quantization=str(quantization) if quantization else None,
+        weight_bits=quantization.bits if quantization else None,
+        attention_backend=backend,
+        num_parameters=runner.num_parameters,
+        weight_bytes=runner.weight_bytes,
+        num_kv_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        load_s=runner.load_s,
+        start_s=start_s,
+        memory_plan=str(runner.memory),
+        kv_cache_dtype=str(runner.kv_dtype).removeprefix("torch."),
+        generation_defaults=dict(model_config.generation_defaults),
     )
 
 

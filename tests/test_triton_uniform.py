@@ -81,7 +81,7 @@ def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
 
 
 def test_the_default_kernels_do_not_promise_that(monkeypatch):
-    splits = replace(kernel_config(90, 64, 16, 1, torch.float32), split_tokens=16)
+    splits = replace(kernel_config(90, 64, 1, torch.float32), split_tokens=16)
     monkeypatch.setattr(triton_module, "kernel_config", lambda *shape: splits)
     whole, alone = make_case((70, 70)), make_case((1, 70))
     backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)

@@ -77,9 +77,7 @@ class KernelConfig:
 
 
 @functools.cache
-def kernel_config(
-    arch: int, head_dim: int, block_size: int, group_size: int, dtype: torch.dtype
-) -> KernelConfig:
+def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype) -> KernelConfig:
     """Tile sizes for a GPU of compute capability `arch` (80, 89, 90, ...) and a model's shape.
 
     Why a table and no autotuning: the same model on the same GPU must always add in the same order,
@@ -294,7 +292,7 @@ class TritonBackend(AttentionBackend):
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
-        return kernel_config(self.arch, self.head_dim, self.block_size, group_size, self.dtype)
+        return kernel_config(self.arch, self.head_dim, group_size, self.dtype)
 
     def _varlen(
         self,

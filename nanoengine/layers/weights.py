@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ class WeightSlot:
     absent: Callable[[], object] | None = None
 
 
+@runtime_checkable
 class OwnsWeights(Protocol):
     """A module with parameters of its own."""
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear
-from nanoengine.layers.weights import WeightSlot
+from nanoengine.layers.weights import OwnsWeights, WeightSlot
 from nanoengine.models.decoder import CausalLM
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -91,7 +91,7 @@ def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
     """All slots of a model by checkpoint name."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
-        if hasattr(module, "weight_slots"):
+        if isinstance(module, OwnsWeights):
             slots.update(module.weight_slots(path))
     return slots
 
