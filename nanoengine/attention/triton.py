@@ -202,7 +202,7 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         _check(device, dtype, head_dim, block_size)
         self.deterministic = deterministic
-        self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
+        self.dtype, self.head_dim = dtype, head_dim
         self.counters = make_counters(device)
         self.arch, self.num_sms = 90, 1  # In the interpreter: any GPU that can do everything.
         if device.type == "cuda":
