@@ -1,7 +1,7 @@
 """The compiled kernels of `CPUBackend`: paged attention for float32 and float64, by numba.
 
 Called by `attention/cpu.py` and, in a fused layer, `cpu_decoder.py`. Kernels see flat arrays,
-offsets and ints, never torch.
+offsets and ints, never torch. The readable form is `attention/naive.py`.
 
 A *task* is one KV head of one sequence, a tile of its queries and a range of its context. Its query
 heads and queries together are the *rows* of the tile, so each key and value is loaded once for all

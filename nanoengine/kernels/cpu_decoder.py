@@ -5,7 +5,8 @@
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Why
 two halves: in the last layer not all rows go on from attention (`models/decoder.py`). Each kernel
-is the one that the layer's parts call by themselves, so the results are the same bit for bit.
+is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
+readable form is `DecoderLayer.forward`, `tests/test_cpu_decoder.py` compares them.
 
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
 named ones. A weight is a tuple too, whose form says what it is:

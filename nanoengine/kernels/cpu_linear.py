@@ -13,6 +13,8 @@ tiles of a panel ask for the next panel, each for its share, so that memory neve
 Each result is one chain of fused multiply-adds over the inputs in order, whatever the tile it falls
 into: **a row's result has the same bits alone and in any batch**.
 
+The readable form is `F.linear`, as `UnquantizedLinear` calls it; `tests/test_cpu_kernels.py`.
+
 Source: register tiling over packed panels, Goto and van de Geijn, "Anatomy of High-Performance
 Matrix Multiplication" (2008). Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
 
@@ -36,6 +38,8 @@ ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, 
 UNROLL = 4  # inputs that a tile takes at each turn of its loop
 AHEAD = 20 * 64  # floats: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 
+# Why no "reassoc": a result is one chain, whose order gives a row its bits. No "nnan" and "ninf": a
+# row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
 
 
@@ -195,7 +199,7 @@ def linear(x, w, bias, out, num_workers):
     for worker in prange(num_workers):
         lo = num_panels * worker // num_workers
         hi = num_panels * (worker + 1) // num_workers
-        if 1 <= num_rows <= 3:
+        if 1 <= num_rows <= 3:  # what this leaves over goes the way of more rows
             lo = _few_rows(num_rows, lo, hi, inputs, w, bias, outputs, num_inputs, num_outputs)
         for row in range(0, num_rows, ROW_BLOCK):
             rows = min(ROW_BLOCK, num_rows - row)
