@@ -113,11 +113,12 @@ def test_no_slack_is_wider_than_its_worst_input() -> None:
     """No estimate is further off than that of an input along its output's own error."""
     weight = normal(64, 333)
     method = head(weight.clone())
-    worst = (weight.double().numpy() - copy_of(method)).astype(np.float32)
-    distance = np.abs(np.sum((weight.double().numpy() - copy_of(method)) * worst, axis=1))
+    errors = weight.double().numpy() - copy_of(method)
+    worst = errors.astype(np.float32)
+    distance = np.abs(np.sum(errors * worst, axis=1))
     reach = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
     assert (distance < reach).all()
-    assert (distance > 0.97 * reach).all(), "the rest is for rounding"
+    assert (distance > 0.95 * reach).all(), "the rest is for rounding, of inputs and of sums"
     check(method, torch.from_numpy(worst[:MOST_ROWS]))
 
 
