@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.kernels.cpu_linear import PANEL
+from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST
 from nanoengine.layers import packed
 from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
 from nanoengine.layers.pages import place_buffers
@@ -148,6 +149,16 @@ def test_inputs_too_far_apart_for_16_bits_take_all_outputs() -> None:
     assert method.argmax(x) is None
     x[0, 7] = 320.0
     assert check(method, x)
+
+
+def test_small_numbers_stay_normal_where_processors_flush_the_others_to_zero() -> None:
+    """`torch.set_flush_denormal`: no estimate becomes 0, and K lost products are within a slack."""
+    least_normal = 2.0**-126
+    least_unit = SMALLEST / (32000 * MOST_SUM) ** 0.5  # of all inputs of that norm
+    least_factor = SMALLEST / 127 * least_unit
+    assert least_factor > 10 * least_normal
+    least_reach = LEAST_SLACK * SMALLEST
+    assert least_reach > 2**18 * least_normal
 
 
 def test_where_all_outputs_are_alike_all_are_computed() -> None:

@@ -14,12 +14,12 @@ fast as float32 and exact.
 
 Why nothing is missed: with w = scale * q + e and x = unit * z + d, an output differs from its
 estimate by e . x + scale * q . d, at most |e| |x| + |w - e| |d| (Cauchy and Schwarz); its float32
-chain of K multiply-adds, fused or not, by at most K 2^-24 |w| |x|; products with the scales by a few
-2^-24 of themselves. `slack` times |x| is more than all of it: rounding terms count twice, which also
-covers those of higher order. The sum of estimate and slack needs none: rounding keeps order, and an
-output is a float32 itself. So each output lies from its `least` to its `most`, and the `most` of the
-largest is not below any `least`; a panel is left out only if its own is. Source: error of a dot
-product, Higham, "Accuracy and Stability of Numerical Algorithms" (2002), 3.1.
+chain of K multiply-adds, fused or not, by at most K 2^-24 |w| |x|; products with the scales by a
+few 2^-24 of themselves. `slack` times |x| is more than all of it: rounding terms count twice, which
+also covers those of higher order. The sum of estimate and slack needs none: rounding keeps order,
+and an output is a float32 itself. So each output lies from its `least` to its `most`, and the
+`most` of the largest is not below any `least`; a panel is left out only if its own is. Source:
+error of a dot product, Higham, "Accuracy and Stability of Numerical Algorithms" (2002), 3.1.
 
 What is equal to the largest is looked at too, so the lowest index is found. Outputs without a bound
 (weights that are not finite, or huge) are always looked at; inputs without one make the caller
@@ -47,9 +47,9 @@ SHORT = ir.VectorType(I8, 16)
 PRODUCTS = "llvm.x86.avx2.pmadd.wd"  # neighbouring products of 16 bits, added in 32
 
 # Norms of x and of rows of w between which float32 neither overflows nor loses small terms: an
-# output is below 1e30. A product below the normal numbers loses 1e-45, or 1e-38 where the processor
-# flushes it to zero; K of them stay below the least slack times the least norm, 1e-33.
-SMALLEST, LARGEST = 1e-15, 1e15
+# output is below 1e30, scale times unit a normal number. A product below those loses 1e-45, or
+# 1e-38 where the processor flushes it to zero; K of them stay below LEAST_SLACK * SMALLEST.
+SMALLEST, LARGEST = 1e-14, 1e15
 LEAST_SLACK = 1e-18
 MOST_INPUT_ERROR = 2.0**-13  # |d| of |x|; an x that 16 bits hold no better is not screened
 MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
