@@ -365,7 +365,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 QUICK = settings(
-    max_examples=110,
+    max_examples=150,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -388,14 +388,18 @@ OFTEN = {
     "aborts of all": 2,
     "broken rows": 5,
     "failed steps": 2,
-    "lost files": 2,
+    "lost files": 1,
     "host loads": 100,
     "host stores": 500,
-    "disk loads": 20,
+    "disk loads": 5,
     "disk stores": 200,
     "disk failures": 20,
 }
-"""What must have happened in a run of the suite, and how often: else it proves little."""
+"""What must have happened in a run of the suite, and how often: else it proves little.
+
+Well below what was seen in six runs with other modules loaded (15 to 600 disk loads, 2 to 45 lost
+files): Hypothesis draws constants of all code that it has seen, so each of them is another sample.
+"""
 
 
 def test_machine():
