@@ -1,7 +1,5 @@
 # What a contributor runs, as verbs. The environment is made once, and again when pyproject.toml
 # changes. Other options: make test VENV=/elsewhere, make bench ARGS="--help", PYTHON=python3.12.
-# --no-compile: most modules of torch and transformers are never imported, so compiling all of them
-# only costs time.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,5 +34,5 @@ loc:  ## lines of code by file and folder
 
 $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -e ".[test]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
 	@touch $@
