@@ -165,7 +165,7 @@ def test_where_all_outputs_are_alike_all_are_computed() -> None:
     assert head(normal(1, 64).expand(4096, 64).clone()).argmax(normal(1, 64)) is None
 
 
-def test_a_tight_slack_is_what_keeps_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tight_slack_is_what_keeps_it_right() -> None:
     """The check of the checks: without slack the copy alone decides, and is found wrong."""
     method = head(normal(4096, 64))
     x = normal(200, 64, seed=1)
