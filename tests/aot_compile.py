@@ -24,7 +24,9 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.rotate import HeadNormWeights
@@ -35,12 +37,6 @@ from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.runner.triton_pick import pick_lines
 from tests.attention_cases import Case, make_case
-
-TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float64: "*fp64", torch.int8: "*i8",
-}  # fmt: skip
 
 
 class Catch:
@@ -135,27 +131,33 @@ def run_sampling(dtype, size=151936):
         pick_lines(logits, params, draws=True, filters=False)
 
 
-def compile_launch(kernel, args, options, arch):
-    """Machine code of one launch, as a GPU run gets it.
+def bind(kernel, args, options, backend):
+    """A launch as Triton's own binder takes it: types and attributes of the arguments, constants.
 
-    Tensors from torch are 16-byte aligned; the launcher tells the compiler so of those that the
-    kernel specializes on.
+    Why its own: the binder is a function that Triton writes for each kernel around the names of its
+    arguments; a name that is also one of the binder's makes every launch fail.
     """
-    build = {k: options[k] for k in ("num_warps", "num_stages") if k in options}
-    constants = {k: v for k, v in options.items() if k not in build}
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if i >= len(args):
-            signature[name] = "constexpr"
-        elif isinstance(args[i], torch.Tensor):
-            signature[name] = TYPES[args[i].dtype]
-            if not kernel.params[i].do_not_specialize_on_alignment:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            assert kernel.params[i].do_not_specialize, name
-            signature[name] = "fp32" if isinstance(args[i], float) else "i32"
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialized, options = binder(*args, **options)
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, (kind, attribute)) in enumerate(zip(bound, specialized, strict=True)):
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = bound[name]
+            assert kernel.params[i].is_constexpr, f"{name} is specialized on its value"
+        elif attribute:
+            assert isinstance(bound[name], torch.Tensor), f"{name} is specialized on its value"
+            attributes[(i,)] = backend.parse_attr(attribute)
+    return signature, constants, attributes, options
+
+
+def compile_launch(kernel, args, options, arch):
+    """Machine code of one launch, as a GPU run gets it; the tensors' addresses are multiples of 16,
+    as torch's on a GPU are."""
+    target = GPUTarget("cuda", arch, 32)
+    signature, constants, attributes, options = bind(kernel, args, options, CUDABackend(target))
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=build)
+    return triton.compile(source, target=target, options=options)
 
 
 def report(kernel, compiled):
@@ -169,7 +171,7 @@ def report(kernel, compiled):
         ).stdout
     ptx = compiled.asm["ptx"]
     return {
-        "kernel": kernel.__name__,
+        "function": kernel.__name__,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
         "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),
@@ -212,8 +214,7 @@ def reports_of(target):
         key = name_of(kernel, options), str(options)
         if key not in results:  # decodes and prompts with deterministic=True launch one kernel
             found = compile_launch(kernel, args, options, int(arch))
-            figures = report(kernel, found) | {"kernel": key[0]}
-            results[key] = {"target": target} | figures
+            results[key] = {"target": target, "kernel": key[0]} | report(kernel, found)
     return list(results.values())
 
 

@@ -213,25 +213,25 @@ def draw_filtered(
 
 @triton.jit(do_not_specialize=["param_stride"])
 def pick_kernel(
-    ids, valid, logits, params, param_stride,
+    ids, valid, logits, draw_params, param_stride,
     LINE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     STAGES: tl.constexpr, SHIFT: tl.constexpr, DRAW: tl.constexpr, FILTER: tl.constexpr,
 ):  # fmt: skip
     """A token of each line of logits [L, SIZE]: ids [L] int64, and whether it has one. Grid: [L].
 
-    `params` [5, L] float64 are those of `DrawParams`. Without DRAW all lines are greedy, without
-    FILTER none filters. A line without a valid token gets 0.
+    `draw_params` [5, L] float64 are those of `DrawParams`. Without DRAW all lines are greedy,
+    without FILTER none filters. A line without a valid token gets 0.
     """
     line = tl.program_id(0).to(tl.int64)
     row = logits + line * LINE
     largest, token, is_valid = best_token(row, SIZE, BLOCK, STAGES)
     if DRAW:
-        temperature = tl.load(params + line).to(tl.float32)
+        temperature = tl.load(draw_params + line).to(tl.float32)
         if is_valid & (temperature > 0.0):
-            top_k = tl.load(params + param_stride + line).to(tl.int64)
-            top_p = tl.load(params + 2 * param_stride + line)
-            min_p = tl.load(params + 3 * param_stride + line).to(tl.float32)
-            uniform = tl.load(params + 4 * param_stride + line)
+            top_k = tl.load(draw_params + param_stride + line).to(tl.int64)
+            top_p = tl.load(draw_params + 2 * param_stride + line)
+            min_p = tl.load(draw_params + 3 * param_stride + line).to(tl.float32)
+            uniform = tl.load(draw_params + 4 * param_stride + line)
             filters = False
             if FILTER:
                 filters = (top_k < SIZE) | (top_p < 1.0) | (min_p > 0.0)
