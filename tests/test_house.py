@@ -172,6 +172,11 @@ def test_importing_loads_no_heavy_library(modules, unloaded):
     assert run_python("-c", code).strip() == "[]"
 
 
+def test_an_engine_for_a_gpu_needs_no_numba():
+    modules = "nanoengine.build, nanoengine.layers.triton_linear, nanoengine.cli.gpu.suite"
+    run_python("-c", f"import sys; sys.modules['numba'] = None; import {modules}")
+
+
 @pytest.mark.parametrize(
     "name", ["sampling_params", "parallel.shard", *(f"core.{name}" for name in CORE)]
 )

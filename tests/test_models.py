@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from nanoengine.errors import ConfigError
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.methods import linear_method_for
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.packed import PackedLinear, ScreenedHead, linear_method_for
+from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.models.config import load_model_config
 from nanoengine.models.decoder import CausalLM
 from nanoengine.parallel.shard import Shard

@@ -19,7 +19,8 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.layers.packed import PackedLinear, linear_method_for
+from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
     QuantizedLinear,
     QuantizedWeight,

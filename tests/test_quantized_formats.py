@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
-from nanoengine.layers.packed import linear_method_for
+from nanoengine.layers.methods import linear_method_for
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import unpack_words
 from nanoengine.models.config import load_model_config, parse_model_config

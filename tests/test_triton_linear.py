@@ -12,8 +12,8 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
 from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.methods import linear_method_for
 from nanoengine.layers.ops import TorchOps
-from nanoengine.layers.packed import linear_method_for
 from nanoengine.layers.triton_linear import (
     GatedLinear,
     GemmConfig,

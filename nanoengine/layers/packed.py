@@ -1,15 +1,11 @@
 """PackedLinear: float32 weights in panels, multiplied by kernels of our own; for CPUs.
 
 Packed in place once at load, so a weight never exists twice; only a large head has an int8 copy
-beside it (`ScreenedHead`). `linear_method_for`, which the runner calls, chooses between these and
-every other method. The readable form is `UnquantizedLinear`, and of a screened head's `argmax` that
-of `runner/draw.py` over all outputs.
+beside it (`ScreenedHead`). Chosen by `linear_method_for`. The readable form is `UnquantizedLinear`,
+and of a screened head's `argmax` that of `runner/draw.py` over all outputs.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,12 +14,8 @@ import torch.nn.functional as F
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, has_avx2
-from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
-from nanoengine.layers.quantized import GROUP_SIZE, QuantizedLinear
-from nanoengine.layers.quantized_formats import FORMATS
+from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.weights import empty_parameter
-from nanoengine.models.quantization import Quantization
 
 SCREENED_BYTES = 2**24
 """A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
@@ -34,62 +26,6 @@ MOST_ROWS = 32
 
 Perf: 22 against 7 ms for one row of 1,024 times 151,936 outputs, 22 against 13 for eight, 73
 against 49 for 32 (two Zen 3 cores)."""
-
-
-def linear_method_for(
-    device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
-) -> Callable[[str], LinearMethod]:
-    """A factory that makes the method of a linear layer, given its full name.
-
-    Without quantization the fastest method that stores weights exactly; with it the quantized one
-    for all layers, except those that the checkpoint stores as floats.
-    """
-    exact = _exact_method(device, dtype)
-    if quantization is None:
-        return exact
-    kind = QuantizedLinear
-    if device.type == "cpu" and dtype == torch.float32:
-        if quantization.activations == "float":
-            kind = CPUWeightOnlyLinear
-        elif has_avx2():
-            kind = CPUQuantizedLinear
-    return partial(_quantized, quantization, exact, kind)
-
-
-def _quantized(
-    quantization: Quantization,
-    exact: Callable[[str], LinearMethod],
-    kind: type[QuantizedLinear],
-    name: str,
-) -> LinearMethod:
-    stored, activations = quantization.stored, quantization.activations
-    if stored is not None:
-        if not stored.holds(name):
-            return exact(name)
-        return kind(
-            name,
-            bits=stored.bits,
-            group_size=stored.group_size,
-            activations=activations,
-            stored=FORMATS[stored.format](stored),
-        )
-    # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
-    bits = 8 if name == "lm_head" else quantization.bits
-    group_size = GROUP_SIZE if bits == 4 else None
-    return kind(name, bits=bits, group_size=group_size, activations=activations)
-
-
-def _exact_method(device: torch.device, dtype: torch.dtype) -> Callable[[str], LinearMethod]:
-    """The fastest method that stores weights exactly: packed for float32 on a CPU, the head with a
-    screen, and with gates of our own in 16 bits on a GPU."""
-    if device.type == "cpu" and dtype == torch.float32:
-        head = ScreenedHead if has_avx2() else PackedLinear
-        return lambda name: (head if name == "lm_head" else PackedLinear)(name)
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        from nanoengine.layers.triton_linear import GatedLinear
-
-        return GatedLinear
-    return UnquantizedLinear
 
 
 class PackedLinear(LinearMethod):

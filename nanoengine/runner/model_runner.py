@@ -32,8 +32,8 @@ from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.linear import LinearMethod
+from nanoengine.layers.methods import linear_method_for
 from nanoengine.layers.ops import make_ops
-from nanoengine.layers.packed import linear_method_for
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
 from nanoengine.models.quantization import Quantization
