@@ -26,6 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"tier_config"},
     "assets": set(),
     "core": set(),
+    "small": {"core.plan", "core.protocols"},
+    "small.__main__": {"small", "core.plan", "assets"},
     "engine": {"core"},
     "runner.batch": {"core.plan"},
     "kernels": set(),
@@ -177,9 +179,10 @@ def test_an_engine_for_a_gpu_needs_no_numba():
     run_python("-c", f"import sys; sys.modules['numba'] = None; import {modules}")
 
 
-@pytest.mark.parametrize(
-    "name", ["sampling_params", "parallel.shard", *(f"core.{name}" for name in CORE)]
-)
+PLAIN = ["sampling_params", "parallel.shard", "small.block_pool", "small.sampler"]
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *(f"core.{name}" for name in CORE)])
 def test_doctests(name):
     assert doctest.testmod(importlib.import_module(f"nanoengine.{name}")).failed == 0
 

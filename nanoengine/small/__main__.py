@@ -1,0 +1,58 @@
+"""`python -m nanoengine.small PROMPT...`: generates with the demo model and shows every step.
+
+python -m nanoengine.small "Once upon a time"
+python -m nanoengine.small "Tom has a red hat. Tom" "Tom has a red hat. Mia" --num-blocks 8
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from nanoengine.assets import demo_model_path
+from nanoengine.core.plan import StepPlan
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.small.llm import LLM
+
+
+def main(
+    prompts: Annotated[tuple[str, ...], tyro.conf.Positional] = ("Once upon a time",),
+    /,
+    model: str = str(demo_model_path()),
+    max_tokens: int = 16,
+    temperature: float = 0.0,
+    num_blocks: int = 33,
+    block_size: int = 8,
+    max_num_batched_tokens: int = 16,
+) -> None:
+    """Generates text and prints each plan in words and the pool as one line of characters.
+
+    Args:
+        prompts: texts to continue.
+        model: checkpoint directory; the demo model is the default.
+        max_tokens: most tokens of an answer.
+        temperature: 0 takes the most likely token.
+        num_blocks: blocks of the KV cache; few of them show a preemption.
+        block_size: tokens a block.
+        max_num_batched_tokens: most tokens of a step; few of them show chunks.
+    """
+
+    def show(plan: StepPlan) -> None:
+        print(f"{plan}\n  blocks {llm.engine.scheduler.block_manager.pool}")
+
+    llm = LLM(
+        model,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        watch=show,
+    )
+    print("blocks: 0 null, . empty, c cached, else the number of sequences that use it")
+    answers = llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=max_tokens))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        print(f"\n{prompt}\n  -> {answer.strip()}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,79 @@
+"""Batch: the tensors of one step. Attention: one layer's keys and values in blocks, and their use.
+
+    block table of a sequence     3    7    1      with block_size 4 and 10 tokens
+    where token i lies            block table[i // 4], place i % 4
+    slot of token 9               table[2] * 4 + 1 = 1 * 4 + 1 = 5
+
+Legend: T tokens of the step, S sequences, C tokens of a sequence so far, H query heads, K key and
+value heads, D numbers a head, N blocks, P tokens a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The T tokens that a step computes, one sequence behind the other.
+
+    Attributes:
+        token_ids, positions: [T] int64.
+        slot_mapping: [T] int64; where the key and value of each token go.
+        num_scheduled_tokens: for each of S sequences, how many of the T tokens are its own.
+        context_slots: for each of S sequences, the slots of its tokens so far, [C] int64.
+        logits_indices: which of the T tokens give logits.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_scheduled_tokens: list[int]
+    context_slots: list[torch.Tensor]
+    logits_indices: torch.Tensor
+
+
+class Attention:
+    """Attention of one layer over the paged KV cache.
+
+    Attributes:
+        k_cache, v_cache: [N, P, K, D]; the ModelRunner binds each layer to its slice.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Stores the keys and values of the step, then lets each token see its sequence up to
+        itself.
+
+        Args:
+            query: [T, H, D]; key, value: [T, K, D].
+
+        Returns:
+            [T, H * D].
+        """
+        k_slots, v_slots = self.k_cache.flatten(0, 1), self.v_cache.flatten(0, 1)  # [N * P, K, D]
+        k_slots[batch.slot_mapping] = key
+        v_slots[batch.slot_mapping] = value
+        outputs = []
+        for own, slots in zip(
+            query.split(batch.num_scheduled_tokens), batch.context_slots, strict=True
+        ):
+            num_new, context_len = len(own), len(slots)
+            # Row i is the token at position context_len - num_new + i; it sees what is before it.
+            mask = torch.ones(num_new, context_len, dtype=torch.bool, device=own.device)
+            seen = F.scaled_dot_product_attention(
+                own.transpose(0, 1)[None],  # [1, H, num_new, D]
+                k_slots[slots].transpose(0, 1)[None],  # [1, K, C, D]
+                v_slots[slots].transpose(0, 1)[None],
+                attn_mask=mask.tril(context_len - num_new),
+                enable_gqa=True,  # H / K query heads share a key head
+            )
+            outputs.append(seen[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs)

@@ -1,0 +1,87 @@
+"""BlockPool: the blocks of the KV cache. Who uses them, what they hold, which one goes next.
+
+    used      ref_counts[b] > 0: in that many block tables
+    free      in a queue:  [ empty, empty, ... | cached, ..., cached ]
+                             ▲ allocate takes                        ▲ free puts: least recently
+                               from this end                           used first
+
+A block that is freed keeps its content and stays findable until `allocate` hands it out again.
+Block 0 is the null block, which belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """A fixed number of blocks.
+
+    >>> pool = BlockPool(num_blocks=5)
+    >>> a, b = pool.allocate(), pool.allocate()
+    >>> pool.register(a, b"digest", (5, 6))
+    >>> pool.free([b, a]); print(pool)  # b was empty, a stays cached
+    0c...
+    >>> pool.lookup(b"digest", (5, 6))
+    1
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.ref_counts = [0] * num_blocks
+        # Block -> the digest of its content and the tokens themselves.
+        self.contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        # Digest -> the blocks with this content, of which a lookup returns the first. Why several:
+        # two sequences may compute the same tokens at the same time.
+        self.index: dict[bytes, list[int]] = {}
+        self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, empty and cached."""
+        return len(self.free_queue)
+
+    def allocate(self) -> int:
+        """Hands out the first free block with one reference; its content is forgotten."""
+        block_id, _ = self.free_queue.popitem(last=False)
+        if block_id in self.contents:
+            digest, _ = self.contents.pop(block_id)
+            self.index[digest].remove(block_id)
+            if not self.index[digest]:
+                del self.index[digest]
+        self.ref_counts[block_id] = 1
+        return block_id
+
+    def touch(self, block_id: int) -> None:
+        """Adds a reference; a cached block leaves the queue."""
+        self.free_queue.pop(block_id, None)
+        self.ref_counts[block_id] += 1
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drops a reference of each block. One without content goes to the head of the queue."""
+        for block_id in block_ids:
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0:
+                self.free_queue[block_id] = None
+                if block_id not in self.contents:
+                    self.free_queue.move_to_end(block_id, last=False)
+
+    def register(self, block_id: int, digest: bytes, tokens: tuple[int, ...]) -> None:
+        """Makes the content of a full block findable."""
+        self.contents[block_id] = digest, tokens
+        self.index.setdefault(digest, []).append(block_id)
+
+    def lookup(self, digest: bytes, tokens: tuple[int, ...]) -> int | None:
+        """A block with this content, or None. Equal digests of other tokens are no hit."""
+        for block_id in self.index.get(digest, ()):
+            if self.contents[block_id][1] == tokens:
+                return block_id
+        return None
+
+    def __str__(self) -> str:
+        """One character a block: `0` null, `.` empty, `c` cached, else how many use it."""
+        marks = "".join(
+            str(min(count, 9)) if count else "c" if block_id in self.contents else "."
+            for block_id, count in enumerate(self.ref_counts)
+        )
+        return "0" + marks[1:]

@@ -1,0 +1,95 @@
+"""LLMEngine: the loop. `schedule` decides, `launch` computes, `commit` takes the tokens in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+
+from nanoengine.core.plan import StepPlan
+from nanoengine.core.protocols import Executor
+from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.small.scheduler import Scheduler
+from nanoengine.small.sequence import Sequence
+
+Tokens = SequenceOf[int]
+OBEYED = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "stop_token_ids"
+)  # fmt: skip
+"""Fields of SamplingParams that this engine has; any other one must have its default."""
+
+
+class LLMEngine:
+    """Sequences in, tokens out.
+
+    Args:
+        executor: runs plans; the `ModelRunner` of this package or of the large engine.
+        scheduler: makes plans.
+        max_model_len: most tokens of prompt and output together.
+        eos_token_ids: tokens that end an answer.
+        watch: called with each plan before it runs.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        watch: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.watch = watch
+        self._seq_ids = itertools.count()
+
+    def add_requests(self, prompts: Iterable[Tokens], params: SamplingParams) -> list[Sequence]:
+        """Queues prompts, all of them or none.
+
+        Raises:
+            RequestError: a prompt is empty, or a parameter is not obeyed here.
+            PromptTooLongError: there is no room for a single token of an answer.
+            CapacityError: prompt and answer together don't fit the pool.
+        """
+        if params != SamplingParams(**{name: getattr(params, name) for name in OBEYED}):
+            raise RequestError(f"the small engine obeys {', '.join(OBEYED)} alone, got {params}")
+        sequences = [self._check(prompt, params, next(self._seq_ids)) for prompt in prompts]
+        self.scheduler.waiting += sequences
+        return sequences
+
+    def _check(self, prompt: Tokens, params: SamplingParams, seq_id: int) -> Sequence:
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens; with one token of an answer it must fit"
+                f" max_model_len={self.max_model_len}"
+            )
+        most = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
+        manager = self.scheduler.block_manager
+        # Why - 1: the last token that is sampled is never computed.
+        needed, usable = manager.num_blocks_for(most - 1), len(manager.pool.ref_counts) - 1
+        if needed > usable:
+            raise CapacityError(
+                f"{len(prompt)} prompt tokens and {most - len(prompt)} of an answer need {needed}"
+                f" KV blocks, the pool has {usable}: raise num_blocks or lower max_tokens"
+            )
+        eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = frozenset([*eos, *(params.stop_token_ids or ())])
+        seed = seq_id if params.seed is None else params.seed
+        return Sequence(seq_id, list(prompt), len(prompt), params, most, stop_ids, seed)
+
+    def step(self) -> list[Sequence]:
+        """Runs one step; returns the sequences that it finished."""
+        plan = self.scheduler.schedule()
+        if self.watch is not None:
+            self.watch(plan)
+        return self.scheduler.commit(self.executor.launch(plan).result())
+
+    def run(self) -> None:
+        """Steps until every sequence is finished."""
+        while self.scheduler.has_unfinished:
+            self.step()

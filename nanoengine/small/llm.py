@@ -1,0 +1,94 @@
+"""LLM: text in, text out.
+
+    llm = LLM("path/to/qwen3")
+    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
+        print(answer)
+
+It puts the parts together and decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from os import PathLike
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from nanoengine.core.plan import StepPlan
+from nanoengine.errors import ConfigError
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.small.block_manager import BlockManager
+from nanoengine.small.engine import LLMEngine
+from nanoengine.small.runner import ModelRunner
+from nanoengine.small.scheduler import Scheduler
+
+
+class LLM:
+    """A model and everything that runs it.
+
+    Args:
+        model: directory of a Qwen3 or Llama checkpoint with a tokenizer.json.
+        num_blocks: blocks of the KV cache, the null block included.
+        block_size: tokens a block.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens that a step computes.
+        device: where it computes.
+        watch: called with each plan before it runs.
+
+    Raises:
+        ConfigError: the directory lacks a file, or limits contradict each other.
+        UnsupportedModelError: the checkpoint is neither a plain Llama nor a Qwen3.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        num_blocks: int = 1025,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 1024,
+        device: str = "cpu",
+        watch: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        directory = Path(model)
+        for name in ("config.json", "tokenizer.json"):
+            if not (directory / name).is_file():
+                raise ConfigError(f"{directory} has no {name}: give a checkpoint directory")
+        if not (num_blocks > 1 <= block_size and 1 <= max_num_seqs <= max_num_batched_tokens):
+            raise ConfigError(
+                f"2 <= {num_blocks=}, 1 <= {block_size=} and"
+                f" 1 <= {max_num_seqs=} <= {max_num_batched_tokens=} must hold"
+            )
+        runner = ModelRunner(directory, num_blocks, block_size, torch.device(device), torch.float32)
+        layout = runner.start()
+        manager = BlockManager(layout.num_blocks, layout.block_size)
+        config = runner.model.config
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+        eos = _eos_token_ids(directory, config["eos_token_id"])
+        max_model_len = config["max_position_embeddings"]
+        self.engine = LLMEngine(runner, scheduler, max_model_len, eos, watch)
+
+    def generate(self, prompts: SequenceOf[str], params: SamplingParams | None = None) -> list[str]:
+        """The answers to prompts, in their order.
+
+        Raises:
+            RequestError, CapacityError: a prompt can't run; none has run then.
+        """
+        token_ids = [self.tokenizer.encode(prompt).ids for prompt in prompts]
+        sequences = self.engine.add_requests(token_ids, params)
+        self.engine.run()
+        return [self.tokenizer.decode(seq.output_token_ids) for seq in sequences]
+
+
+def _eos_token_ids(directory: Path, eos: int | list[int]) -> list[int]:
+    """The ids that end an answer: those of the generation config, or else of the model's."""
+    path = directory / "generation_config.json"
+    if path.is_file():
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", eos)
+    return eos if isinstance(eos, list) else [eos]

@@ -1,0 +1,133 @@
+"""ModelRunner: carries out plans in tensors. It decides nothing.
+
+    plan ──► rows brought up to date ──► Batch ──► model ──► logits ──► sample ──► StepResult
+
+Each running sequence has a row here, with its tokens and its block table. They stay from step to
+step, so a plan says only what has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanoengine.core.plan import AdmittedSequence, StepPlan, StepResult
+from nanoengine.core.protocols import KVGroup, KVLayout
+from nanoengine.small.batch import Batch
+from nanoengine.small.model import load_model
+from nanoengine.small.sampler import sample
+
+
+@dataclass(slots=True)
+class Row:
+    """What the runner keeps of a running sequence."""
+
+    admitted: AdmittedSequence
+    token_ids: list[int]
+    block_table: list[int] = field(default_factory=list)
+
+
+class Launched(NamedTuple):
+    """A step that has run."""
+
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        """The sampled tokens."""
+        return self.step_result
+
+
+class ModelRunner:
+    """An executor in this process: weights, KV cache, and the rows of running sequences.
+
+    Args:
+        directory: the checkpoint.
+        num_blocks: blocks of the KV cache, the null block included.
+        block_size: tokens a block.
+        device, dtype: where and in what it computes.
+    """
+
+    def __init__(
+        self, directory: Path, num_blocks: int, block_size: int,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.directory = directory
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.device, self.dtype = device, dtype
+        self.rows: dict[int, Row] = {}
+
+    def start(self) -> KVLayout:
+        """Loads the model, allocates the KV cache, and binds each layer to its slice of it."""
+        self.model = model = load_model(self.directory, self.device, self.dtype)
+        num_layers = len(model.attentions)
+        shape = (self.num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
+        # [layers, key or value, blocks, tokens a block, heads, numbers a head]
+        self.kv_cache = torch.zeros((num_layers, 2, *shape), dtype=self.dtype, device=self.device)
+        for attention, (k_cache, v_cache) in zip(model.attentions, self.kv_cache, strict=True):
+            attention.k_cache, attention.v_cache = k_cache, v_cache
+        return KVLayout(
+            num_blocks=self.num_blocks, block_size=self.block_size,
+            block_bytes=self.kv_cache.nbytes // self.num_blocks,
+            groups=(KVGroup(layers=tuple(range(num_layers))),),
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        """Gives the memory back."""
+        del self.model, self.kv_cache
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Runs a plan."""
+        self._update_rows(plan)
+        result = StepResult(token_ids=[[] for _ in plan.rows])
+        sampling = [entry for entry, wanted in enumerate(plan.num_logits) if wanted]
+        if plan.rows:
+            logits = self.model.forward(self._make_batch(plan, sampling))  # [L, V]
+            for entry, line in zip(sampling, logits, strict=True):
+                row = self.rows[plan.rows[entry]]
+                admitted, position = row.admitted, len(row.token_ids)
+                row.token_ids.append(sample(line, admitted.params, admitted.seed, position))
+                result.token_ids[entry].append(row.token_ids[-1])
+        return Launched(result)
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """Takes in what the plan says of rows and their block tables."""
+        assert not (plan.forks or plan.block_copies or plan.transfers or plan.draft_token_ids)
+        for row in plan.released:
+            del self.rows[row]
+        for admitted in plan.admitted:
+            self.rows[admitted.row] = Row(admitted, list(admitted.token_ids))
+        for row, _, start, block_ids in plan.table_updates:
+            self.rows[row].block_table[start : start + len(block_ids)] = block_ids
+
+    def _make_batch(self, plan: StepPlan, sampling: list[int]) -> Batch:
+        """The tensors of a step whose entries `sampling` need the logits of their last token."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        ends: list[int] = []  # of each sequence, one behind its last token in the batch
+        slots, contexts = [], []
+        counts = plan.num_scheduled_tokens
+        for row_id, start, count in zip(plan.rows, plan.starts, counts, strict=True):
+            row, end = self.rows[row_id], start + count
+            token_ids += row.token_ids[start:end]
+            positions += range(start, end)
+            contexts.append(self._slots(row.block_table, end))
+            slots.append(contexts[-1][start:])
+            ends.append(len(token_ids))
+        return Batch(
+            token_ids=torch.tensor(token_ids, device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+            slot_mapping=torch.cat(slots),
+            num_scheduled_tokens=list(counts),
+            context_slots=contexts,
+            logits_indices=torch.tensor([ends[i] - 1 for i in sampling], device=self.device).long(),
+        )
+
+    def _slots(self, block_table: list[int], num_tokens: int) -> torch.Tensor:
+        """The slots of a sequence's first tokens, [num_tokens]."""
+        index = torch.arange(num_tokens)
+        blocks = torch.tensor(block_table)[index // self.block_size]
+        return (blocks * self.block_size + index % self.block_size).to(self.device)
