@@ -89,6 +89,7 @@ def device_lines(device: torch.device) -> list[str]:
     """The device that `--device` means, with its memory."""
     import torch
 
+    from nanoengine.kernels.isa import CURRENT
     from nanoengine.runner.kv_cache import free_cpu_bytes
 
     gib = 2**30
@@ -98,7 +99,8 @@ def device_lines(device: torch.device) -> list[str]:
         return [f"{device}: {name}, {free / gib:.1f} of {total / gib:.1f} GiB free"]
     return [
         f"cpu: {torch.get_num_threads()} threads of torch, {free_cpu_bytes() / gib:.1f} GiB free,"
-        f" {torch.backends.cpu.get_cpu_capability()}"
+        f" {torch.backends.cpu.get_cpu_capability()}",
+        f"kernels for {CURRENT}",
     ]
 
 

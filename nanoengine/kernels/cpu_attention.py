@@ -58,7 +58,7 @@ def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows):
     signature = types.void(q, q_at, k, k_at, scores, scores_at, head_dim, rows)
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, q)
+        emit = Emit(context, builder, q, 256)
         dim = args[6]
         word = dim.type
         q_rows = [emit.pointer(q, args[0], args[1])]
@@ -92,7 +92,7 @@ def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, row
     signature = types.void(p, p_at, v, v_at, num_tokens, out, out_at, head_dim, rows, vectors)
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, v)
+        emit = Emit(context, builder, v, 256)
         dim = args[7]
         word = dim.type
         weights = emit.pointer(p, args[0], args[1])
@@ -193,7 +193,7 @@ def _weigh(typing, scores, at, start):
     signature = types.UniTuple(scores.dtype, 2)(scores, at, start)
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, scores)
+        emit = Emit(context, builder, scores, 256)
         line, word = emit.pointer(scores, args[0], args[1]), args[1].type
         places = [emit.at(line, word(i)) for i in range(0, KV_TILE, emit.width)]
         values = [emit.load(place) for place in places]

@@ -11,20 +11,16 @@ from numba import types
 from numba.core import cgutils
 
 from nanoengine.kernels.exp import COEFFICIENTS, LN2_HIGH, LN2_LOW, LOG2_E, LOWEST
-
-
-def vector_type(array_type):
-    """<8 x float> or <4 x double>: one AVX register, two of NEON."""
-    scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
-    return ir.VectorType(scalar, 256 // array_type.dtype.bitwidth)
+from nanoengine.kernels.isa import CURRENT
 
 
 class Emit:
-    """Writes the vector instructions of one register tile."""
+    """Writes the vector instructions of one register tile, `bits` a vector."""
 
-    def __init__(self, context, builder, array_type):
+    def __init__(self, context, builder, array_type, bits=CURRENT.vector_bits):
         self.context, self.builder = context, builder
-        self.vector = vector_type(array_type)
+        scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
+        self.vector = ir.VectorType(scalar, bits // array_type.dtype.bitwidth)
         self.scalar, self.width = self.vector.element, self.vector.count
         self.suffix = f"v{self.width}f{array_type.dtype.bitwidth}"
         self.align = array_type.dtype.bitwidth // 8

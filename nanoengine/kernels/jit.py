@@ -15,6 +15,8 @@ from typing import Any
 
 from numba import njit
 
+from nanoengine.kernels.isa import CURRENT
+
 
 @cache
 def stamp(room: Path) -> str:
@@ -44,6 +46,9 @@ def compiled(*, fastmath: Collection[str], parallel: bool = False) -> Callable[.
             parallel=parallel,
         )
         kernel._cache._cache_file._source_stamp = stamp(Path(__file__).parent)
+        # Why the key, not the stamp: code for two instruction sets is kept side by side.
+        key = kernel._cache._index_key
+        kernel._cache._index_key = lambda *of_call: (*key(*of_call), CURRENT.name)
         return kernel
 
     return decorate

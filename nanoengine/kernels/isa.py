@@ -1,0 +1,146 @@
+"""CURRENT: the instruction set that this process's kernels are written for.
+
+A kernel's tiles differ from CPU to CPU: how wide a vector is, how many registers hold sums, and
+whether one instruction multiplies bytes or bfloat16 numbers and adds them up. One description holds
+all of it, and who writes instructions (`emit.py`, the tiles) asks nobody else.
+
+It is a fact of the process, not of an engine: kernels are compiled once for all engines, and the
+compiler's target is made when the first kernel is declared. It is found from the CPU, and
+`NANOENGINE_CPU_ISA` names a lesser one, for tests and comparisons; the compiler then keeps to that
+one's instructions too, if nobody has compiled anything with numba before.
+
+Every instruction that is not on all CPUs has a generic twin of the same results, so **a kernel's
+results have the same bits under each of them** wherever the CPU has fused multiply-adds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from llvmlite import binding
+from numba.core import config
+
+from nanoengine.errors import ConfigError
+
+VARIABLE = "NANOENGINE_CPU_ISA"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ISA:
+    """One instruction set, as kernels see it.
+
+    Attributes:
+        needs: LLVM's names of the features that it is made of, and the machine's name for ARM.
+        vector_bits, registers: of one vector register, and how many there are.
+        byte_dots: sums of products of bytes. vpdpbusd: four of an unsigned and a signed byte,
+            added to 32 bits; vpmaddubsw: two, in 16 bits; generic: shifts and multiplications.
+        byte_bits: of a vector of bytes.
+        bf16_dots: sums of products of two bfloat16 numbers, added to float32.
+        halves: whether one instruction makes floats of float16 numbers.
+    """
+
+    name: str
+    needs: tuple[str, ...] = ()
+    vector_bits: int
+    registers: int
+    byte_dots: Literal["vpdpbusd", "vpmaddubsw", "generic"] = "generic"
+    byte_bits: int
+    bf16_dots: Literal["vdpbf16ps", "generic"] = "generic"
+    halves: bool
+
+    def __str__(self) -> str:
+        bytes_by = f"{self.byte_dots} of {self.byte_bits} bits"
+        return (
+            f"{self.name}: vectors of {self.vector_bits} bits, dot products of bytes {bytes_by},"
+            f" of bfloat16 {self.bf16_dots}"
+        )
+
+
+AVX2 = ("avx2", "f16c", "fma")
+AVX512 = (*AVX2, "avx512bw", "avx512dq", "avx512f", "avx512vl")
+
+# fmt: off
+ISAS = (  # the best first; the first that a CPU has is its own
+    ISA(name="avx512_bf16", needs=(*AVX512, "avx512vnni", "avx512bf16"), vector_bits=512,
+        registers=32, byte_dots="vpdpbusd", byte_bits=512, bf16_dots="vdpbf16ps", halves=True),
+    ISA(name="avx512_vnni", needs=(*AVX512, "avx512vnni"), vector_bits=512, registers=32,
+        byte_dots="vpdpbusd", byte_bits=512, halves=True),
+    # Why 256: there is no vpsignb of 512 bits.
+    ISA(name="avx512", needs=AVX512, vector_bits=512, registers=32, byte_dots="vpmaddubsw",
+        byte_bits=256, halves=True),
+    ISA(name="avx2_vnni", needs=(*AVX2, "avxvnni"), vector_bits=256, registers=16,
+        byte_dots="vpdpbusd", byte_bits=256, halves=True),
+    ISA(name="avx2", needs=AVX2, vector_bits=256, registers=16, byte_dots="vpmaddubsw",
+        byte_bits=256, halves=True),
+    ISA(name="neon", needs=("aarch64",), vector_bits=128, registers=32, byte_bits=128,
+        halves=True),
+    ISA(name="generic", vector_bits=128, registers=16, byte_bits=128, halves=False),
+    # Any CPU runs these: the compiler splits a vector that is too wide. For tests.
+    ISA(name="generic_256", vector_bits=256, registers=16, byte_bits=256, halves=False),
+    ISA(name="generic_512", vector_bits=512, registers=32, byte_bits=512, halves=False),
+)
+# fmt: on
+
+
+def available(features: Collection[str]) -> list[ISA]:
+    """The instruction sets of a CPU with these features, the best first."""
+    return [isa for isa in ISAS if set(isa.needs) <= set(features)]
+
+
+def cpu_features() -> set[str]:
+    """What numba compiles for: LLVM's names of this CPU's features, and the machine's name."""
+    machine = platform.machine().lower().replace("arm64", "aarch64")
+    if config.CPU_FEATURES is not None:
+        flags = config.CPU_FEATURES.split(",")
+        return {flag[1:] for flag in flags if flag.startswith("+")} | {machine}
+    try:
+        found = binding.get_host_cpu_features()
+    except RuntimeError:  # LLVM can't tell on every system
+        found = {}
+    return {name for name, has in found.items() if has} | {machine}
+
+
+def choose(wanted: str | None, features: Collection[str]) -> ISA:
+    """The instruction set that is asked for, else the best.
+
+    Raises:
+        ConfigError: no such name, or a CPU without it.
+    """
+    there = available(features)
+    if wanted is None:
+        return there[0]
+    for isa in there:
+        if isa.name == wanted:
+            return isa
+    names = [isa.name for isa in ISAS]
+    if wanted in names:
+        has = ", ".join(isa.name for isa in there)
+        raise ConfigError(f"{VARIABLE}={wanted!r} is more than this CPU has: choose from {has}")
+    near = difflib.get_close_matches(wanted, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{VARIABLE} must be one of {', '.join(names)}, got {wanted!r}{hint}")
+
+
+def target_features(isa: ISA, features: Collection[str]) -> str:
+    """LLVM's flags for a CPU of these features that may use no vectors beyond the instruction
+    set's: without them a tile of AVX2 would find 32 registers on a CPU with AVX-512."""
+    beyond = {name for name in features if name.startswith(("avx512", "avx10", "avxvnni"))}
+    beyond -= set(isa.needs)
+    flags = [f"{'-' if name in beyond else '+'}{name}" for name in sorted(features)]
+    return ",".join(flags)
+
+
+def _current() -> ISA:
+    features, wanted = cpu_features(), os.environ.get(VARIABLE) or None
+    isa = choose(wanted, features)
+    if wanted is not None and isa.needs:
+        config.CPU_FEATURES = target_features(isa, features - {"aarch64", "x86_64", "amd64"})
+    return isa
+
+
+CURRENT = _current()
