@@ -15,12 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 CORE = sorted(path.stem for path in (PACKAGE / "core").glob("*.py") if path.stem != "__init__")
 
-EVERYONE = {"nanoengine", "errors", "sampling_params"}
-"""What anyone may import: the package's own name, the exceptions, the sampling parameters."""
+EVERYONE = {"nanoengine", "errors", "checks", "sampling_params"}
+"""What anyone may import: the package's own name, the exceptions, the checks of values, the
+sampling parameters."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     # part of the package -> the parts that it may import besides EVERYONE and itself
     "errors": set(),
+    "checks": set(),
     "sampling_params": set(),
     "tier_config": set(),
     "config": {"tier_config"},
@@ -56,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 STANDARD_LIBRARY_AND = {
     # what a part may import from outside: the standard library and these
     "errors": set(),
+    "checks": set(),
     "sampling_params": set(),
     "config": set(),
     "core": {"xxhash", "numpy"},
@@ -179,7 +182,7 @@ def test_an_engine_for_a_gpu_needs_no_numba():
     run_python("-c", f"import sys; sys.modules['numba'] = None; import {modules}")
 
 
-PLAIN = ["sampling_params", "parallel.shard", "small.block_pool", "small.sampler"]
+PLAIN = ["checks", "sampling_params", "parallel.shard", "small.block_pool", "small.sampler"]
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *(f"core.{name}" for name in CORE)])

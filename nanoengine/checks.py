@@ -1,0 +1,192 @@
+"""Values checked by their annotations: what a field is, is written once.
+
+    @checked(ConfigError)
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Settings:
+        overlap: bool | None = None      Settings(overlap="no")  ConfigError: overlap must be True,
+                                                                 False or None, got 'no'
+
+`check_value` checks one value; `checked` makes a dataclass check what it is built with. Ranges, and
+what contradicts each other, are the class's own to check. Everyone may import this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+MOST_SHOWN = 200
+"""Characters of a wrong value that a message shows."""
+
+WORDS: dict[Any, tuple[str, ...]] = {
+    bool: ("True", "False"),
+    int: ("an integer",),
+    float: ("a finite number",),
+    str: ("a string",),
+    types.NoneType: ("None",),
+    tuple: ("a list",),
+    list: ("a list",),
+    dict: ("a dict",),
+    Mapping: ("a dict",),
+    PathLike: ("a path",),
+}
+
+
+def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) -> Any:
+    """`value` as `annotation` has it: NumPy's scalars and arrays as Python's, collections copied.
+
+    Args:
+        annotation: bool, int, float, str, None, Any, a class, Literal, tuple[X, ...], list[X],
+            dict[K, V], Mapping[K, V], or a union of these. No bool is an int; an int is a float; a
+            float is finite. A list, tuple or set is a tuple[X, ...] or list[X], whichever comes
+            first in a union.
+        name: begins the message, which goes on with what is allowed and the value.
+        error: what to raise.
+
+    >>> check_value({3, 3}, tuple[int, ...] | None, "ids", ValueError)
+    (3,)
+    >>> check_value([3, "4"], tuple[int, ...], "ids", ValueError)
+    Traceback (most recent call last):
+    ValueError: ids[1] must be an integer, got '4'
+    """
+    value = plain(value)
+    for kind in _members(annotation):
+        if _is_kind(value, kind):
+            break
+    else:
+        raise error(f"{name} must be {allowed(annotation)}, got {shown(value)}")
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (tuple, list):
+        entries = enumerate(value)
+        return origin([check_value(one, inner[0], f"{name}[{i}]", error) for i, one in entries])
+    if origin in (dict, Mapping):
+        return {
+            check_value(key, inner[0], f"a key of {name}", error): check_value(
+                one, inner[1], f"{name}[{shown(key)}]", error
+            )
+            for key, one in value.items()
+        }
+    return value
+
+
+def plain(value: Any) -> Any:
+    """NumPy's scalars and arrays as Python's numbers and lists; anything else as it is."""
+    numpy = sys.modules.get("numpy")  # Why: who has not imported it can't give a value of it.
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        return value.tolist()
+    return value
+
+
+def allowed(annotation: Any) -> str:
+    """The values that an annotation allows, in words.
+
+    >>> allowed(Literal["auto", "fp8"]), allowed(int | None)
+    ('one of auto, fp8', 'an integer or None')
+    """
+    kinds = _members(annotation)
+    if all(get_origin(kind) is Literal or kind is types.NoneType for kind in kinds):
+        constants = [one for kind in kinds for one in get_args(kind) or (None,)]
+        return f"one of {', '.join(map(str, constants))}"
+    words: list[str] = []
+    for kind in kinds:
+        base = get_origin(kind) or kind
+        if base is Literal:
+            words += map(repr, get_args(kind))
+        else:
+            words += WORDS.get(base) or (base.__name__,)
+    *most, last = dict.fromkeys(words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def shown(value: Any) -> str:
+    """`repr` for a message: not too long, and of any value."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # too deep, or an integer of too many digits
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def nearest(name: object, known: Collection[str]) -> str:
+    """A hint for an unknown name: the known one that looks like it, else all of them."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def checked(error: type[Exception]) -> Callable[[type[T]], type[T]]:
+    """A class decorator: the dataclass checks and normalises what it is built with.
+
+    An unknown name raises `error` with the nearest field, a wrong type does with what is allowed.
+    An assignment to a frozen one names `dataclasses.replace`. Defaults are trusted. A subclass that
+    is a dataclass of its own checks only if it is decorated too.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        init = cls.__init__
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+        @functools.cache  # Why not now: annotations may name what is defined further down.
+        def hints() -> dict[str, Any]:
+            return typing.get_type_hints(cls)
+
+        @functools.wraps(init)
+        def __init__(self: T, *args: Any, **options: Any) -> None:
+            kinds = hints()
+            for name in options:
+                if name not in kinds:
+                    raise error(
+                        f"unknown option {name!r} of {cls.__name__}; {nearest(name, names)}"
+                    )
+            for name, value in options.items():
+                options[name] = check_value(value, kinds[name], name, error)
+            first = [
+                check_value(value, kinds[name], name, error)
+                for name, value in zip(names, args, strict=False)
+            ]
+            init(self, *first, *args[len(first) :], **options)
+
+        def __setattr__(self: T, name: str, value: Any) -> None:
+            raise dataclasses.FrozenInstanceError(
+                f"{cls.__name__} is frozen: make a changed copy with"
+                f" dataclasses.replace(..., {name}=...)"
+            )
+
+        cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+        cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The kinds of a union; a single one of anything else."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (types.NoneType if annotation is None else annotation,)
+
+
+def _is_kind(value: Any, kind: Any) -> bool:
+    """Whether a plain value is of a kind, its entries aside."""
+    base = get_origin(kind) or kind
+    if base in (Any, object):
+        return True
+    if base is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(kind))
+    if base in (tuple, list):
+        return isinstance(value, list | tuple | set | frozenset)
+    if base in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if base in (int, float) and isinstance(value, bool):
+        return False
+    if base is float:  # Why so: a comparison holds for integers that no float can hold, too.
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, base)
