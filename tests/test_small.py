@@ -56,6 +56,8 @@ class Workload:
         for number in range(draw.randrange(1, 14)):
             own = [draw.randrange(1, 50) for _ in range(draw.randrange(1, 20))]
             prompt = draw.choice([[], *starts]) + own
+            if self.requests and draw.random() < 0.2:
+                prompt = self.requests[-1][0]  # the cache may then hold all of it
             params = SamplingParams(
                 max_tokens=draw.randrange(1, 25),
                 seed=number,

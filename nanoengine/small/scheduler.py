@@ -62,11 +62,11 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> int:
         """Gives each running sequence its tokens; returns the budget that is left."""
-        budget, running = self.max_num_batched_tokens, list(self.running)
-        for index, seq in enumerate(running):
-            # Why less than the budget: each sequence behind keeps a token for itself.
-            num_behind = len(running) - 1 - index
-            num_new = min(seq.num_tokens - seq.num_computed_tokens, budget - num_behind)
+        budget = self.max_num_batched_tokens
+        for seq in list(self.running):
+            # Why the budget lasts: only the latest sequence can have more than one token to
+            # compute, because nobody is admitted behind a chunk that used the budget up.
+            num_new = min(seq.num_tokens - seq.num_computed_tokens, budget)
             if seq.row != NO_ROW and self._make_room(plan, seq, num_new):
                 self._schedule_one(plan, seq, num_new)
                 budget -= num_new
