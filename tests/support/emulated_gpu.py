@@ -1,0 +1,579 @@
+"""A CUDA device that is not there: tensors that say `cuda:0` and keep their values on the CPU.
+
+    with EmulatedGPU() as gpu:
+        engine = make_engine(..., device="cuda")      the package's own code for GPUs runs
+
+    order     a vector clock a stream: two streams that touch one tensor, one of them writing, with
+              no event and no wait between them, are listed in `gpu.disorder`, with their callers
+    waits     what makes the host wait is counted in `gpu.waits`; inside a capture it is an error
+    devices   an operator or a kernel that is given tensors of host and device fails
+    graphs    a replay repeats what was recorded; before that all that any capture has allocated is
+              overwritten, for their pool is shared
+    memory    bytes allocated now and at most; what graphs take is out of torch's sight, as it is
+    Triton    kernels run in its interpreter; each launch is first bound by Triton's own binder
+
+What it can't tell: speed, races inside a kernel, the rounding of 16-bit dtypes. Copies finish at
+once, so lateness shows in clocks alone. A capture runs what it records, which a GPU doesn't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import time
+import traceback
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from nanoengine.runner import cuda_graph
+
+CUDA = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
+NODE_BYTES = 2**16
+"""Driver memory that a kernel of a graph takes here; an invented figure."""
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
+WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "repeat_interleave"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def place() -> str:
+    """Who in the package called."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/nanoengine/" in frame.filename and "/tests/" not in frame.filename:
+            return f"{frame.filename.rpartition('/nanoengine/')[2]} {frame.name}"
+    return "test"
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Knows how far each stream has come when its own next work starts: its clock."""
+
+    def __init__(self, gpu: EmulatedGPU, device: object = None) -> None:
+        self.gpu, self.device = gpu, CUDA
+        self.clock = Counter({self: 1}) | gpu.host_clock
+        gpu.streams.append(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock |= other.clock
+
+    def wait_event(self, event: Event) -> None:
+        self.clock |= event.clock
+
+    def record_event(self) -> Event:
+        event = Event(self.gpu)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.gpu.wait("stream.synchronize", self.clock)
+
+
+class Event:
+    def __init__(self, gpu: EmulatedGPU, enable_timing: bool = False) -> None:
+        self.gpu, self.clock = gpu, Counter[Stream]()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock, self.time = Counter((stream or self.gpu.stream).clock), time.perf_counter()
+
+    def synchronize(self) -> None:
+        self.gpu.wait("event.synchronize", self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.clock <= self.gpu.host_clock, "an event that the host has not seen reached"
+        return 1000 * (end.time - self.time)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+class Storage:
+    """What one allocation has seen: who read and wrote it last, at which time of its clock."""
+
+    def __init__(self, stream: Stream, num_bytes: int) -> None:
+        self.stream, self.num_bytes, self.num_tensors = stream, num_bytes, 0
+        self.reads: Counter[Stream] = Counter()
+        self.writes: Counter[Stream] = Counter()
+
+
+class GPUTensor(torch.Tensor):
+    """A tensor that says `cuda:0`, around `held`, which is on the CPU."""
+
+    gpu: EmulatedGPU
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, gpu: EmulatedGPU, held: torch.Tensor) -> GPUTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, device=CUDA,
+        )  # fmt: skip
+        made.gpu, made.held = gpu, held
+        key = gpu.add(held)
+        weakref.finalize(made, gpu.drop, key).atexit = False
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        gpu = next(t.gpu for t in tensors_of((args, kwargs)) if isinstance(t, GPUTensor))
+        return gpu.run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def is_pinned(self, device: object = None) -> bool:
+        return False
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"GPUTensor({self.held!r})"
+
+    # Why by hand: these methods of torch's own ask the device's driver, which isn't there.
+
+    def __invert__(self) -> torch.Tensor:
+        return torch.bitwise_not(self)
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.aten.copy_.default(self, source, non_blocking)
+
+    def _locate(self, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """A view by all of an index but its tensors, and these at their dimensions."""
+        entries = list(index) if isinstance(index, tuple) else [index]
+        if any(entry is Ellipsis for entry in entries):
+            at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
+            num_dims = sum(entry is not None for entry in entries) - 1
+            entries[at : at + 1] = [slice(None)] * (self.dim() - num_dims)
+        by_tensor = [isinstance(e, (torch.Tensor, np.ndarray, list)) for e in entries]
+        simple = [slice(None) if t else e for e, t in zip(entries, by_tensor, strict=True)]
+        kept = [e for e in entries if not isinstance(e, (int, np.integer))]
+        found = [torch.as_tensor(e) if isinstance(e, (np.ndarray, list)) else e for e in kept]
+        tensors = [e if isinstance(e, torch.Tensor) else None for e in found]
+        view = GPUTensor(self.gpu, self.held[tuple(simple)])
+        return view, tensors if any(by_tensor) else []
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        view, tensors = self._locate(index)
+        return torch.ops.aten.index.Tensor(view, tensors) if tensors else view
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        view, tensors = self._locate(index)
+        if tensors:
+            if not isinstance(value, torch.Tensor):
+                value = torch.full((), value, dtype=self.dtype, device=CUDA)
+            torch.ops.aten.index_put_(view, tensors, value)
+        elif isinstance(value, torch.Tensor):
+            view.copy_(value)
+        else:
+            view.fill_(value)
+
+
+class Watch(TorchDispatchMode):
+    """Sees the operators that have no GPUTensor among their arguments."""
+
+    def __init__(self, gpu: EmulatedGPU) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.gpu.run(func, args, kwargs or {})
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+class Graph:
+    """What a capture has recorded: calls, what they touch, and what they have allocated."""
+
+    def __init__(self, gpu: EmulatedGPU) -> None:
+        self.gpu = gpu
+        self.calls: list[Callable[[], None]] = []
+        self.touched: list[tuple[torch.Tensor, bool, str]] = []
+        self.fresh: dict[int, torch.Tensor] = {}
+        gpu.graphs.add(self)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.fresh.values())
+
+    def replay(self) -> None:
+        gpu = self.gpu
+        assert gpu.capturing is None
+        gpu.num_replayed += 1
+        for graph in gpu.graphs:
+            for tensor in graph.fresh.values():
+                if tensor.dtype != torch.bool:
+                    bytes_of(tensor).fill_(0xFF)  # a NaN in any float dtype
+        for held, writes, name in self.touched:
+            gpu.touch(held, writes, f"graph: {name}")
+        with _disable_current_modes(), torch.inference_mode():
+            for call in self.calls:
+                call()
+
+
+def repeated(func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Callable[[], None]:
+    """A call that writes its results where they were at capture."""
+
+    def call() -> None:
+        for old, new in zip(tensors_of(out), tensors_of(func(*args, **kwargs)), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    return call
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+class EmulatedGPU:
+    """See the module.
+
+    Attributes:
+        waits: what has made the host wait, and where -> how often.
+        disorder: accesses that no event orders -> how often.
+        kernels: operators and Triton kernels launched, those of replays not counted.
+        num_allocated: [bytes] in tensors that live now.
+    """
+
+    def __init__(self, memory_bytes: int = 2**32) -> None:
+        self.memory_bytes = memory_bytes
+        self.waits: Counter[str] = Counter()
+        self.disorder: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.num_allocated = self.peak = self.num_replayed = 0
+        self.host_clock: Counter[Stream] = Counter()
+        self.streams: list[Stream] = []
+        self.stream = Stream(self)
+        self.capturing: Graph | None = None
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._storages: dict[int, Storage] = {}
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._binders: dict[Any, Callable[..., Any]] = {}
+
+    # --- order and memory ---------------------------------------------------------------------
+
+    def wait(self, what: str, clock: Counter[Stream] | None = None) -> None:
+        """The host waits until the device has come to `clock`; None: until it has done all."""
+        if self.capturing is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+        self.waits[f"{what}, {place()}"] += 1
+        for known in [stream.clock for stream in self.streams] if clock is None else [clock]:
+            self.host_clock |= known
+
+    def add(self, held: torch.Tensor) -> int:
+        """Counts a tensor's storage, once; returns its key."""
+        key = held.untyped_storage()._cdata
+        if key not in self._storages:
+            num_bytes = -(-held.untyped_storage().nbytes() // 512) * 512
+            self._storages[key] = Storage(self.stream, num_bytes)
+            self.num_allocated += num_bytes
+            self.peak = max(self.peak, self.num_allocated)
+        self._storages[key].num_tensors += 1
+        return key
+
+    def drop(self, key: int) -> None:
+        """One tensor of a storage is gone; with the last the owner may use the memory again."""
+        storage = self._storages[key]
+        storage.num_tensors -= 1
+        if not storage.num_tensors:
+            self.num_allocated -= storage.num_bytes
+            del self._storages[key]
+            if not (storage.reads | storage.writes) <= (storage.stream.clock | self.host_clock):
+                self.disorder["memory freed while another stream may still use it"] += 1
+
+    def touch(self, held: torch.Tensor, writes: bool, name: str) -> None:
+        """Notes that the current stream reads or writes a tensor."""
+        if self.capturing is not None:
+            self.capturing.touched.append((held, writes, name))
+            return
+        storage = self._storages.get(held.untyped_storage()._cdata)
+        if storage is None:  # of a graph's pool: one stream replays all of them
+            return
+        stream = self.stream
+        stream.clock = stream.clock | self.host_clock
+        stream.clock[stream] += 1
+        seen = (storage.reads | storage.writes) if writes else storage.writes
+        if any(at > stream.clock[other] for other, at in seen.items()):
+            verb = "writes" if writes else "reads"
+            self.disorder[f"{name} {verb} what another stream uses, {place()}"] += 1
+        (storage.writes if writes else storage.reads)[stream] = stream.clock[stream]
+
+    def is_pinned(self, tensor: torch.Tensor, device: object = None) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        pool = max((graph.pool_bytes for graph in self.graphs), default=0)
+        nodes = sum(len(graph.calls) for graph in self.graphs) * NODE_BYTES
+        return self.memory_bytes - self.num_allocated - pool - nodes, self.memory_bytes
+
+    # --- operators ----------------------------------------------------------------------------
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any operator of torch that sees this device."""
+        args, kwargs = tree_map(with_index, (args, kwargs))
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):  # in inference mode these come whole
+            with Watch(self):
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        name, device = func.overloadpacket.__name__, kwargs.get("device")
+        to = None if device is None else torch.device(device).type
+        tensors = tensors_of((args, kwargs))
+        if to != "cuda" and not any(isinstance(t, GPUTensor) for t in tensors):
+            return self._run_on_host(func, args, kwargs)
+        if name in ("copy_", "_to_copy"):
+            target = args[0] if name == "copy_" else to
+            source = args[1] if name == "copy_" else args[0]
+            if target == "cpu" or type(target) is torch.Tensor:
+                return self._download(target, source, kwargs, args)
+            if type(source) is torch.Tensor:
+                return self._upload(target, source, kwargs, args)
+        self._check(name, args, tensors)
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        host = {"device": torch.device("cpu")} if to and name != "_to_copy" else {}
+        return self._launch(func, name, args, kwargs | host)
+
+    def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        pin = kwargs.get("pin_memory")
+        out = func(*args, **(kwargs | {"pin_memory": False} if pin else kwargs))
+        if pin:
+            assert self.capturing is None, "memory is pinned inside a capture"
+            self._pinned[out.untyped_storage()._cdata] = out.untyped_storage()
+        return out
+
+    def _check(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
+        """Fails if devices are mixed; notes what makes the host wait."""
+        if any(type(t) is torch.Tensor and t.dim() for t in tensors):
+            if name not in INDEXING:
+                raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+            self.wait(f"{name} by an index on the host")
+        masks = tensors_of(args[1]) if name in INDEXING else []
+        if name in WAITING or any(t.dtype in (torch.bool, torch.uint8) for t in masks):
+            self.wait(name)
+
+    def _launch(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Runs an operator on the tensors held, and gives its results this device."""
+        written = set()
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(argument.name)
+                written |= {id(t) for t in tensors_of(given)}
+        ours = [t for t in tensors_of((args, kwargs)) if isinstance(t, GPUTensor)]
+        known = {t.held.untyped_storage()._cdata for t in ours}
+        held_args, held_kwargs = tree_map(unwrapped, (args, kwargs))
+        out = func(*held_args, **held_kwargs)
+        fresh = [t for t in tensors_of(out) if t.untyped_storage()._cdata not in known]
+        if self.capturing is not None:
+            self.capturing.fresh |= {t.untyped_storage()._cdata: t for t in fresh if t.numel()}
+        by_held = {id(t.held): t for t in ours}  # what is written in place stays the same tensor
+
+        def wrapped(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or id(value) in by_held:
+                return by_held.get(id(value), value)
+            return GPUTensor(self, value)
+
+        results = tree_map(wrapped, out)
+        if written or (fresh and "empty" not in name):  # else it is a view
+            self.kernels[name] += 1
+            for tensor in ours:
+                self.touch(tensor.held, id(tensor) in written, name)
+            for tensor in fresh:
+                self.touch(tensor, True, name)
+            if self.capturing is not None:
+                self.capturing.calls.append(repeated(func, held_args, held_kwargs, out))
+        return results
+
+    def _download(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
+        """From the device to the host: without a wait only to pinned memory, if asked so."""
+        asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        self.touch(source.held, False, "download")
+        if target == "cpu":
+            self.wait("a download", self.stream.clock)
+            return source.held.to(kwargs.get("dtype") or source.dtype, copy=True)
+        if not (asked and self.is_pinned(target)):
+            self.wait("a download", self.stream.clock)
+        assert self.capturing is None, "a download inside a capture"
+        return target.copy_(source.held)
+
+    def _upload(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
+        """From the host to the device."""
+        asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if source.dim() and not (asked and self.is_pinned(source)):
+            self.wait("an upload")
+        assert self.capturing is None, "an upload inside a capture"
+        if not isinstance(target, GPUTensor):
+            held = source.to(kwargs.get("dtype") or source.dtype, copy=True)
+            target = GPUTensor(self, held)
+        else:
+            target.held.copy_(source)
+        self.touch(target.held, True, "upload")
+        return target
+
+    # --- Triton -------------------------------------------------------------------------------
+
+    def launch_kernel(
+        self, kernel: InterpretedFunction, args: Sequence[Any], grid: Any, options: dict[str, Any]
+    ) -> None:
+        """Binds a launch as Triton's compiler would get it, then runs it in the interpreter."""
+        name = kernel.fn.__name__
+        held = [unwrapped(argument) for argument in args]
+        if any(type(argument) is torch.Tensor for argument in args):
+            raise ValueError(f"{name}: pointer argument is on the host")
+        assert all(map(operator.le, grid, (2**31 - 1, 65535, 65535))) and 0 not in grid, (
+            name,
+            grid,
+        )
+        if kernel not in self._binders:
+            compiled = JITFunction(kernel.fn, **kernel.kwargs)
+            backend = CUDABackend(GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32))
+            self._binders[kernel] = create_function_from_signature(
+                compiled.signature, compiled.params, backend
+            )
+        self._binders[kernel](*held, **options)
+        run = functools.partial(INTERPRETED_RUN, kernel, *held, grid=grid, warmup=False, **options)
+        tensors = {t.untyped_storage()._cdata: t for t in tensors_of(held)}
+        with _disable_current_modes():
+            before = [bytes_of(tensor).clone() for tensor in tensors.values()]
+            run()
+            changed = [
+                not torch.equal(old, bytes_of(tensor))
+                for old, tensor in zip(before, tensors.values(), strict=True)
+            ]
+        self.kernels[name] += 1
+        for tensor, writes in zip(tensors.values(), changed, strict=True):
+            self.touch(tensor, writes, name)
+        if self.capturing is not None:
+            self.capturing.calls.append(run)
+
+    # --- in place of torch.cuda ---------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Stream | None) -> Iterator[None]:
+        before, self.stream = self.stream, stream or self.stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextlib.contextmanager
+    def capture(
+        self, graph: Graph, pool: object = None, stream: Stream | None = None
+    ) -> Iterator[None]:
+        self.wait("capture")
+        with self.on_stream(stream or Stream(self)):
+            self.capturing = graph
+            try:
+                yield
+            finally:
+                self.capturing = None
+
+    def _replacements(self) -> dict[str, Any]:
+        """What stands in torch.cuda while the device is there."""
+
+        def reset_peak(device: object = None) -> None:
+            self.peak = self.num_allocated
+
+        properties = types.SimpleNamespace(
+            name="emulated", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=4,
+            total_memory=self.memory_bytes,
+        )  # fmt: skip
+        return {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "device": lambda device: contextlib.nullcontext(),
+            "get_device_properties": lambda device=None: properties,
+            "get_device_capability": lambda device=None: CAPABILITY,
+            "get_device_name": lambda device=None: properties.name,
+            "mem_get_info": self.mem_get_info,
+            "memory_allocated": lambda device=None: self.num_allocated,
+            "max_memory_allocated": lambda device=None: self.peak,
+            "reset_peak_memory_stats": reset_peak,
+            "empty_cache": lambda: None,
+            "synchronize": lambda device=None: self.wait("synchronize"),
+            "Stream": functools.partial(Stream, self),
+            "Event": functools.partial(Event, self),
+            "stream": self.on_stream,
+            "current_stream": lambda device=None: self.stream,
+            "CUDAGraph": functools.partial(Graph, self),
+            "graph": self.capture,
+            "graph_pool_handle": lambda: (0, 1),
+        }
+
+    def __enter__(self) -> EmulatedGPU:
+        self._stack = stack = contextlib.ExitStack()
+        for name, value in self._replacements().items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+            self.launch_kernel(kernel, args, grid, options)
+
+        for owner, name, value in (
+            (InterpretedFunction, "run", run),
+            (torch.Tensor, "is_pinned", lambda t, device=None: self.is_pinned(t)),
+            (torch, "tensor", made_on_host(torch.tensor)),
+            (torch, "as_tensor", made_on_host(torch.as_tensor)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        cuda_graph.capture_stream.cache_clear()
+        stack.callback(cuda_graph.capture_stream.cache_clear)
+        stack.enter_context(Watch(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+INTERPRETED_RUN = InterpretedFunction.run
+
+
+def with_index(value: Any) -> Any:
+    """Why: for a device without one torch asks the driver which is the current one."""
+    return CUDA if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def unwrapped(value: Any) -> Any:
+    return value.held if isinstance(value, GPUTensor) else value
+
+
+def made_on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor and torch.as_tensor fill a tensor on its device, past all dispatch."""
+
+    @functools.wraps(original)
+    def made(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "cuda":
+            return original(data, *args, device=device, **options)
+        if isinstance(data, GPUTensor):
+            return data.to(*args, **options)
+        return original(data, *args, **options).to(CUDA)
+
+    return made

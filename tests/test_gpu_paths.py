@@ -1,0 +1,164 @@
+"""The engine's paths for a GPU, on a device that is not there; see `support/emulated_gpu.py`.
+
+Tokens are those of the CPU, no launch waits, no stream is out of order, and all memory comes back.
+"""
+
+import pytest
+import torch
+
+from nanoengine import HostTier
+from nanoengine.sampling_params import SamplingParams
+from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.emulated_gpu import CUDA, EmulatedGPU
+
+PROMPTS = random_prompts(4, [1, 7, 40, 20])
+SHAPE = {"head_dim": 64, "num_hidden_layers": 2}
+SMALL = {"max_model_len": 64, "max_num_seqs": 3, "block_size": 16, "num_kv_blocks": 20}
+PARAMS = [
+    greedy(5),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True),
+    SamplingParams(repetition_penalty=1.3, temperature=0, logprobs=2, prompt_logprobs=1,
+                   min_tokens=3, max_tokens=5),
+]  # fmt: skip
+
+
+def on_cpu(params, prompts=PROMPTS):
+    options = {"dtype": "float32", "attention_backend": "naive"}
+    engine = make_engine(checkpoint("qwen3", **SHAPE), **SMALL | options)
+    return tokens(run(engine, prompts, params))
+
+
+def on_gpu(**options):
+    defaults = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
+    return make_engine(checkpoint("qwen3", **SHAPE), **SMALL | defaults | options)
+
+
+def close(gpu, engine):
+    """Closes an engine, and holds what all of them are held to."""
+    engine.close()
+    assert not gpu.disorder
+    assert gpu.num_allocated == 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
+    expected = on_cpu(PARAMS)
+    with EmulatedGPU() as gpu:
+        engine = on_gpu(enforce_eager=eager)
+        assert engine.overlap
+        gpu.waits.clear()
+        assert tokens(run(engine, PROMPTS, PARAMS)) == expected
+        assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
+        assert bool(gpu.num_replayed) is not eager
+        close(gpu, engine)
+
+
+def test_a_host_tier_stores_and_loads_beside_the_steps():
+    params, prompts = greedy(6), random_prompts(4, [40, 33, 36])
+    expected = on_cpu(params, prompts)
+    with EmulatedGPU() as gpu:
+        engine = on_gpu(num_kv_blocks=6, kv_tiers=(HostTier(gib=0.01, policy="load"),))
+        for _ in range(2):
+            assert tokens(run(engine, prompts, params)) == expected
+        (host,) = engine.stats().tiers
+        assert host.stored_blocks > 0 and host.loaded_blocks > 0
+        close(gpu, engine)
+
+
+# --- the device itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    with EmulatedGPU() as gpu, torch.inference_mode():
+        yield gpu
+
+
+def test_streams_need_an_event_between_them(gpu):
+    tensor, side = torch.zeros(4, device=CUDA), torch.cuda.Stream()
+    host = torch.empty(4, pin_memory=True)
+    with torch.cuda.stream(side):
+        host.copy_(tensor, non_blocking=True)
+    assert list(gpu.disorder) == ["download reads what another stream uses, test"]
+    gpu.disorder.clear()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host.copy_(tensor, non_blocking=True)
+        copied = side.record_event()
+    tensor.fill_(1)
+    assert list(gpu.disorder) == ["fill_ writes what another stream uses, test"]
+    gpu.disorder.clear()
+    torch.cuda.current_stream().wait_event(copied)
+    tensor.fill_(2)
+    assert not gpu.disorder and not gpu.waits
+    with torch.cuda.stream(side):
+        host.copy_(tensor, non_blocking=True)
+    gpu.disorder.clear()
+    del tensor
+    assert list(gpu.disorder) == ["memory freed while another stream may still use it"]
+
+
+def test_what_makes_the_host_wait_is_noted_and_no_capture_allows_it(gpu):
+    tensor = torch.arange(4, device=CUDA)
+    asked = [lambda: tensor.tolist(), lambda: tensor[0].item(), lambda: tensor[tensor > 1],
+             lambda: tensor.bincount(), lambda: torch.zeros(3).to(CUDA)]  # fmt: skip
+    for ask in asked:
+        gpu.waits.clear()
+        ask()
+        assert gpu.waits
+        with (
+            pytest.raises((RuntimeError, AssertionError)),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            ask()
+    gpu.waits.clear()
+    pinned = torch.zeros(3, pin_memory=True)
+    assert pinned.is_pinned() and not torch.zeros(3).is_pinned()
+    pinned.copy_(pinned.to(CUDA, non_blocking=True) + 1, non_blocking=True)
+    assert not gpu.waits
+    with pytest.raises(RuntimeError, match="same device"):
+        tensor + torch.zeros(4)
+
+
+def test_a_replay_does_what_was_recorded_and_owns_nothing_that_it_shares(gpu):
+    given, shift, graphs = torch.zeros(3, device=CUDA), [1.0], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphs.append((graph, given + shift[0]))
+    given.fill_(2.0)
+    shift[0] = 5.0
+    for graph, out in graphs:
+        graph.replay()
+        assert out.tolist() == [3.0] * 3
+    assert graphs[0][1].isnan().all()
+
+
+def test_memory_is_counted(gpu):
+    assert torch.cuda.memory_allocated() == 0
+    tensor = torch.zeros(1000, device=CUDA)
+    part = tensor[10:20]
+    del tensor
+    assert torch.cuda.memory_allocated() == 4096, "in pieces of 512 bytes, while any part is held"
+    free, total = torch.cuda.mem_get_info()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        part + 1
+    assert free == total - 4096 > torch.cuda.mem_get_info()[0]
+    del part, graph
+    assert torch.cuda.memory_allocated() == 0
+
+
+@pytest.mark.parametrize("index", [
+    0, -1, slice(1, 3), (slice(None), 2), (..., 1), (None, 1), [0, 2], (slice(None), [1, 3]),
+    (1, torch.tensor([0, 2])), (..., None, torch.tensor([1])), torch.tensor([True, False, True]),
+], ids=repr)  # fmt: skip
+def test_indexing_is_torchs(gpu, index):
+    plain = torch.arange(12.0).view(3, 4)
+    ours = plain.to(CUDA)
+    assert torch.equal(ours[index].cpu(), plain[index])
+    for value in (7.0, plain[index] + 100):
+        plain[index] = value
+        ours[index] = value if isinstance(value, float) else value.to(CUDA)
+        assert torch.equal(ours.cpu(), plain)
