@@ -110,17 +110,15 @@ def run_layers(dtype, hidden=4096, inner=12288):
 
 
 def run_linear(dtype, hidden=4096, inner=12288):
-    """The deterministic products, one with gates; the default's gates in a decode of 128."""
-    x = torch.zeros(128, hidden, dtype=dtype)
-    method, default = triton_linear.TritonLinear("layer"), triton_linear.GatedLinear("layer")
-    method.weight = default.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
+    """The deterministic products, one with gates: that of the default's small decodes too."""
+    x = torch.zeros(64, hidden, dtype=dtype)
+    method = triton_linear.TritonLinear("layer")
+    method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
     method.apply(x, None)
     method.apply_gated(x, "silu", None)
     if dtype != torch.float32:
-        assert triton_linear.decode_gates(90, 1, inner, dtype) == triton_linear.gemm_config(
-            90, inner, True, dtype
-        ), "a small decode's kernel is the deterministic one"
-        default.apply_gated(x, "silu", None)
+        gates = triton_linear.gate_config(90, len(x), inner, dtype)
+        assert gates == triton_linear.gemm_config(90, inner, True, dtype)
 
 
 def run_sampling(dtype, size=151936):
@@ -200,7 +198,7 @@ def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
     if name == "gemm_kernel" and options["ACTIVATION"]:
-        return "gated_gemm_kernel" if options["M"] < 128 else "wide_gated_gemm_kernel"
+        return "gated_gemm_kernel"
     if name == "pick_kernel":
         return "filtered_pick_kernel" if options["FILTER"] else "drawn_pick_kernel"
     return name

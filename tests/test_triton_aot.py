@@ -27,7 +27,7 @@ ATTENTION = ("varlen_kernel", "decode_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel")
 UNIFORM = ("uniform_kernel",)
 PRODUCTS = ("gemm_kernel", "gated_gemm_kernel")
-WIDE, DRAWN = "wide_gated_gemm_kernel", "drawn_pick_kernel"  # not in float32
+DRAWN = "drawn_pick_kernel"  # not in float32
 FILTERED = "filtered_pick_kernel"
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,),
@@ -84,7 +84,7 @@ def compile_all(folder):
 def test_every_kernel_compiles_for_every_target(reports):
     targets = MAIN + FP8 + OTHERS
     expected = {(t, k) for t in targets for k in KERNELS[t.rpartition(",")[2]]}
-    assert set(reports) == expected | {(t, k) for t in MAIN for k in (WIDE, DRAWN)}
+    assert set(reports) == expected | {(t, k) for t in MAIN for k in (DRAWN,)}
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
@@ -109,9 +109,9 @@ def test_registers_leave_room_for_enough_programs(reports, target):
     assert reports[target, "decode_kernel"]["registers"] <= (168 if target in FP8 else 128)
     assert reports[target, "varlen_kernel"]["registers"] <= 224
     assert reports[target, "uniform_kernel"]["registers"] <= 248
-    for kernel in (*STORES, *LAYERS, *PRODUCTS, WIDE):
+    for kernel in (*STORES, *LAYERS, *PRODUCTS):
         if (target, kernel) in reports:
-            product = kernel in (*PRODUCTS, WIDE)
+            product = kernel in PRODUCTS
             assert reports[target, kernel]["registers"] <= (168 if product else 64)
 
 
@@ -143,7 +143,7 @@ def test_keys_and_values_arrive_by_wide_copies_that_overlap(reports, target, ker
 
 
 @pytest.mark.parametrize("target", MAIN)
-@pytest.mark.parametrize("kernel", ["uniform_kernel", *PRODUCTS, WIDE])
+@pytest.mark.parametrize("kernel", ["uniform_kernel", *PRODUCTS])
 def test_deterministic_kernels_and_products_use_tensor_cores_and_overlapping_copies(
     reports, target, kernel
 ):

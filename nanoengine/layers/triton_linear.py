@@ -1,7 +1,7 @@
-"""Matrix multiplication by our own kernel: for gates in a decode, or for all products.
+"""Matrix multiplication by our own kernel: for gates of few rows, or for all products.
 
     GatedLinear    the default on a GPU: gate and up projection, activation and product are one
-                   kernel in a decode; everything else is cuBLAS
+                   kernel for up to 64 rows; everything else is cuBLAS
     TritonLinear   `deterministic=True`: one configuration for every number of tokens
 
 cuBLAS picks its algorithm by the number of rows, and with it the order of a sum, so the same token
@@ -56,27 +56,23 @@ def gemm_config(arch: int, out_features: int, gated: bool, dtype: torch.dtype) -
     )
 
 
-@functools.cache
-def decode_gates(arch: int, rows: int, out_features: int, dtype: torch.dtype) -> GemmConfig | None:
+def gate_config(arch: int, rows: int, out_features: int, dtype: torch.dtype) -> GemmConfig | None:
     """Tile sizes for a gated product of so many rows; None: cuBLAS and a kernel for the gate.
 
-    Up to 256 rows, as decodes have, most of the time goes into reading the weights and starting
-    kernels: one or two tiles of rows, so that weights come from memory once. Prompts are bound by
-    arithmetic, which cuBLAS does best; so is float32, without tensor cores.
+    Up to 64 rows, one tile, most of the time goes into reading the weights and starting kernels.
+    With more rows inputs and weights move between caches as often as they are multiplied, which
+    needs tiles as large as those of cuBLAS; so does float32, without tensor cores.
     """
-    if rows > 256 or dtype == torch.float32:
+    if rows > 64 or dtype == torch.float32:
         return None
-    if rows <= 64:
-        return gemm_config(arch, out_features, True, dtype)
-    stages = 4 if arch in (80, 90, 100, 103) else 3
-    return GemmConfig(rows=128, columns=32, inputs=64, warps=8, stages=stages)
+    return gemm_config(arch, out_features, True, dtype)
 
 
 class GatedLinear(UnquantizedLinear):
-    """A weight of the model's dtype, float16 or bfloat16; decodes compute gates in one kernel."""
+    """A weight of the model's dtype, float16 or bfloat16; few rows take one kernel for gates."""
 
     def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
-        config = decode_gates(_arch(x.device), len(x), len(self.weight) // 2, x.dtype)
+        config = gate_config(_arch(x.device), len(x), len(self.weight) // 2, x.dtype)
         if config is None:
             return super().apply_gated(x, activation, ops)
         return multiply(x, self.weight, None, activation, config)
