@@ -36,6 +36,7 @@ from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.runner.triton_pick import pick_lines
+from tests.aot_loops import tile_loop
 from tests.attention_cases import Case, make_case
 
 
@@ -167,6 +168,7 @@ def report(kernel, compiled):
         usage = subprocess.run(
             [tool, "-res-usage", path], capture_output=True, text=True, check=True
         ).stdout
+        loop = tile_loop(path)
     ptx = compiled.asm["ptx"]
     return {
         "function": kernel.__name__,
@@ -183,6 +185,7 @@ def report(kernel, compiled):
         "counted": counted(ptx),
         "atomics": len(re.findall(r"\batom\.", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
+        **loop,
     }
 
 

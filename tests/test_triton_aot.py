@@ -54,7 +54,7 @@ def sources() -> str:
 @pytest.fixture(scope="module")
 def reports(request, tmp_path_factory):
     """(target, kernel) -> figures of its machine code, compiled anew if any source has changed."""
-    for tool in ("ptxas", "cuobjdump"):
+    for tool in ("ptxas", "cuobjdump", "nvdisasm"):
         if not (BIN / tool).exists():
             pytest.fail(
                 f"the installed triton {triton.__version__} has no {tool} in {BIN}: the kernels"
@@ -162,6 +162,25 @@ def test_fp8_keys_and_values_arrive_by_copies_that_overlap(reports, target, kern
     figures = reports[target, kernel]
     assert figures["async_copies"] >= figures["wide_copies"] > 0
     assert figures["in_flight"] >= 2
+
+
+def test_a_decode_takes_few_instructions_and_barriers_a_tile_of_keys(reports):
+    """Bounds by Triton 3.6 and 3.9: 196 and 198 instructions, 6 and 5 barriers; with a sum across
+    threads in each tile 215 and 218, 9 and 7."""
+    figures = reports["90,bfloat16,128,64,8,2,all", "decode_kernel"]
+    assert 100 < figures["loop"] <= 200
+    assert 0 < figures["loop_barriers"] <= 6
+
+
+@pytest.mark.parametrize("target", FP8)
+def test_fp8_keys_and_values_are_converted_in_pairs(reports, target):
+    """By Triton 3.6 and 3.9 on sm_90: 315 and 312 instructions, 5 and 4 barriers; with queries in
+    bfloat16 and sums in each tile 435 and 426, 8 and 6."""
+    figures = reports[target, "decode_kernel"]
+    assert figures["loop_conversions"] == 0
+    if target.startswith("90"):
+        assert 100 < figures["loop"] <= 320
+        assert 0 < figures["loop_barriers"] <= 5
 
 
 @pytest.mark.parametrize("target", MAIN + FP8)

@@ -10,7 +10,8 @@ strides, not batches or models. Everything is read through the block table of a 
 One tile of queries holds all query heads of one KV head (row = token * GROUP + head), so that keys
 and values are read once a group. Softmax is online, in float32, in base 2: the score scale is
 multiplied by log2(e) once, and exp2 is the hardware's instruction. Keys and values of an fp8 cache
-become the queries' dtype in registers, which is exact; their scales multiply scores and outputs.
+become the queries' dtype in registers, which is exact; their scales multiply scores and outputs. In
+a decode bfloat16 queries become float16 first, for that is what the hardware converts fp8 to.
 
 Key tiles are aligned to position 0 of the sequence and taken in rising order, and a tile that a row
 may not see leaves that row as it was. So a row's result never depends on the batch around it. How
@@ -92,7 +93,8 @@ def attend_tile(
     """One step of the online softmax: the keys start ... start + N - 1 for all rows.
 
     State of each row: `high` the greatest score so far, `total` the sum of 2 ** (score - high),
-    `acc` that sum weighted with the values [M, DIM], all float32.
+    `acc` that sum weighted with the values [M, DIM], all float32. `total` is [M], or [M, N] with a
+    sum for each column of tiles; see `attend`.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     key = load_keys(
@@ -117,7 +119,10 @@ def attend_tile(
     new_high = tl.maximum(high, tl.max(scores, 1))
     weights = tl.exp2(scores - new_high[:, None])
     shrink = tl.exp2(high - new_high)
-    total = total * shrink + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * shrink[:, None] + weights
+    else:
+        total = total * shrink + tl.sum(weights, 1)
     value = load_keys(
         v_cache, blocks, start, low, end,
         VC_BLOCK, VC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
@@ -133,15 +138,19 @@ def attend(
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SUM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Attends the rows at `positions` [M] over the keys low ... end - 1, in tiles from `start` on.
 
     Every row sees all keys before `full_end`, a multiple of N, so these tiles need no mask. With a
     sliding window no tile is surely full: all are masked.
+
+    SUM_LAST: sums of weights are kept for each column of a tile and added up after the last one.
+    Why: adding up across threads waits for them all, in every tile. Why not always: the columns of
+    a tile of many rows are too many registers.
     """
     acc = tl.zeros([M, DIM], tl.float32)
-    total = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, N] if SUM_LAST else [M], tl.float32)
     high = tl.full([M], MIN_SCORE, tl.float32)
     if WINDOW == 0:
         blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
@@ -161,6 +170,8 @@ def attend(
             BLOCK_SIZE, N, HEAD_DIM, DIM, True,
         )  # fmt: skip
         blocks = tile_blocks(table, first + N, end, BLOCK_SIZE, N)
+    if SUM_LAST:
+        total = tl.sum(total, 1)
     return acc, total, high
 
 
@@ -240,7 +251,7 @@ def varlen_kernel(
             block_tables + seq.to(tl.int64) * table_stride, context + tokens,
             low // N * N, low, (first_position + 1) // N * N, end, k_scale,
             SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-            BLOCK_SIZE, M, N, HEAD_DIM, DIM,
+            BLOCK_SIZE, M, N, HEAD_DIM, DIM, False,
         )  # fmt: skip
         result = acc / total[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
@@ -336,6 +347,10 @@ def decode_kernel(
         query_row = q + seq.to(tl.int64) * Q_TOKEN
         out_row = out + seq.to(tl.int64) * O_TOKEN
         query = tl.load(query_row + (heads[:, None] * Q_HEAD + dims), mask=mask, other=0.0)
+        if (q.dtype.element_ty == tl.bfloat16) & (k_cache.dtype.element_ty != tl.bfloat16):
+            # Why: hardware turns fp8 into float16, in pairs, and bfloat16 is a second conversion of
+            # every key and value. Queries fit: a number above 65,504 would come out as no token.
+            query = query.to(tl.float16)
         positions = tl.zeros([M], tl.int32) + (seq_len - 1)
         part_row = seq.to(tl.int64) * (num_kv_heads * GROUP)
         for split in range(tl.program_id(2), num_splits, programs):
@@ -346,7 +361,7 @@ def decode_kernel(
                 block_tables + seq.to(tl.int64) * table_stride, positions,
                 tl.maximum(split_start, low // N * N), low, end // N * N, end, k_scale,
                 SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-                BLOCK_SIZE, M, N, HEAD_DIM, DIM,
+                BLOCK_SIZE, M, N, HEAD_DIM, DIM, True,
             )  # fmt: skip
             result = acc / total[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:

@@ -136,7 +136,7 @@ def uniform_kernel(
                 # Why no full tiles: which ones are full depends on the rows of the tile.
                 start, low, start, tl.minimum(split_start + SPLIT, end), k_scale,
                 SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-                BLOCK_SIZE, M, N, HEAD_DIM, DIM,
+                BLOCK_SIZE, M, N, HEAD_DIM, DIM, False,
             )  # fmt: skip
             part = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:
