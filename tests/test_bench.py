@@ -241,8 +241,8 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     module.LLM = FakeLLM
     monkeypatch.setitem(sys.modules, "nanoengine.llm", module)
     monkeypatch.setattr(FakeLLM, "lose_tokens", False)
-    peaks = Peaks(read_gbs=10.0, gemm_gflops=100.0, dtype="float32")
-    monkeypatch.setattr("nanoengine.observe.peak.measure_peaks", lambda *_: peaks)
+    peaks = Peaks(read_gbs=10.0, gemm_gflops=100.0, dtype="float32", by="avx2")
+    monkeypatch.setattr("nanoengine.observe.peak.measure_peaks", lambda *_, **__: peaks)
     return FakeLLM
 
 

@@ -288,8 +288,8 @@ SMALL = {
 
 
 def test_the_workload_runs_in_rounds_without_a_cache_hit(monkeypatch):
-    peaks = Peaks(read_gbs=1.0, gemm_gflops=1.0, dtype="float32")
-    monkeypatch.setattr("nanoengine.observe.peak.measure_peaks", lambda *_: peaks)
+    peaks = Peaks(read_gbs=1.0, gemm_gflops=1.0, dtype="float32", by="torch.mm")
+    monkeypatch.setattr("nanoengine.observe.peak.measure_peaks", lambda *_, **__: peaks)
     scale = {"num_requests": 3, "input_len": (20, 30), "output_len": (2, 4)}
     cases = engine.workload_cases(SMALL, 2, without=[plain_layers], shape="tiny", **scale)
     rows = [case.measure() for case in cases]

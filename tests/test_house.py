@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer_file": set(),
     "inputs": {"config"},
     "outputs": {"core", "tokenizer"},
-    "observe": {"core", "engine", "config", "models.config"},
+    "observe": {"core", "engine", "config", "models.config", "kernels"},
     "build": {"*"},
     "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
             "core.protocols", "core.sequence", "observe", "features.beam"},

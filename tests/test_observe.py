@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +20,12 @@ from nanoengine.core.plan import (
     StepTimes,
 )
 from nanoengine.core.tiers import TierStats
+from nanoengine.kernels import cpu_peak
+from nanoengine.kernels.isa import CURRENT
 from nanoengine.observe import metrics
 from nanoengine.observe.cost import ModelCost
 from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, summarize
-from nanoengine.observe.peak import measure_peaks
+from nanoengine.observe.peak import measure_cpu_peaks, measure_peaks
 from nanoengine.observe.trace import Trace
 from nanoengine.sampling_params import SamplingParams
 from tests.fake_executor import make_engine
@@ -328,9 +332,73 @@ def test_a_step_without_work_costs_nothing() -> None:
 
 
 def test_peaks_are_measured() -> None:
-    peaks = measure_peaks(
-        torch.device("cpu"), torch.float32, seconds=0.01, buffer_bytes=2**22, gemm_size=64
-    )
+    peaks = measure_peaks(torch.device("cpu"), torch.float32, seconds=0.01, buffer_bytes=2**22)
     assert peaks.read_gbs > 0
     assert peaks.gemm_gflops > 0
-    assert peaks.dtype == "float32"
+    assert (peaks.dtype, peaks.by) == ("float32", CURRENT.name)
+
+
+def test_peaks_are_those_of_the_products_that_the_cpu_has() -> None:
+    found = measure_cpu_peaks(seconds=0.01, buffer_bytes=2**20)
+    has = {
+        "float32": True,
+        "bfloat16": CURRENT.bf16_dots == "vdpbf16ps",
+        "int8": CURRENT.byte_dots != "generic",
+    }
+    assert set(found.gflops) == {kind for kind, there in has.items() if there}
+    assert found.threads == torch.get_num_threads()
+    # float16 has no products of its own on any CPU here: what runs is float32.
+    lacking = measure_cpu_peaks(["float16", "float64"], seconds=0.01, buffer_bytes=2**20)
+    assert set(lacking.gflops) == {"float32", "float64"}
+    whole = measure_peaks(
+        torch.device("cpu"), torch.float32, products="int8", seconds=0.01, buffer_bytes=2**20
+    )
+    assert whole.dtype == ("int8" if has["int8"] else "float32")
+
+
+def test_a_multiplying_kernel_does_the_products_that_it_is_credited_with() -> None:
+    def sums(kernel: Any, x: np.ndarray, y: np.ndarray, start: np.ndarray, turns: int) -> Any:
+        """The sums behind `turns` turns on one worker, all of them started at `start`."""
+        data = np.zeros((1, cpu_peak.ROOM), start.dtype)
+        width = len(x.view(start.dtype))
+        data[0, :width], data[0, width : 2 * width] = x.view(start.dtype), y.view(start.dtype)
+        data[0, 2 * width :] = start[0]
+        kernel(data, turns)
+        return data[0, 2 * width : (2 + cpu_peak.CHAINS) * width]
+
+    for real in (np.float32, np.float64):
+        width = CURRENT.vector_bits // 8 // real().itemsize
+        x, y = np.full(width, 3, real), np.arange(width).astype(real)
+        got = sums(cpu_peak.multiply_floats, x, y, np.ones(1, real), 5)
+        assert np.array_equal(got, np.tile(1 + 5 * x * y, cpu_peak.CHAINS))
+        assert cpu_peak.operations(np.dtype(real).name) == 2 * got.size
+    if "bfloat16" in cpu_peak.KERNELS:
+        width = CURRENT.vector_bits // 16
+        numbers = torch.arange(width, dtype=torch.bfloat16)
+        x = y = numbers.view(torch.int16).numpy()
+        got = sums(cpu_peak.multiply_bfloat16, x, y, np.ones(1, np.float32), 5)
+        pairs = 1 + 5 * (np.arange(width, dtype=np.float32) ** 2).reshape(-1, 2).sum(1)
+        assert np.array_equal(got, np.tile(pairs, cpu_peak.CHAINS))
+        assert cpu_peak.operations("bfloat16") == 4 * got.size
+    if "int8" in cpu_peak.KERNELS:
+        width = CURRENT.byte_bits // 8
+        x, y = np.full(width, 3, np.uint8), np.arange(width, dtype=np.int8)
+        start = np.ones(1, np.int32).view(np.float32)
+        got = sums(cpu_peak.multiply_bytes, x, y, start, 1).view(np.int32)
+        # Without the one instruction the second factor is the sum itself: 1, 0, 0, 0 as bytes.
+        fours = y.reshape(-1, 4).sum(1) if CURRENT.byte_dots == "vpdpbusd" else np.ones(width // 4)
+        assert np.array_equal(got, np.tile(1 + 3 * fours, cpu_peak.CHAINS))
+        assert cpu_peak.operations("int8") == 8 * got.size
+
+
+def test_the_reading_kernel_leaves_nothing_out() -> None:
+    data, found = cpu_peak.buffer(3 * 4 * cpu_peak.PAGE, 2), np.empty(2, np.int32)
+    assert len(data) == 3 * cpu_peak.PAGE
+    assert (data == 1).all()
+    data[:] = 0
+    for at in (0, 5, cpu_peak.PAGE - 1, cpu_peak.PAGE, 2 * cpu_peak.PAGE + 4321, len(data) - 1):
+        data[at] = 1 << at % 31
+        cpu_peak.read(data, found, 2)
+        assert found.tolist() == [(1 << at % 31) * (worker == int(at >= cpu_peak.PAGE))
+                                  for worker in range(2)]  # fmt: skip
+        data[at] = 0

@@ -202,7 +202,8 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     _generate(llm, _warm_up(items, info.vocab_size), args.temperature)
     warmup_s = time.perf_counter() - start
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
-    peaks = measure_peaks(device, dtype)
+    whole = (info.quantization or "").endswith("int8 activations") and device.type == "cpu"
+    peaks = measure_peaks(device, dtype, products="int8" if whole else None)
     rounds, baseline_s = _run_rounds(args, config, llm, items)
     weight_bytes = info.weight_bits / 8 if info.weight_bits else dtype.itemsize
     cost = model_cost(config, dtype.itemsize, weight_bytes)

@@ -197,7 +197,8 @@ def format_report(report: dict[str, Any]) -> str:
         ("bandwidth", f"{achieved['gbs']:,.1f} GB/s, {achieved['bandwidth_frac']:.0%} of"
                       f" {peaks['read_gbs']:,.1f} measured now"),
         ("compute", f"{achieved['gflops']:,.1f} GFLOP/s, {achieved['compute_frac']:.0%} of"
-                    f" {peaks['gemm_gflops']:,.1f} measured now in {peaks['dtype']}"),
+                    f" {peaks['gemm_gflops']:,.1f} measured now in {peaks['dtype']} by"
+                    f" {peaks['by']}"),
         ("", ""),
         ("latency [ms]", "".join(f"{rank:>12}" for rank in ("p50", "p90", "p99"))),
         *((label, "".join(f"{1e3 * value:12,.1f}" for value in report["latency"][name].values()))

@@ -1,8 +1,10 @@
-"""The hardware's peaks as this machine shows them now: memory bandwidth and matrix products.
+"""The hardware's peaks as this machine shows them now: memory bandwidth and products.
 
 A throughput says little without what the hardware could do, and a data sheet knows neither the
-machine's other users nor its memory channels. So the benchmark measures both in the same run.
-Knows torch, nothing of the engine.
+machine's other users nor its memory channels. So the benchmark measures both in the same run: on a
+GPU by torch, on a CPU by kernels in the instructions that the engine's own are written in
+(`kernels/cpu_peak.py`). Why not torch there: its library may keep to narrower instructions than the
+CPU has, and engines then pass "the limit".
 """
 
 from __future__ import annotations
@@ -16,40 +18,104 @@ import torch
 BUFFER_BYTES = 512 * 2**20
 """Read for the bandwidth: many times a last-level cache (H200: 50 MiB, Zen 3: 32 MiB a chiplet)."""
 
-GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
-"""Side of the square matrices: enough work to fill the device, yet only milliseconds of it."""
+GEMM_SIZE = 8192
+"""Side of the square matrices: enough work to fill a GPU, yet only milliseconds of it."""
+
+TURNS = 2**18
+"""Turns of a multiplying kernel: some milliseconds, short enough to fall between what others do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What the device reached: 1e9 bytes/s, and 1e9 FLOP/s in `dtype`."""
+    """What the device reached: 1e9 bytes/s, and 1e9 FLOP/s with operands of `dtype`; `by` says with
+    what."""
 
     read_gbs: float
     gemm_gflops: float
     dtype: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CPUPeaks:
+    """What all threads reached: 1e9 bytes/s, and 1e9 multiplications and additions a second with
+    operands of each kind that the instruction set `isa` multiplies."""
+
+    isa: str
+    threads: int
+    read_gbs: float
+    gflops: dict[str, float]
 
 
 def measure_peaks(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    products: str | None = None,
     seconds: float = 0.5,
     buffer_bytes: int = BUFFER_BYTES,
-    gemm_size: int | None = None,
+    gemm_size: int = GEMM_SIZE,
 ) -> Peaks:
     """Measures both peaks, each for about `seconds`; the fastest repetition counts.
 
     Why the fastest: other processes can only slow a repetition down.
 
     Args:
+        products: "int8" where weights and activations are multiplied as such, on a CPU; None: as
+            `dtype`. A CPU that has no products of a kind is held to those of float32.
         buffer_bytes: must be far larger than the caches.
-        gemm_size: side of the matrices; None takes `GEMM_SIZE` of the device type.
+        gemm_size: side of the matrices, on a GPU.
     """
-    size = gemm_size or GEMM_SIZE[device.type]
+    kind = str(dtype).removeprefix("torch.")
+    if device.type == "cpu":
+        wanted = products or kind
+        found = measure_cpu_peaks([wanted], seconds=seconds, buffer_bytes=buffer_bytes)
+        ((kind, rate),) = found.gflops.items()
+        return Peaks(read_gbs=found.read_gbs, gemm_gflops=rate, dtype=kind, by=found.isa)
     return Peaks(
         read_gbs=_bandwidth(device, buffer_bytes, seconds) / 1e9,
-        gemm_gflops=_gemm_rate(device, dtype, size, seconds) / 1e9,
-        dtype=str(dtype).removeprefix("torch."),
+        gemm_gflops=_gemm_rate(device, dtype, gemm_size, seconds) / 1e9,
+        dtype=kind,
+        by="torch.mm",
+    )
+
+
+def measure_cpu_peaks(
+    kinds: list[str] | None = None,
+    *,
+    seconds: float = 0.5,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> CPUPeaks:
+    """Measures reading, and the products of each kind, for about `seconds` each.
+
+    Args:
+        kinds: of "float32", "float64", "bfloat16", "int8"; those that the CPU lacks become float32.
+            None: all that it has but float64.
+    """
+    import numba
+    import numpy as np
+
+    from nanoengine.kernels import cpu_peak
+    from nanoengine.kernels.isa import CURRENT
+    from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+
+    share_threads_with_torch()
+    workers, cpu = num_workers(), torch.device("cpu")
+    numba.set_num_threads(workers)
+    if kinds is None:
+        kinds = [kind for kind in cpu_peak.KERNELS if kind != "float64"]
+    gflops = {}
+    for asked in kinds:
+        kind = asked if asked in cpu_peak.KERNELS else "float32"
+        kernel = cpu_peak.KERNELS[kind]
+        real = np.float64 if kind == "float64" else np.float32
+        data = np.zeros((workers, cpu_peak.ROOM), real)
+        fastest = _fastest(lambda: kernel(data, TURNS), cpu, seconds)  # noqa: B023
+        gflops[kind] = workers * TURNS * cpu_peak.operations(kind) / fastest / 1e9
+    memory, seen = cpu_peak.buffer(buffer_bytes, workers), np.empty(workers, np.int32)
+    fastest = _fastest(lambda: cpu_peak.read(memory, seen, workers), cpu, seconds)
+    return CPUPeaks(
+        isa=CURRENT.name, threads=workers, read_gbs=memory.nbytes / fastest / 1e9, gflops=gflops
     )
 
 
