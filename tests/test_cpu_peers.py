@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
+import types
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "cpu_peers"
 sys.path.insert(0, str(FOLDER))
@@ -28,7 +36,7 @@ CONFIG = {
     "head_dim": 3,
     "vocab_size": 4096,
 }
-PEAKS = report.Peaks(read_gbs=10, float32_gflops=100, int8_gops=200)
+PEAKS = report.Peaks(isa="avx2", read_gbs=10, gflops={"float32": 100, "int8": 200})
 
 
 def counts(name: str, **options) -> tuple[int, int, int]:
@@ -59,6 +67,12 @@ def line(peer: str = "nanoengine", speed: float = 10.0, **changes) -> dict:
         ("W3", 1, (1, 128, 128)),
         ("W3", 0.5, (1, 128, 64)),
         ("G", 1, (4, 38, 32)),
+        ("B1", 1, (1, 64, 64)),
+        ("B64", 1, (64, 64 * 64, 64 * 64)),
+        ("B256", 1, (256, 256 * 64, 256 * 32)),
+        ("B8", 0.25, (8, 8 * 64, 8 * 16)),
+        ("T4032", 1, (1, 4032, 1)),
+        ("T16320", 0.25, (1, 16320, 1)),
     ],
 )
 def test_workloads_to_the_token(name, scale, expected):
@@ -79,9 +93,10 @@ def test_ids_keep_clear_of_special_tokens():
             assert max(prompt) < min(vocab_size, 4096) - 96
 
 
-def test_an_unknown_workload_is_refused():
-    with pytest.raises(ValueError, match="must be one of W1, W2, W3, G, got 'W9'"):
-        requests_of("W9", vocab_size=4096)
+@pytest.mark.parametrize("name", ["W9", "B0", "B", "T-1", "B8x"])
+def test_an_unknown_workload_is_refused(name):
+    with pytest.raises(ValueError, match=f"one of W1, W2, W3, G, Bn or Tn, got '{name}'"):
+        requests_of(name, vocab_size=4096)
 
 
 def test_only_w2_shares_a_prefix():
@@ -163,6 +178,31 @@ def test_precisions_are_compared_apart_and_quantized_ones_against_int8_products(
     assert rows["int8"]["roofline_tok_s"] > rows["float32"]["roofline_tok_s"]
 
 
+def test_a_default_is_held_to_what_it_computes_in():
+    modern = report.Peaks(
+        isa="avx512_bf16", read_gbs=10, gflops={"float32": 100, "bfloat16": 400, "int8": 800}
+    )
+    assert modern.limits("default", "bfloat16").linear_gflops == 400
+    assert modern.limits("default", "bfloat16").attention_gflops == 400
+    assert modern.limits("default", "float32").linear_gflops == 100
+    assert PEAKS.limits("default", "bfloat16").linear_gflops == 100  # no such products there
+    lines = [
+        line("vllm", 8.0, quantization="default", dtype="bfloat16"),
+        line("nanoengine", 2.0, quantization="default"),
+    ]
+    theirs, ours = report.rows(lines, CONFIG, modern, 1.0)
+    assert {row["precision"] for row in (theirs, ours)} == {"default"}
+    assert (theirs["computes_in"], ours["computes_in"]) == ("bfloat16", "float32")
+    assert theirs["nanoengine_is"] == 0.25
+
+
+def test_the_machine_is_what_it_reached_at_best():
+    later = report.Peaks(isa="avx2", read_gbs=11, gflops={"float32": 90, "int8": 210})
+    assert report.best_of([PEAKS, later]) == report.Peaks(
+        isa="avx2", read_gbs=11, gflops={"float32": 100, "int8": 210}
+    )
+
+
 def greedy(peer: str, ids: list[list[int]], quantization: str = "none") -> dict:
     return {"peer": peer, "quantization": quantization, "dtype": "float32", "version": "1",
             "workload": "G", "ids": ids}  # fmt: skip
@@ -184,7 +224,7 @@ def test_float32_peers_must_agree_and_quantized_ones_are_counted():
 def test_the_table_shows_every_row_and_every_reason():
     made = {
         "model": "small", "hardware": {"cpu": "a CPU"}, "threads": 2, "scale": 1.0, "rounds": 2,
-        "peaks": {"read_gbs": 10, "float32_gflops": 100, "int8_gops": 200},
+        "peaks": asdict(PEAKS),
         "rows": report.rows([line(), line("vllm", other_cores=1.0)], CONFIG, PEAKS, 1.0),
         "agreement": report.agreement([greedy("vllm", [[1]]), greedy("nanoengine", [[2]])]),
         "skipped": {"llamacpp int8": "no interpreter"},
@@ -194,6 +234,55 @@ def test_the_table_shows_every_row_and_every_reason():
     assert text.count("DISTURBED") == 1
     assert "FLOAT32 PEERS DISAGREE: nanoengine float32" in text
     assert "skipped: llamacpp int8: no interpreter" in text
+
+
+def test_a_prompt_is_told_in_seconds_and_workloads_by_their_size():
+    lines = [
+        line(workload=name, speed=speed, seconds=1 / speed, output_tokens=1, round=i)
+        for name in ("T16320", "T4032", "B8", "B128")
+        for i, speed in enumerate((0.02, 0.025, 0.04))
+    ]
+    made = {
+        "model": "small", "hardware": {"cpu": "a CPU"}, "threads": 2, "scale": 1.0, "rounds": 3,
+        "peaks": asdict(PEAKS), "rows": report.rows(lines, CONFIG, PEAKS, 1.0), "agreement": None,
+        "skipped": {},
+    }  # fmt: skip
+    text = report.table(made)
+    assert [row["workload"] for row in made["rows"]] == ["B8", "B128", "T4032", "T16320"]
+    assert text.count("| nanoengine 1 | 40.00 | 25.00 to 50.00 |") == 2
+    assert text.count("s to the first token") == text.count("output tok/s") == 2
+    assert "a CPU, avx2, 2 threads; 10.0 GB/s read, 100 GFLOP/s float32, 200 GFLOP/s int8" in text
+
+
+def test_the_short_table_has_a_line_a_workload_and_a_column_an_engine(tmp_path):
+    speeds = {"nanoengine": (300.0, 200.0, 400.0), "vllm": (150.0, 200.0, 100.0)}
+    lines = [
+        line(peer, speed, workload=workload, round=i)
+        for workload in ("W1", "W3")
+        for peer, given in speeds.items()
+        for i, speed in enumerate(given)
+    ]
+    lines += [
+        line("openvino", 0.5, workload="T4032"),
+        line("openvino", workload="W3", other_cores=1),
+    ]
+    made = {
+        "model": "small", "hardware": {"cpu": "a CPU"}, "threads": 2, "scale": 0.25, "rounds": 3,
+        "peaks": asdict(PEAKS), "rows": report.rows(lines, CONFIG, PEAKS, 0.25),
+    }  # fmt: skip
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(made))
+    done = subprocess.run(
+        [sys.executable, FOLDER / "report.py", path], capture_output=True, text=True, check=True
+    )
+    first, _, head, _, *rows = done.stdout.splitlines()
+    assert first.startswith("a CPU, 2 threads, instruction set avx2; 10 GB/s read, 100 GFLOP/s")
+    assert head == (
+        "| small, float32, scale 0.25, 3 rounds | nanoengine | openvino | vllm | of the limit |"
+    )
+    assert rows[0].startswith("| W1 | 300 (200 to 400) |  | 150 (100 to 200): 2.00x |"), rows
+    assert rows[1].startswith("| W3 | 300 (200 to 400) | disturbed | 150 (100 to 200): 2.00x |")
+    assert rows[2] == "| T4032, s |  | 2.00 |  |  |"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +320,8 @@ def test_a_missing_peer_is_skipped_with_its_reason(tmp_path):
     (tmp_path / "small-ov-int8").mkdir()
     assert reason("openvino", tmp_path, "int8") is None
     assert reason("nanoengine", tmp_path, "int4") is None
+    assert reason("openvino", tmp_path, "default") == "small-ov is not among the conversions"
+    assert reason("nanoengine", tmp_path, "default") is None
 
 
 def test_packages_are_looked_up_without_importing_them():
@@ -300,6 +391,55 @@ def test_a_runner_s_failure_is_told_without_paths(tmp_path):
     assert str(tmp_path) not in error
 
 
+# --- conversion for llama.cpp ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def convert_gguf(monkeypatch):
+    """The converter, with a stand-in for gguf, which only the environment of llama.cpp has."""
+    gguf = types.ModuleType("gguf")
+    gguf.GGMLQuantizationType = gguf.LlamaFileType = MagicMock()
+    gguf.TokenType = SimpleNamespace(CONTROL="control", NORMAL="normal")
+    gguf.GGUFWriter = object
+    monkeypatch.setitem(sys.modules, "gguf", gguf)
+    monkeypatch.delitem(sys.modules, "convert_gguf", raising=False)
+    return importlib.import_module("convert_gguf")
+
+
+def test_the_converter_reads_bfloat16_which_numpy_does_not_know(convert_gguf, tmp_path):
+    stored = {
+        "b": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "a": torch.arange(7.0),
+    }
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(stored, path)
+    read = dict(convert_gguf.read_tensors(path))
+    assert list(read) == ["a", "b"]
+    for name, numbers in read.items():
+        assert numbers.dtype == np.float32
+        assert np.array_equal(numbers, stored[name].float().numpy())
+    safetensors.torch.save_file({"c": torch.ones(2, dtype=torch.float16)}, path)
+    with pytest.raises(SystemExit, match="c is F16; only F32 and BF16 are read"):
+        list(convert_gguf.read_tensors(path))
+
+
+def test_the_converter_takes_texts_and_kinds_of_tokens(convert_gguf, tmp_path):
+    config = dict.fromkeys(
+        ("max_position_embeddings", "rms_norm_eps", "eos_token_id"), 1
+    ) | CONFIG | {"vocab_size": 3, "rope_parameters": {"rope_theta": 1.0}}  # fmt: skip
+    tokenizer = {
+        "added_tokens": [{"id": 1, "content": "<end>"}],
+        "model": {"vocab": {"a": 0, "old": 1, "b": 2}, "merges": [["a", "b"], "b a"]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    writer = MagicMock()
+    convert_gguf.write_metadata(writer, tmp_path)
+    writer.add_token_list.assert_called_once_with(["a", "<end>", "b"])
+    writer.add_token_types.assert_called_once_with(["normal", "control", "normal"])
+    writer.add_token_merges.assert_called_once_with(["a b", "b a"])
+
+
 # --- the runners' harness -------------------------------------------------------------------------
 
 
@@ -338,6 +478,9 @@ def test_the_command_line_refuses_what_it_does_not_know(tmp_path, capsys):
     for wrong, message in (
         (["--peers", "nobody"], "nobody"),
         (["--workloads", "W1,W7"], "W7"),
+        (["--batches", "8,0"], "['0'] are no numbers from 1 on"),
+        (["--contexts", "4k"], "['4k'] are no numbers from 1 on"),
+        (["--defaults"], "a checkpoint stored in bfloat16"),
         (["--json", str(tmp_path / "no" / "r.json")], "does not exist"),
     ):
         with pytest.raises(SystemExit):
@@ -346,3 +489,28 @@ def test_the_command_line_refuses_what_it_does_not_know(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare.parse(["--model", str(tmp_path / "none")])
     assert compare.parse(["--model", str(tmp_path), "--peers", "vllm"]).peers == ["vllm"]
+
+
+def test_the_command_line_says_what_runs(tmp_path):
+    def parsed(*argv: str) -> tuple[list[str], list[str]]:
+        args = compare.parse(["--model", str(tmp_path), *argv])
+        return args.workloads, args.quantization
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
+    three = ["W1", "W2", "W3"]
+    assert parsed() == (three, ["none", "int8", "int4"])
+    assert parsed("--defaults") == (three, ["default"])
+    assert parsed("--batches", "1,256", "--contexts", "4032")[0] == ["B1", "B256", "T4032"]
+    assert parsed("--workloads", "W3", "--batches", "8")[0] == ["W3", "B8"]
+
+
+def test_a_cache_holds_the_largest_workload(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    token = 2 * 2 * 1 * 3 * 4  # keys and values, layers, heads, numbers, bytes
+    options = harness.Options(
+        model=tmp_path, converted=tmp_path, quantization="none", threads=1, batch=1, longest=1,
+        tokens=5 * 2**30 // token,
+    )  # fmt: skip
+    assert options.kv_gib() == 10
+    assert options.kv_gib(element_bytes=2) == 5
+    assert replace(options, tokens=1).kv_gib() == 4

@@ -1,6 +1,7 @@
 """Writes Qwen3 checkpoints with seeded random weights, and a tokenizer, for every peer to load.
 
     python benchmarks/cpu_peers/checkpoints.py DIRECTORY --shapes tiny small qwen3-0.6b
+    python benchmarks/cpu_peers/checkpoints.py DIRECTORY --shapes small --dtype bfloat16
 
 Random weights measure speed as well as trained ones. Prompts are token ids, so the tokenizer only
 has to exist: byte-level, with a merge for each pair of small letters, filled up to the vocabulary.
@@ -36,8 +37,9 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def write_checkpoint(shape: str, directory: Path, seed: int) -> None:
-    """Writes one shape in float32: matrices from normal(0, 0.02), norms 1."""
+def write_checkpoint(shape: str, directory: Path, seed: int, dtype: str = "float32") -> None:
+    """Writes one shape: matrices from normal(0, 0.02), norms 1. In bfloat16 it is the float32 one
+    rounded, in a directory whose name ends with -bf16."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.endswith("dtype")}
     tokenizer = make_tokenizer(sizes["vocab_size"])
     config = Qwen3Config(
@@ -49,9 +51,9 @@ def write_checkpoint(shape: str, directory: Path, seed: int) -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
+        dtype=dtype,
     )
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config).float()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,8 +61,9 @@ def write_checkpoint(shape: str, directory: Path, seed: int) -> None:
                 parameter.normal_(0, 0.02, generator=draw)
             else:
                 parameter.fill_(1)
-    tokenizer.save_pretrained(directory / shape)
-    model.save_pretrained(directory / shape, max_shard_size="10GB")
+    target = directory / (f"{shape}-bf16" if dtype == "bfloat16" else shape)
+    tokenizer.save_pretrained(target)
+    model.to(getattr(torch, dtype)).save_pretrained(target, max_shard_size="10GB")
 
 
 def main() -> None:
@@ -68,10 +71,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for shape in args.shapes:
-        write_checkpoint(shape, args.directory, args.seed)
+        write_checkpoint(shape, args.directory, args.seed, args.dtype)
 
 
 if __name__ == "__main__":

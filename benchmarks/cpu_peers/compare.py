@@ -1,6 +1,7 @@
 """nanoengine and every installed peer side by side on one CPU: one command, a table and JSON.
 
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --json FILE
+    python benchmarks/cpu_peers/compare.py --model CHECKPOINT-bf16 --envs ENVIRONMENTS --defaults
 
 Each round runs every configuration once, in a process of its own, and begins with another (A B C,
 B C A, C A B): a machine that drifts does so for all, and none always follows the same one, whose
@@ -25,6 +26,7 @@ from typing import Any
 
 import harness
 import report
+from workloads import is_workload
 
 HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 2.0
@@ -44,21 +46,28 @@ class Peer:
 
 PEERS = {
     "nanoengine": Peer(
-        env=None, package="nanoengine", converted={"none": "", "int8": "", "int4": ""}
+        env=None,
+        package="nanoengine",
+        converted=dict.fromkeys(("none", "int8", "int4", "default"), ""),
     ),
     "openvino": Peer(
         env="ov",
         package="openvino_genai",
-        converted={"none": "-ov-fp32", "int8": "-ov-int8", "int4": "-ov-int4"},
+        converted={
+            "none": "-ov-fp32", "int8": "-ov-int8", "int4": "-ov-int4", "default": "-ov",
+        },
     ),
-    "vllm": Peer(env="vllm", package="vllm", converted={"none": ""}),
+    "vllm": Peer(env="vllm", package="vllm", converted={"none": "", "default": ""}),
     "llamacpp": Peer(
         env="lcpp",
         package="llama_cpp",
-        converted={"none": "-f32.gguf", "int8": "-q8_0.gguf", "int4": "-q4_0.gguf"},
+        converted={
+            "none": "-f32.gguf", "int8": "-q8_0.gguf", "int4": "-q4_0.gguf",
+            "default": "-bf16.gguf",
+        },
     ),
     "transformers": Peer(env=None, package="transformers", converted={"none": ""}),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +178,10 @@ def run_rounds(
                 if entry.label in failed or not names:
                     break
                 wait_for_quiet(args.quiet_wait, harness.busy_seconds, report.DISTURBED_CORES)
+                before = time.monotonic()
                 new, error = run_entry(entry, names, args, seed=10 * number + attempt)
+                print(f"round {number} {entry.label}: {time.monotonic() - before:.0f} s in all",
+                      file=sys.stderr, flush=True)  # fmt: skip
                 if error:
                     failed[entry.label] = error
                 for line in new:
@@ -186,35 +198,18 @@ def run_rounds(
 
 
 def measure_machine(threads: int) -> report.Peaks:
-    """The machine's read bandwidth and its rates of float32 and int8 matrix products."""
+    """The machine's read bandwidth and its rates of products, by kernels of nanoengine's own."""
     import torch
 
-    from nanoengine.observe.peak import measure_peaks
+    from nanoengine.observe.peak import measure_cpu_peaks
 
     torch.set_num_threads(threads)
-    found = measure_peaks(torch.device("cpu"), torch.float32)
+    found = measure_cpu_peaks()
     return report.Peaks(
+        isa=found.isa,
         read_gbs=round(found.read_gbs, 2),
-        float32_gflops=round(found.gemm_gflops, 1),
-        int8_gops=round(_int8_gops(), 1),
+        gflops={kind: round(rate, 1) for kind, rate in found.gflops.items()},
     )
-
-
-def _int8_gops(size: int = 1024, seconds: float = 0.5) -> float:
-    """1e9 operations/s of int8 products (of float inputs, quantized on the fly) at their best."""
-    import torch
-
-    weights = torch.randn(size, size)
-    scales, zeros = weights.abs().amax(1) / 127, torch.zeros(size, dtype=torch.int64)
-    quantized = torch.quantize_per_channel(weights, scales, zeros, 0, torch.qint8)
-    packed = torch.ops.quantized.linear_prepack(quantized, None)
-    inputs, fastest = torch.randn(size, size), float("inf")
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        started = time.perf_counter()
-        torch.ops.quantized.linear_dynamic(inputs, packed, True)
-        fastest = min(fastest, time.perf_counter() - started)
-    return 2 * size**3 / fastest / 1e9
 
 
 def build_report(
@@ -230,7 +225,7 @@ def build_report(
     from nanoengine.cli.bench_report import hardware, versions
 
     # Why the larger of two measurements: other processes can only make one smaller.
-    peaks = report.Peaks(**{k: max(asdict(p)[k] for p in machine) for k in asdict(machine[0])})
+    peaks = report.best_of(machine)
     config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -262,13 +257,43 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
         return split
 
+    def sized(letter: str) -> Callable[[str], list[str]]:
+        def split(text: str) -> list[str]:
+            names = [letter + word for word in text.split(",")]
+            if wrong := [name[1:] for name in names if not is_workload(name)]:
+                raise argparse.ArgumentTypeError(f"{wrong} are no numbers from 1 on")
+            return names
+
+        return split
+
     add("--model", type=Path, required=True, help="directory of a checkpoint (checkpoints.py)")
     add("--converted", type=Path, help="directory of its conversions; default: beside it")
     add("--envs", type=Path, help="directory of the peers' environments: ov, vllm, lcpp")
     add("--peers", type=listed(tuple(PEERS)), default=list(PEERS))
     add("--quantization", type=listed(("none", "int8", "int4")), default=["none", "int8", "int4"])
-    add("--workloads", type=listed(("W1", "W2", "W3")), default=["W1", "W2", "W3"])
-    add("--scale", type=float, default=1.0, help="part of W1's and W2's requests, of W3's output")
+    add(
+        "--defaults",
+        action="store_true",
+        help="each engine's own precision for a bfloat16 checkpoint, in place of --quantization",
+    )
+    add(
+        "--workloads",
+        type=listed(("W1", "W2", "W3")),
+        help="default: all three; none with --batches or --contexts",
+    )
+    add("--batches", type=sized("B"), default=[], help="so many equal requests, as 1,8,32,128,256")
+    add(
+        "--contexts",
+        type=sized("T"),
+        default=[],
+        help="tokens of one prompt, to its first token, as 1024,4032,16320",
+    )
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="part of W1's and W2's requests, of the output of W3 and --batches",
+    )
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=os.cpu_count())
     add("--minutes", type=float, default=10, help="begin no round that would end later than this")
@@ -281,6 +306,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.converted = (args.converted or args.model.parent / "converted").resolve()
     if not (args.model / "config.json").is_file():
         parser.error(f"--model: {args.model} holds no config.json")
+    if args.defaults:
+        args.quantization = ["default"]
+        stored = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+        dtype = stored.get("dtype", stored.get("torch_dtype"))
+        if dtype != "bfloat16":
+            parser.error(f"--defaults: a checkpoint stored in bfloat16, {args.model} is in {dtype}")
+    sizes = args.batches + args.contexts
+    args.workloads = (args.workloads or ([] if sizes else ["W1", "W2", "W3"])) + sizes
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json: the directory of {args.json} does not exist")
     return args

@@ -1,22 +1,23 @@
-"""Converts a float32 Qwen3 checkpoint for llama.cpp: `convert_gguf.py CHECKPOINT FOLDER f32 q8_0`.
+"""Converts a Qwen3 checkpoint for llama.cpp: `convert_gguf.py CHECKPOINT FOLDER f32 q8_0`.
 
-Writes FOLDER/NAME-TYPE.gguf. With q4_0 the vocabulary matrix is stored as q8_0, as in llama.cpp's
-own presets, which keep it at a higher precision. Needs gguf, safetensors and numpy.
+Reads float32 and bfloat16. Writes FOLDER/NAME-TYPE.gguf. With q4_0 the vocabulary matrix is stored
+as q8_0, as in llama.cpp's own presets, which keep it at a higher precision. Needs gguf and numpy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, LlamaFileType
-from safetensors import safe_open
 
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
+    "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
 }
@@ -71,7 +72,7 @@ def write_metadata(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
     writer.add_add_bos_token(False)
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-    plain = {index: text for text, index in tokenizer["model"]["vocab"].items()}
+    texts = {index: text for text, index in tokenizer["model"]["vocab"].items()} | special
     kinds = [
         gguf.TokenType.CONTROL if index in special else gguf.TokenType.NORMAL
         for index in range(config["vocab_size"])
@@ -79,9 +80,32 @@ def write_metadata(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
     merges = tokenizer["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([(plain | special)[index] for index in range(config["vocab_size"])])
+    writer.add_token_list([texts[index] for index in range(config["vocab_size"])])
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and float32 numbers of a safetensors file.
+
+    Why not safetensors: its numpy reader refuses bfloat16, which numpy does not know. The file is
+    the length of a header in JSON, the header, and the tensors behind each other.
+    """
+    stored = np.memmap(path, np.uint8, mode="r")
+    size = int(stored[:8].view(np.uint64)[0])
+    header = json.loads(stored[8 : 8 + size].tobytes())
+    header.pop("__metadata__", None)
+    for name in sorted(header):
+        entry = header[name]
+        start, end = entry["data_offsets"]
+        data = stored[8 + size :][start:end]
+        if entry["dtype"] == "BF16":  # the upper half of a float32
+            numbers = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif entry["dtype"] == "F32":
+            numbers = data.view(np.float32)
+        else:
+            raise SystemExit(f"{name} is {entry['dtype']}; only F32 and BF16 are read")
+        yield name, numbers.reshape(entry["shape"])
 
 
 def convert(checkpoint: Path, folder: Path, kind: str) -> None:
@@ -90,15 +114,12 @@ def convert(checkpoint: Path, folder: Path, kind: str) -> None:
     writer.add_name(checkpoint.name)
     writer.add_file_type(FILE_TYPES[kind])
     write_metadata(writer, checkpoint)
-    with safe_open(checkpoint / "model.safetensors", framework="np") as opened:
-        for name in sorted(opened.keys()):
-            numbers = opened.get_tensor(name).astype(np.float32)
-            stored = GGMLQuantizationType[kind.upper() if numbers.ndim > 1 else "F32"]
-            if stored is GGMLQuantizationType.Q4_0 and "layers" not in name:
-                stored = GGMLQuantizationType.Q8_0
-            writer.add_tensor(
-                gguf_name(name), gguf.quants.quantize(numbers, stored), raw_dtype=stored
-            )
+    for name, numbers in read_tensors(checkpoint / "model.safetensors"):
+        stored = GGMLQuantizationType[kind.upper() if numbers.ndim > 1 else "F32"]
+        if stored is GGMLQuantizationType.Q4_0 and "layers" not in name:
+            stored = GGMLQuantizationType.Q8_0
+        quantized = gguf.quants.quantize(numbers, stored)
+        writer.add_tensor(gguf_name(name), quantized, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -17,26 +18,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workloads import WORKLOADS, Request, requests_of, warm_up
+from workloads import Request, is_workload, requests_of, warm_up
 
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4", "default")
+"""How weights are held: none is float32 throughout; default is whatever the peer does by itself
+with the checkpoint, which is stored in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a runner is asked to do; `batch` and `tokens` are those of the largest workload."""
+    """What a runner is asked to do; `batch`, `tokens` and `longest` (the tokens of one request) are
+    those of the largest workload."""
 
     model: Path
     converted: Path
-    dtype: str
     quantization: str
     threads: int
     batch: int
     tokens: int
+    longest: int
 
     def converted_file(self, suffixes: dict[str, str]) -> Path:
         """The converted checkpoint for the asked quantization."""
         return self.converted / (self.model.name + suffixes[self.quantization])
+
+    def kv_gib(self, element_bytes: int = 4) -> int:
+        """Whole GiB that hold keys and values of all `tokens`, and as much again for what a peer
+        keeps of earlier workloads; 4 at least."""
+        config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
+        sizes = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+        token = math.prod(config[size] for size in sizes) * 2 * element_bytes
+        return max(4, math.ceil(2 * self.tokens * token / 2**30))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +57,12 @@ class Loaded:
 
     `generate` gives each request exactly its number of greedy ids. Bits are those of a stored
     number, scales included: weights of the layers, of the head, and cached keys and values.
+    `dtype` is what float products are computed in.
     """
 
     generate: Callable[[list[Request]], list[list[int]]]
     version: str
+    dtype: str = "float32"
     body_bits: float = 32
     head_bits: float = 32
     kv_bits: float = 32
@@ -59,8 +73,7 @@ def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[
     parser = argparse.ArgumentParser(description=f"{peer} on the workloads of workloads.py")
     parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--converted", type=Path, default=Path(), help="directory of conversions")
-    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", required=True)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--workload", type=_workload, nargs="+", required=True)
     parser.add_argument("--quantization", choices=quantizations, default="none")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -79,22 +92,28 @@ def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[
         Options(
             model=args.model.resolve(),
             converted=args.converted.resolve(),
-            dtype=args.dtype,
             quantization=args.quantization,
             threads=args.threads,
             batch=max(4, *map(len, work.values())),
             tokens=max(sum(len(p) + n for p, n in requests) for requests in work.values()),
+            longest=max(len(p) + n for requests in work.values() for p, n in requests),
         )
     )
     load_s = time.perf_counter() - started
     loaded.generate(warm_up(vocab_size))
     facts = {
-        "peer": peer, "quantization": args.quantization, "dtype": args.dtype,
+        "peer": peer, "quantization": args.quantization, "dtype": loaded.dtype,
         "version": loaded.version, "load_s": round(load_s, 2), "body_bits": loaded.body_bits,
         "head_bits": loaded.head_bits, "kv_bits": loaded.kv_bits,
     }  # fmt: skip
     for name, requests in work.items():
         print(json.dumps(facts | measure(name, requests, loaded.generate)), flush=True)
+
+
+def _workload(name: str) -> str:
+    if not is_workload(name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no workload")
+    return name
 
 
 def measure(
@@ -119,7 +138,7 @@ def measure(
         "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
         "output_tokens": sum(wanted),
         "seconds": round(seconds, 4),
-        "output_tok_s": round(sum(wanted) / seconds, 2),
+        "output_tok_s": float(f"{sum(wanted) / seconds:.5g}"),
         "own_cores": round(own / seconds, 2),
         "other_cores": round(max(0.0, busy - own) / seconds, 2),
         "peak_rss_mib": _peak_rss_mib(),

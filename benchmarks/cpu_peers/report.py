@@ -1,11 +1,19 @@
-"""From the runners' JSON lines to a table and a report. Pure: runs nothing, reads no clock."""
+"""From the runners' JSON lines to a table and a report. Pure: runs nothing, reads no clock.
+
+    python benchmarks/cpu_peers/report.py REPORT.json ...
+
+prints the short tables of docs/benchmarks.md from what `compare.py --json` wrote.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from roofline import Formats, Limits, Shape, ideal_seconds
@@ -24,30 +32,46 @@ ABSOLUTE_PATH = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What the machine reached in this run: 1e9 bytes/s, FLOP/s, and int8 operations/s."""
+    """What the machine reached in this run: 1e9 bytes/s, and 1e9 multiplications and additions a
+    second with operands of each kind ("float32", and "bfloat16", "int8" where the CPU has products
+    of them), with the widest instructions of `isa`."""
 
+    isa: str
     read_gbs: float
-    float32_gflops: float
-    int8_gops: float
+    gflops: dict[str, float]
 
-    def limits(self, quantization: str) -> Limits:
-        """The rates that a line is held against: int8 products where its weights are quantized."""
-        linear = self.float32_gflops
-        if quantization != "none":
-            linear = max(linear, self.int8_gops)
+    def limits(self, quantization: str, dtype: str = "float32") -> Limits:
+        """The rates that a line is held against: int8 products where its weights are quantized,
+        else those of the dtype that it computes in."""
+        floats = max(self.gflops["float32"], self.gflops.get(dtype, 0))
+        whole = self.gflops.get("int8", 0) if quantization in ("int8", "int4") else 0
         return Limits(
-            read_gbs=self.read_gbs, linear_gflops=linear, attention_gflops=self.float32_gflops
+            read_gbs=self.read_gbs, linear_gflops=max(floats, whole), attention_gflops=floats
         )
+
+
+def best_of(found: list[Peaks]) -> Peaks:
+    """The largest of each figure. Why: other processes can only make one smaller."""
+    kinds = found[0].gflops
+    return Peaks(
+        isa=found[0].isa,
+        read_gbs=max(peaks.read_gbs for peaks in found),
+        gflops={kind: max(peaks.gflops[kind] for peaks in found) for kind in kinds},
+    )
 
 
 def label_of(line: Line) -> str:
     """A configuration's name: the peer, and how its weights are stored."""
-    return f"{line['peer']} {precision_of(line['quantization'], line['dtype'])}"
+    return f"{line['peer']} {precision_of(line['quantization'])}"
 
 
-def precision_of(quantization: str, dtype: str = "float32") -> str:
-    """float32, int8, ...: what peers are compared within."""
-    return dtype if quantization == "none" else quantization
+def precision_of(quantization: str) -> str:
+    """float32, int8, int4, default: what peers are compared within."""
+    return "float32" if quantization == "none" else quantization
+
+
+def _natural(workload: str) -> tuple[int, int]:
+    return "WBT".index(workload[0]), int(workload[1:])
 
 
 def is_valid(line: Line) -> bool:
@@ -64,7 +88,7 @@ def rows(
     """
     timed = [line for line in lines if line["workload"] != "G"]
     found = []
-    for workload in sorted({line["workload"] for line in timed}):
+    for workload in sorted({line["workload"] for line in timed}, key=_natural):
         here = [line for line in timed if line["workload"] == workload]
         group = [
             _row([line for line in here if label_of(line) == label], config, peaks, scale)
@@ -85,19 +109,22 @@ def _row(lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float) 
     requests = requests_of(first["workload"], vocab_size=config["vocab_size"], scale=scale)
     formats = Formats(**{name: first[name] for name in ("body_bits", "head_bits", "kv_bits")})
     ideal_s = ideal_seconds(
-        Shape.from_config(config), requests, peaks.limits(first["quantization"]), formats
-    )
+        Shape.from_config(config), requests,
+        peaks.limits(first["quantization"], first["dtype"]), formats,
+    )  # fmt: skip
     median = statistics.median(speeds)
     limit = first["output_tokens"] / ideal_s
     return {
         "workload": first["workload"],
         "peer": first["peer"],
         "version": first["version"],
-        "precision": precision_of(first["quantization"], first["dtype"]),
+        "precision": precision_of(first["quantization"]),
+        "computes_in": first["dtype"],
         "valid": bool(valid),
         "runs": len(used),
         "disturbed_runs": len(lines) - len(valid),
         "output_tok_s": median,
+        "seconds": statistics.median(line["seconds"] for line in used),
         "spread": [min(speeds), max(speeds)],
         "by_round": {str(line["round"]): line["output_tok_s"] for line in used},
         "roofline_tok_s": round(limit, 1),
@@ -146,17 +173,18 @@ def table(report: dict[str, Any]) -> str:
     """The report as a Markdown page: one table a workload, then what was skipped and why."""
     peaks = report["peaks"]
     text = [
-        f"{report['model']}: {report['hardware']['cpu']}, {report['threads']} threads;"
-        f" {peaks['read_gbs']:.1f} GB/s read, {peaks['float32_gflops']:.0f} GFLOP/s float32,"
-        f" {peaks['int8_gops']:.0f} GOP/s int8"
+        f"{report['model']}: {report['hardware']['cpu']}, {peaks['isa']}, {report['threads']}"
+        f" threads; {peaks['read_gbs']:.1f} GB/s read, "
+        + ", ".join(f"{rate:,.0f} GFLOP/s {kind}" for kind, rate in peaks["gflops"].items())
     ]
     for workload in dict.fromkeys(row["workload"] for row in report["rows"]):
         text += [
             "",
             f"{workload}, scale {report['scale']:g}, {report['rounds']} rounds",
             "",
-            "| precision | peer | output tok/s | spread | of the limit | nanoengine is | peak MiB |"
-            " load s | runs |",
+            "| precision | peer |"
+            f" {'s to the first token' if is_time(workload) else 'output tok/s'}"
+            " | spread | of the limit | nanoengine is | peak MiB | load s | runs |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
         text += [_table_row(row) for row in report["rows"] if row["workload"] == workload]
@@ -171,16 +199,21 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def is_time(workload: str) -> bool:
+    """Whether a workload is told as seconds to its one token, not as tokens a second."""
+    return workload.startswith("T")
+
+
 def _table_row(row: dict[str, Any]) -> str:
-    low, high = row["spread"]
+    middle, low, high = _figures(row)
     runs = (
         f"{row['runs']} of {row['runs'] + row['disturbed_runs']}" if row["valid"] else "DISTURBED"
     )
     cells = [
         row["precision"],
         f"{row['peer']} {row['version']}",
-        f"{row['output_tok_s']:.1f}",
-        f"{low:.1f} to {high:.1f}",
+        middle,
+        f"{low} to {high}",
         "-" if row["roofline_share"] is None else f"{row['roofline_share']:.0%}",
         "-" if row["nanoengine_is"] is None else f"{row['nanoengine_is']:.2f}x",
         f"{row['peak_rss_mib']:,}",
@@ -190,6 +223,51 @@ def _table_row(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def summary(report: dict[str, Any]) -> str:
+    """A short table for each precision: a line a workload, a column an engine with the median, the
+    range, and how many times as fast nanoengine is; last the share of the limit it reaches."""
+    peaks, rates = report["peaks"], report["peaks"]["gflops"]
+    text = [
+        f"{report['hardware']['cpu']}, {report['threads']} threads, instruction set {peaks['isa']};"
+        f" {peaks['read_gbs']:.0f} GB/s read, "
+        + ", ".join(f"{rate:,.0f} GFLOP/s {kind}" for kind, rate in rates.items())
+    ]
+    for precision in dict.fromkeys(row["precision"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["precision"] == precision]
+        peers = sorted({row["peer"] for row in rows}, key=lambda peer: (peer != "nanoengine", peer))
+        scale = "" if report["scale"] == 1 else f", scale {report['scale']:g}"
+        first = f"{report['model']}, {precision}{scale}, {report['rounds']} rounds"
+        text += ["", f"| {' | '.join([first, *peers, 'of the limit'])} |"]
+        text += ["|---" * (len(peers) + 2) + "|"]
+        for workload in dict.fromkeys(row["workload"] for row in rows):
+            found = {row["peer"]: row for row in rows if row["workload"] == workload}
+            reached = found.get("nanoengine", {}).get("roofline_share")
+            cells = [_short(found[peer]) if peer in found else "" for peer in peers]
+            cells = [workload + ", s" * is_time(workload), *cells]
+            text.append(f"| {' | '.join(cells)} | {f'{reached:.0%}' if reached else ''} |")
+    return "\n".join(text)
+
+
+def _short(row: dict[str, Any]) -> str:
+    """Median and range of a row, and nanoengine's ratio to another engine."""
+    if not row["valid"]:
+        return "disturbed"
+    is_ours = row["peer"] == "nanoengine" or row["nanoengine_is"] is None
+    ratio = "" if is_ours else f": {row['nanoengine_is']:.2f}x"
+    middle, low, high = _figures(row)
+    return f"{middle}{f' ({low} to {high})' if row['runs'] > 1 else ''}{ratio}"
+
+
+def _figures(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Median, lowest and highest: tokens a second, or seconds to the first token."""
+    speeds = (row["output_tok_s"], *row["spread"])
+    if is_time(row["workload"]):
+        middle, high, low = (f"{1 / speed:.2f}" for speed in speeds)
+    else:
+        middle, low, high = (f"{speed:.{1 if speed < 100 else 0}f}" for speed in speeds)
+    return middle, low, high
+
+
 def without_paths(text: str) -> str:
     """The text with every absolute path cut to its last part: reports name no directories.
 
@@ -197,3 +275,8 @@ def without_paths(text: str) -> str:
     "--model small failed in 'y.py'"
     """
     return ABSOLUTE_PATH.sub(lambda match: match[1], text)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(summary(json.loads(Path(name).read_text(encoding="utf-8"))), end="\n\n")

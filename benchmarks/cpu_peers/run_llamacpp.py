@@ -2,15 +2,18 @@
 
 Continuous batching as in llama.cpp's own batched example: prompts fill batches of 2,048 tokens,
 then every live sequence decodes one token a step. A prefix that all prompts share is computed once
-and copied to every sequence (which copies no memory). int8 and int4 are its q8_0 and q4_0.
+and copied to every sequence (which copies no memory). int8 and int4 are its q8_0 and q4_0; its
+default is the checkpoint's own bfloat16, with keys and values in float16.
 """
 
 import harness
 from harness import Loaded, Options
 from workloads import Request, shared_prefix
 
-FILES = {"none": "-f32.gguf", "int8": "-q8_0.gguf", "int4": "-q4_0.gguf"}
-BITS = {"none": (32, 32, 32), "int8": (8.5, 8.5, 16), "int4": (4.5, 8.5, 16)}
+FILES = {"none": "-f32.gguf", "int8": "-q8_0.gguf", "int4": "-q4_0.gguf", "default": "-bf16.gguf"}
+BITS = {
+    "none": (32, 32, 32), "int8": (8.5, 8.5, 16), "int4": (4.5, 8.5, 16), "default": (16, 16, 16),
+}  # fmt: skip
 BATCH_TOKENS = 2048
 GGML_TYPE_F32 = 0
 SHORTEST_PREFIX = 32
@@ -88,6 +91,7 @@ def start(options: Options) -> Loaded:
     return Loaded(
         generate=generate,
         version=llama_cpp.__version__,
+        dtype="bfloat16" if options.quantization == "default" else "float32",
         body_bits=body,
         head_bits=head,
         kv_bits=kv,

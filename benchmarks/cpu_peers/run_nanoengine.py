@@ -5,6 +5,7 @@ from harness import Loaded, Options
 from workloads import Request
 
 BITS = {"none": (32, 32), "int8": (8, 8), "int4": (4.5, 8)}
+FLOAT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 def start(options: Options) -> Loaded:
@@ -13,8 +14,11 @@ def start(options: Options) -> Loaded:
     from nanoengine import LLM, SamplingParams
 
     quantization = options.quantization
-    asked = {} if quantization == "none" else {"quantization": quantization}
-    llm = LLM(options.model, dtype=options.dtype, device="cpu", **asked)
+    asked = {"none": {"dtype": "float32"}, "default": {}}.get(
+        quantization, {"dtype": "float32", "quantization": quantization}
+    )
+    llm = LLM(options.model, device="cpu", **asked)
+    info = llm.engine.info
 
     def generate(requests: list[Request]) -> list[list[int]]:
         params = [
@@ -24,8 +28,17 @@ def start(options: Options) -> Loaded:
         outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    body, head = BITS[quantization]
-    return Loaded(generate=generate, version=nanoengine.__version__, body_bits=body, head_bits=head)
+    # Why from the bytes: float32 products may run over weights that stay in 16 bits.
+    held = 16 if info.weight_bytes < 3 * info.num_parameters else 32
+    body, head = BITS.get(quantization, (held, held))
+    return Loaded(
+        generate=generate,
+        version=nanoengine.__version__,
+        dtype=info.dtype,
+        body_bits=body,
+        head_bits=head,
+        kv_bits=FLOAT_BITS[info.kv_cache_dtype],
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """OpenVINO GenAI's continuous batching pipeline: paged attention, prefix caching, split prefill.
 
-Unquantized, arithmetic and KV cache are held to float32, as the other peers' are; quantized, they
-are OpenVINO's own choice (an 8-bit KV cache).
+For float32, arithmetic and KV cache are held to it, as the other peers' are; else they are
+OpenVINO's own choice: bfloat16 where the CPU computes in it, and an 8-bit KV cache.
 """
 
 import harness
 from harness import Loaded, Options
 from workloads import Request
 
-FOLDERS = {"none": "-ov-fp32", "int8": "-ov-int8", "int4": "-ov-int4"}
-BITS = {"none": (32, 32, 32), "int8": (8, 8, 8), "int4": (4.5, 8, 8)}
+FOLDERS = {"none": "-ov-fp32", "int8": "-ov-int8", "int4": "-ov-int4", "default": "-ov"}
+BITS = {"none": (32, 32, 32), "int8": (8, 8, 8), "int4": (4.5, 8, 8), "default": (16, 16, 8)}
 
 
 def start(options: Options) -> Loaded:
@@ -19,7 +19,7 @@ def start(options: Options) -> Loaded:
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 4  # GiB
+    scheduler.cache_size = options.kv_gib()
     scheduler.enable_prefix_caching = True
     scheduler.max_num_seqs = options.batch
     scheduler.max_num_batched_tokens = 4096
@@ -32,6 +32,9 @@ def start(options: Options) -> Loaded:
     if options.quantization == "none":
         properties |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
     folder = options.converted_file(FOLDERS)
+    core = openvino.Core()
+    hint = properties.get("INFERENCE_PRECISION_HINT")
+    dtype = hint or core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
     pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
     def settings(count: int) -> genai.GenerationConfig:
@@ -51,6 +54,7 @@ def start(options: Options) -> Loaded:
     return Loaded(
         generate=generate,
         version=genai.__version__.split("-")[0],
+        dtype={"f32": "float32", "bf16": "bfloat16", "f16": "float16"}[dtype],
         body_bits=body,
         head_bits=head,
         kv_bits=kv,

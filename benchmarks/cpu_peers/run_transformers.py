@@ -19,7 +19,7 @@ def start(options: Options) -> Loaded:
     baseline = HFBaseline(
         str(options.model),
         dummy=False,
-        dtype=getattr(torch, options.dtype),
+        dtype=torch.float32,
         device=torch.device("cpu"),
         batch_size=BATCH,
     )

@@ -3,22 +3,31 @@
     W1  32 requests, prompts of 64 to 256 tokens, outputs of 32 to 128
     W2  32 requests that share a prefix of 512 tokens, 32 own tokens, 32 out
     W3  one stream: prompt 128, output 128
+    Bn  n requests of 64 tokens in and 64 out, 32 out from 128 requests on
+    Tn  one prompt of n tokens to its first token
     G   4 short prompts, 8 tokens each: float32 peers must give the same greedy ids
 
-`scale` takes the first part of the requests of W1 and W2, and of the output of W3. Lengths never
-depend on the seed, so that every round does the same work on other tokens. Standard library only:
-this runs in the environment of every peer.
+`scale` takes the first part of the requests of W1 and W2, and of the output of W3 and Bn. Lengths
+never depend on the seed, so that every round does the same work on other tokens. Standard library
+only: this runs in the environment of every peer.
 """
 
 from __future__ import annotations
 
 import random
+import re
 
 Request = tuple[list[int], int]
 """Prompt token ids, and the number of tokens to generate."""
 
 WORKLOADS = ("W1", "W2", "W3", "G")
+SIZED = re.compile(r"([BT])([1-9]\d*)")
 PREFIX_LEN = 512
+
+
+def is_workload(name: str) -> bool:
+    """Whether `requests_of` knows the name."""
+    return name in WORKLOADS or SIZED.fullmatch(name) is not None
 
 
 def requests_of(name: str, *, vocab_size: int, seed: int = 0, scale: float = 1.0) -> list[Request]:
@@ -46,7 +55,14 @@ def requests_of(name: str, *, vocab_size: int, seed: int = 0, scale: float = 1.0
         return [(ids(128), max(1, round(128 * scale)))]
     if name == "G":
         return [(ids(5 + 3 * index), 8) for index in range(4)]
-    raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+    sized = SIZED.fullmatch(name)
+    if sized and sized[1] == "B":
+        requests = int(sized[2])
+        output = max(1, round((64 if requests < 128 else 32) * scale))
+        return [(ids(64), output) for _ in range(requests)]
+    if sized:
+        return [(ids(int(sized[2])), 1)]
+    raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, Bn or Tn, got {name!r}")
 
 
 def warm_up(vocab_size: int) -> list[Request]:
