@@ -2,20 +2,27 @@
 
 numba keeps compiled code on disk and looks at the file of a function alone to tell whether it is
 still good. A kernel that calls one of another file would keep that one's old code, so here the code
-is good as long as no file of this room has changed.
+is good as long as no file of this room has changed. Without that cache a kernel works all the same:
+it is compiled at each start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import logging
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache
 
 from nanoengine.kernels.isa import CURRENT
+
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -28,7 +35,7 @@ def stamp(room: Path) -> str:
 
 
 def compiled(*, fastmath: Collection[str], parallel: bool = False) -> Callable[..., Any]:
-    """Compiles the function at its first call and keeps the code on disk.
+    """Compiles the function at its first call and keeps the code on disk, where that can be.
 
     Args:
         fastmath: LLVM's flags. None of ours has "nnan" or "ninf": a row with NaN or infinity must
@@ -39,16 +46,60 @@ def compiled(*, fastmath: Collection[str], parallel: bool = False) -> Callable[.
     def decorate(function: Callable[..., Any]) -> Any:
         kernel = njit(
             function,
-            cache=True,
             nogil=True,
             error_model="numpy",
             fastmath=set(fastmath),
             parallel=parallel,
         )
-        kernel._cache._cache_file._source_stamp = stamp(Path(__file__).parent)
-        # Why the key, not the stamp: code for two instruction sets is kept side by side.
-        key = kernel._cache._index_key
-        kernel._cache._index_key = lambda *of_call: (*key(*of_call), CURRENT.name)
+        try:
+            kernel._cache = KernelCache(function)
+        except RuntimeError:  # Why: numba's way to say that it may write nowhere.
+            _warn("no directory for them can be written")
         return kernel
 
     return decorate
+
+
+class KernelCache(FunctionCache):
+    """numba's cache of one function, for which a damaged file and a full disk are no errors."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file._source_stamp = stamp(Path(__file__).parent)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled code for these types; None: it must be compiled."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # Why: a torn pickle raises nearly anything.
+            self._forget()
+            _warn(f"{self.cache_path} has damaged files ({error})")
+            return None
+
+    def _index_key(self, *of_call: Any) -> tuple[Any, ...]:
+        """Why with the instruction set: code for two of them is kept side by side."""
+        return (*super()._index_key(*of_call), CURRENT.name)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps compiled code for the next start."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            self._forget()
+            _warn(str(error))
+
+    def _forget(self) -> None:
+        """Why: an index without its new data would name the data of an older source."""
+        with contextlib.suppress(OSError):
+            Path(self._cache_file._index_path).unlink(missing_ok=True)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Once for each reason."""
+    log.warning(
+        "compiled kernels can't be read or kept: %s. They are compiled now, which takes about a"
+        " minute at each start unless NUMBA_CACHE_DIR names a directory that you, and only you, can"
+        " write",
+        reason,
+    )
