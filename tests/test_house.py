@@ -15,14 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 CORE = sorted(path.stem for path in (PACKAGE / "core").glob("*.py") if path.stem != "__init__")
 
-EVERYONE = {"nanoengine", "errors", "checks", "sampling_params"}
-"""What anyone may import: the package's own name, the exceptions, the checks of values, the
-sampling parameters."""
+EVERYONE = {"nanoengine", "errors", "checks", "json_file", "sampling_params"}
+"""What anyone may import: the package's own name, the exceptions, the checks of values, the reader
+of small files, the sampling parameters."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     # part of the package -> the parts that it may import besides EVERYONE and itself
     "errors": set(),
     "checks": set(),
+    "json_file": set(),
     "sampling_params": set(),
     "tier_config": set(),
     "config": {"tier_config"},
@@ -59,6 +60,7 @@ STANDARD_LIBRARY_AND = {
     # what a part may import from outside: the standard library and these
     "errors": set(),
     "checks": set(),
+    "json_file": set(),
     "sampling_params": set(),
     "config": set(),
     "core": {"xxhash", "numpy"},

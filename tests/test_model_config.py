@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from transformers import AutoConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
 from nanoengine.models.config import (
     ARCHITECTURES,
+    RANGES,
     MoEConfig,
     RopeConfig,
     load_model_config,
     parse_model_config,
 )
 from nanoengine.models.registry import model_class
+from nanoengine.runner.draw import MAX_VOCAB_SIZE
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -242,7 +245,6 @@ def test_generation_config_adds_end_tokens_and_defaults(tmp_path: Path) -> None:
     )
     config = load_model_config(tmp_path)
     assert config.eos_token_ids == (5, 2)
-    assert config.bos_token_id == 1
     assert config.generation_defaults == {"temperature": 0.6, "max_tokens": 99}
 
 
@@ -267,7 +269,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "use_bidirectional_attention=True": {**GEMMA3, "use_bidirectional_attention": True},
     "attn_logit_softcapping=30.0": {**GEMMA3, "attn_logit_softcapping": 30.0},
     "of a Gemma 3 model has ['rope_theta']": {**GEMMA3, "rope_parameters": {"rope_theta": 1e4}},
-    "unsupported architecture Gemma3ForConditionalGeneration": {
+    "unsupported architecture 'Gemma3ForConditionalGeneration'": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
     },
@@ -292,8 +294,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "layer_types has 1 entries": {"layer_types": ["full_attention"]},
     "contradicts sliding_window=None": {"layer_types": ["sliding_attention"] * 4},
     "num_attention_heads=4 must be a multiple of num_key_value_heads=3": {"num_key_value_heads": 3},
-    "needs vocab_size, a positive integer, got None": {"vocab_size": None},
-    "needs num_hidden_layers, a positive integer, got 0": {"num_hidden_layers": 0},
+    "needs vocab_size, from 1 to 524,288, got None": {"vocab_size": None},
     "attention_bias=True": {"architectures": ["MistralForCausalLM"], "attention_bias": True},
     "needs num_experts_per_tok": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -341,3 +342,145 @@ def test_a_directory_without_a_readable_config(tmp_path: Path) -> None:
     write(tmp_path, "config.json", [1])
     with pytest.raises(ModelError, match="JSON object, got list"):
         load_model_config(tmp_path)
+
+
+# --- values that can't be -------------------------------------------------------------------------
+
+QWEN3_MOE = VERSION_4["qwen3_moe"]
+ROPES = {"llama3": {**LLAMA3, "rope_type": "llama3"}, "yarn": {"type": "yarn", "factor": 4.0}}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    # key, config, what is allowed
+    *(
+        (key, {**QWEN3_MOE, key: value}, words)
+        for key in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
+            "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+        )
+        for value, words in (
+            (10**9, "from"), (2**63, "from"), (-1, "from"), (0, "from"), ("8", "an integer"),
+            (1.5, "an integer"), (True, "an integer"), ([8], "an integer"), ({}, "an integer"),
+        )
+    ),
+    *((key, {key: value}, words) for key, value, words in (
+        ("max_position_embeddings", 2**63, "from 1 to"),
+        ("max_position_embeddings", "x", "an integer"),
+        ("rms_norm_eps", "x", "a finite number"),
+        ("rms_norm_eps", -1.0, "from 0 to 1"),
+        ("rms_norm_eps", float("nan"), "a finite number"),
+        ("rope_theta", 0, "from 1.001"),
+        ("rope_theta", 10**400, "a finite number"),
+        ("rope_theta", [1], "a finite number"),
+        ("rope_parameters", 5, "a dict"),
+        ("rope_scaling", "yarn", "a dict"),
+        ("layer_types", 5, "a list"),
+        ("layer_types", [5], "a string"),
+        ("layer_types", "full_attention", "a list"),
+        ("dtype", 5, "a string"),
+        ("dtype", "int8", "one of float32, float16, bfloat16, float64"),
+        ("torch_dtype", "uint7", "one of float32"),
+        ("eos_token_id", "x", "an integer or a list"),
+        ("eos_token_id", -1, "from 0 to 255"),
+        ("eos_token_id", 10**9, "from 0 to 255"),
+        ("eos_token_id", 2.0, "an integer or a list"),
+        ("eos_token_id", [[2]], "an integer"),
+        ("architectures", 5, "a list"),
+        ("architectures", [[]], "a string"),
+        ("model_type", [], "a string"),
+        ("quantization_config", 5, "a dict"),
+        ("tie_word_embeddings", "no", "True or False"),
+        ("attention_bias", 1, "True or False"),
+        ("head_dim", 15, "even"),
+        ("head_dim", 1, "from 2"),
+    )),
+    ("head_dim", {"num_attention_heads": 128, "num_key_value_heads": 64}, "even and at least 2"),
+    ("mlp_only_layers", {**QWEN3_MOE, "mlp_only_layers": 1}, "a list"),
+    ("mlp_only_layers", {**QWEN3_MOE, "mlp_only_layers": [[1]]}, "an integer"),
+    ("num_experts_per_tok", {**QWEN3_MOE, "num_experts_per_tok": 9}, "at most num_experts=8"),
+    ("sliding_window", {**GEMMA3, "sliding_window": 0}, "from 1"),
+    ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}, "from 1"),
+    ("query_pre_attn_scalar", {**GEMMA3, "query_pre_attn_scalar": 1e3}, "an integer"),
+    ("full_attention", {**GEMMA3, "rope_parameters": {"full_attention": 5}}, "a dict"),
+    ("max_window_layers", {**VERSION_4["qwen2 windows"], "max_window_layers": "2"}, "an integer"),
+    *(
+        (key, {"rope_scaling": {**ROPES[kind], key: value}}, "number")
+        for kind, key in (
+            ("llama3", "factor"), ("llama3", "low_freq_factor"), ("yarn", "beta_fast"),
+            ("yarn", "attention_factor"), ("yarn", "mscale"),
+        )
+        for value in ("8", [8], float("inf"))
+    ),
+    ("factor", {"rope_scaling": {**ROPES["yarn"], "factor": 0}}, "from 0.001"),
+    ("low_freq_factor", {"rope_scaling": {**ROPES["llama3"], "low_freq_factor": 4}}, "below"),
+    ("original_max_position_embeddings",
+     {"rope_scaling": {**LLAMA3, "type": "llama3", "original_max_position_embeddings": "8"}},
+     "an integer"),
+    ("truncate", {"rope_scaling": {**ROPES["yarn"], "truncate": 1}}, "True or False"),
+    ("rope_type", {"rope_scaling": {"rope_type": ["yarn"]}}, "a string"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "change", "allowed"), WRONG)
+def test_a_value_that_cannot_be_is_refused_by_key_value_and_what_is_allowed(
+    key: str, change: dict[str, Any], allowed: str
+) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config({**BASE, **change})
+    message = str(error.value)
+    assert key in message and allowed in message
+    assert len(message) < 500
+
+
+WRONG_GENERATION: dict[str, tuple[Any, str]] = {
+    "eos_token_id": (10**9, "from 0 to 255"),
+    "eos_token_id: a float": (2.5, "an integer or a list"),
+    "eos_token_id[0]": ([[2]], "an integer"),
+    "temperature": ("hot", "a finite number"),
+    "top_p": (float("nan"), "a finite number"),
+    "top_k": (5.5, "an integer"),
+    "min_p": (7.0, "min_p"),
+    "max_new_tokens": (0, "max_tokens"),
+    "repetition_penalty": ([1.0], "a finite number"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG_GENERATION)
+def test_generation_config_is_read_by_type_and_range(key: str) -> None:
+    value, allowed = WRONG_GENERATION[key]
+    name = key.partition(":")[0].partition("[")[0]
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config(BASE, {name: value})
+    assert f"generation_config.json: {name}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "config.json", BASE)
+    write(tmp_path, "generation_config.json", {})
+    file = tmp_path / name
+    file.write_text("[" * 200_000, encoding="utf-8")
+    with pytest.raises(ModelError, match=f"{name} is nested too deeply"):
+        load_model_config(tmp_path)
+    file.write_text('{"vocab_size": ' + "[" * 200_000, encoding="utf-8")
+    with pytest.raises(ModelError, match=f"{name} is nested too deeply"):
+        load_model_config(tmp_path)
+    file.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ModelError, match=f"{name} is not valid JSON"):
+        load_model_config(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        load_model_config(tmp_path)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        load_model_config(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        load_model_config(tmp_path)
+
+
+def test_the_largest_vocabulary_is_that_of_the_sampler() -> None:
+    assert RANGES["vocab_size"][1] == MAX_VOCAB_SIZE

@@ -12,9 +12,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanoengine.checks import check_value, shown
 from nanoengine.errors import ConfigError, UnsupportedModelError
 
 Json = Mapping[str, Any]
+
+KINDS: dict[str, Any] = {
+    "quant_method": str,
+    "bits": int,
+    "w_bit": int,
+    "group_size": int,
+    "q_group_size": int,
+    "format": str,
+    "checkpoint_format": str,
+    "lm_head": bool,
+    "version": str,
+    "modules_to_not_convert": list[str],
+    "config_groups": dict[str, dict[str, Any]],
+    "weights": dict[str, Any],
+    "input_activations": dict[str, Any],
+    "num_bits": int,
+    "strategy": str,
+    "symmetric": bool,
+    "sparsity_config": dict[str, Any],
+    "ignore": list[str],
+}
+"""Key that is read -> what its value is, wherever in `quantization_config` it stands."""
+
+MOST_REPEATS = 4
+"""Quantifiers in an expression of `ignore`. Why: time grows with the power of their number."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -132,12 +158,22 @@ def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
     Raises:
         UnsupportedModelError: a method, or a setting of it, that is not implemented.
     """
+    raw = _checked(raw)
     method = raw.get("quant_method")
     if method not in METHODS:
         raise UnsupportedModelError(
-            f"quantization_config has quant_method={method!r}; supported: {', '.join(METHODS)}"
+            f"quantization_config has quant_method={shown(method)}; supported: {', '.join(METHODS)}"
         )
     return METHODS[method](raw, ("lm_head$",) if tied else ())
+
+
+def _checked(raw: Json) -> dict[str, Any]:
+    """The keys that have a value, those that are read being of the right type."""
+    given = {key: value for key, value in raw.items() if value is not None}
+    for key in given.keys() & KINDS.keys():
+        where = f"config.json: quantization_config: {key}"
+        given[key] = check_value(given[key], KINDS[key], where, UnsupportedModelError)
+    return given
 
 
 def _gptq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
@@ -183,9 +219,9 @@ def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantizati
         raise UnsupportedModelError(
             f"quantization_config has {len(groups)} config_groups; supported: one, of all layers"
         )
-    (group,) = groups
+    group = _checked(groups[0])
     layout = group.get("format") or raw.get("format")
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    weights, inputs = _checked(group.get("weights", {})), group.get("input_activations")
     packed = layout == "pack-quantized"
     sparsity = (raw.get("sparsity_config") or {}).get("format") or "dense"
     _allow(method, "format", layout, "pack-quantized", "int-quantized")
@@ -229,14 +265,33 @@ METHODS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors
 
 
 def _ignored(name: str) -> str:
-    """compressed-tensors: a full name, or "re:" and an expression that matches from the start."""
-    return name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"
+    """compressed-tensors: a full name, or "re:" and an expression that matches from the start.
+
+    Raises:
+        UnsupportedModelError: the expression is none, or one that may take for ever.
+    """
+    if not name.startswith("re:"):
+        return re.escape(name) + "$"
+    pattern = name.removeprefix("re:")
+    repeats = len(re.findall(r"[*+{]", pattern))
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UnsupportedModelError(
+            f"quantization_config: ignore has {shown(name)}, which is no expression: {error}"
+        ) from error
+    if repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
+        raise UnsupportedModelError(
+            f"quantization_config: ignore has {shown(name)}; supported: expressions with up to"
+            f" {MOST_REPEATS} repeats, and none of a group"
+        )
+    return pattern
 
 
 def _allow(method: str, key: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
         raise UnsupportedModelError(
-            f"quantization_config of {method} has {key}={value!r}; supported:"
+            f"quantization_config of {method} has {key}={shown(value)}; supported:"
             f" {' or '.join(map(repr, allowed))}"
         )
 
@@ -244,7 +299,7 @@ def _allow(method: str, key: str, value: Any, *allowed: Any) -> None:
 def _group_size(value: Any) -> int | None:
     if value in (None, -1):
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not 1 <= value < 2**31:
         raise UnsupportedModelError(
             f"quantization_config has group_size={value!r}; supported: a positive integer or -1"
         )
