@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoengine.errors import WeightLoadError
-from nanoengine.models import weights
+from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.packed import PackedLinear
+from nanoengine.models import loader, weights
 from nanoengine.models.config import load_model_config
 from nanoengine.models.registry import model_class
 from nanoengine.models.weights import weight_slots
@@ -23,7 +26,7 @@ from tests.model_helpers import all_logits, build, make_context, random_prompts
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS = random_prompts(11, 4)
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+Q_PROJ, O_PROJ = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qo")
 
 
 def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
@@ -111,8 +114,8 @@ BROKEN: dict[str, tuple[Callable[[Tensors], object], str]] = {
         r"unexpected: model\.extra\.weight$",
     ),
     "mis-shaped": (
-        lambda t: t.update({Q_PROJ: torch.zeros(3, 5)}),
-        rf"mis-shaped: {Q_PROJ} \[3, 5\], expected \[64, 64\]$",
+        lambda t: t.update({O_PROJ: torch.zeros(3, 5)}),
+        rf"mis-shaped: {O_PROJ} \[3, 5\], expected \[64, 64\]$",
     ),
     "mis-typed": (
         lambda t: t.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}),
@@ -178,9 +181,141 @@ def test_damaged_files_fail_by_name(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(WeightLoadError, match=r"can't read .*model\.safetensors"):
         build(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(WeightLoadError, match="no index of safetensors files"):
+
+
+INDEX = "model.safetensors.index.json"
+INDEXES: dict[str, tuple[str, str]] = {
+    "a list": ("[]", "must hold a JSON object, got list"),
+    "no map": ("{}", "weight_map must be a dict, got None"),
+    "an empty map": ('{"weight_map": {}}', "names no files"),
+    "a map of numbers": ('{"weight_map": {"a": 5}}', r"weight_map\['a'\] must be a string, got 5"),
+    "a map of null": ('{"weight_map": {"a": null}}', "must be a string, got None"),
+    "a map of lists": ('{"weight_map": {"a": ["x"]}}', "must be a string"),
+    "brackets": ("[" * 200_000, "nested too deeply"),
+    "a long name": (json.dumps({"weight_map": {"a": "x" * 5000}}), "names files that are missing"),
+    "a null byte": (json.dumps({"weight_map": {"a": "x\0y"}}), "names files that are missing"),
+    "a directory": (json.dumps({"weight_map": {"a": "."}}), "names files that are missing"),
+    "a FIFO": (json.dumps({"weight_map": {"a": "fifo"}}), "names files that are missing: fifo"),
+    "above": (json.dumps({"weight_map": {"a": "../other.safetensors"}}), "outside of it: ../other"),
+    "around": (json.dumps({"weight_map": {"a": "x/../../other.safetensors"}}), "outside of it"),
+    "absolute": (json.dumps({"weight_map": {"a": "{absolute}"}}), "outside of it: /"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_names_files_of_the_checkpoint_or_is_refused(case: str, tmp_path: Path) -> None:
+    content, message = INDEXES[case]
+    directory, other = tmp_path / "model", tmp_path / "other.safetensors"
+    make_checkpoint(directory, "llama")
+    (directory / "x").mkdir()
+    (directory / "model.safetensors").rename(other)
+    os.mkfifo(directory / "fifo")
+    (directory / INDEX).write_text(content.replace("{absolute}", str(other)), encoding="utf-8")
+    with pytest.raises(WeightLoadError, match=message) as error:
+        build(directory)
+    assert len(str(error.value)) < 800
+
+
+def test_an_index_may_be_no_fifo(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(WeightLoadError, match="no regular file"):
         build(tmp_path)
+
+
+def test_files_in_directories_below_and_links_to_a_store_are_read(tmp_path: Path) -> None:
+    """The hub's cache: a snapshot of links to files that are named after their contents."""
+    make_checkpoint(tmp_path / "plain", "llama")
+    snapshot, blobs = tmp_path / "snapshots" / "5f3a", tmp_path / "blobs"
+    blobs.mkdir()
+    (snapshot / "shards").mkdir(parents=True)
+    for file in (tmp_path / "plain").iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    expected = all_logits(build(snapshot), PROMPTS)
+    (snapshot / "model.safetensors").rename(snapshot / "shards" / "one.safetensors")
+    (snapshot / "shards" / "one.safetensors").unlink()
+    (snapshot / "shards" / "one.safetensors").symlink_to("../../../blobs/model.safetensors")
+    names = load_file(blobs / "model.safetensors")
+    weight_map = dict.fromkeys(names, "shards/one.safetensors")
+    (snapshot / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    assert torch.equal(all_logits(build(snapshot), PROMPTS), expected)
+
+
+# --- each tensor once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("linear", [UnquantizedLinear, PackedLinear])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "lm_head.weight",
+                                  "model.embed_tokens.weight"])  # fmt: skip
+def test_a_tensor_in_two_files_is_refused(
+    name: str, linear: type[LinearMethod], tmp_path: Path
+) -> None:
+    """A packed weight that is stored twice is another one."""
+    make_checkpoint(tmp_path, "llama", vocab_size=256)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensors[name]}, tmp_path / "again.safetensors")
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {"again": "again.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    message = rf"{name} is in two files, again\.safetensors and model\.safetensors"
+    with pytest.raises(WeightLoadError, match=message):
+        build(tmp_path, linear_method_factory=linear)
+
+
+def test_each_slot_is_filled_once_whatever_stores_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    read = weights._read
+
+    def twice(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in read(*args):
+            yield item
+            yield item
+
+    monkeypatch.setattr(weights, "_read", twice)
+    with pytest.raises(KeyError, match=r"embed_tokens|lm_head|layers"):
+        build(tmp_path)
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+SIZES: list[tuple[str, str, int, str]] = [
+    # family, key, value, what the message has
+    ("llama", "vocab_size", 300_000, "vocab_size=300000, but model.embed_tokens.weight is [256,"),
+    ("llama", "hidden_size", 2**20, "hidden_size=1048576, but model.embed_tokens.weight is"),
+    ("llama", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.0.mlp"),
+    ("llama", "num_hidden_layers", 10_000, "num_hidden_layers=10000, but the files hold 21"),
+    ("llama", "num_attention_heads", 2**16, "num_attention_heads * head_dim=1048576, but"),
+    ("llama", "head_dim", 2**16, "num_attention_heads * head_dim=262144, but"),
+    ("llama", "num_key_value_heads", 4, "num_key_value_heads * head_dim=64, but"),
+    ("qwen3_moe", "num_experts", 4096, "num_experts=4096, but model.layers.0.mlp.gate.weight"),
+    ("qwen3_moe", "moe_intermediate_size", 2**22, "moe_intermediate_size=4194304, but"),
+    ("qwen3_moe", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.1.mlp"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value", "message"), SIZES)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_size_that_the_tensors_lack_is_named_before_anything_is_built(
+    family: str, key: str, value: int, message: str, stacked: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    make_checkpoint(tmp_path, family, fused_experts=stacked, head_dim=16)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}), encoding="utf-8")
+    monkeypatch.setattr(loader, "model_class", None)  # nothing is built
+    with pytest.raises(WeightLoadError) as error:
+        build(tmp_path)
+    assert f"config.json has {message}" in str(error.value)
+
+
+def test_a_context_beyond_all_models_makes_no_tables(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", max_position_embeddings=10**9)
+    with pytest.raises(ConfigError, match=r"1000000000 tokens \(max_position_.*max_model_len="):
+        build(tmp_path)
+    model = build(tmp_path, max_positions=600)
+    assert model.model.rotary.table.shape == (600, 16)
 
 
 def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(tmp_path: Path) -> None:

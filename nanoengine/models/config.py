@@ -447,7 +447,8 @@ def _sliding_windows(architecture: str, raw: Json) -> tuple[int | None, ...]:
     if layer_types and slides != [kind == "sliding_attention" for kind in layer_types]:
         raise UnsupportedModelError(
             f"layer_types={shown(layer_types)} contradicts"
-            f" sliding_window={raw.get('sliding_window')!r}, use_sliding_window={raw.get('use_sliding_window')!r} of {architecture}"
+            f" sliding_window={raw.get('sliding_window')!r},"
+            f" use_sliding_window={raw.get('use_sliding_window')!r} of {architecture}"
         )
     return tuple(window if slide else None for slide in slides)
 

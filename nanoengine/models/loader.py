@@ -5,13 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import pin_attributes
 from nanoengine.layers.pages import place_buffers, place_parameters
 from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.registry import model_class
-from nanoengine.models.weights import dummy_weights, load_weights
+from nanoengine.models.weights import (
+    Stored,
+    check_sizes,
+    dummy_weights,
+    load_weights,
+    stored_tensors,
+)
+
+LONGEST_DEFAULT = 2**20
+"""Longest context [tokens] that is taken without being asked for. Why: tables of rotations and of
+token ids are made for all of it."""
 
 
 def load_model(
@@ -29,15 +40,27 @@ def load_model(
             `seed` and reads nothing.
 
     Raises:
-        ConfigError: the ranks don't divide the model, or `max_positions` passes its context.
-        WeightLoadError: see `load_weights`.
+        ConfigError: the ranks don't divide the model, or `max_positions` passes its context; it is
+            not given, and the context is longer than `LONGEST_DEFAULT`.
+        WeightLoadError: see `stored_tensors`, `check_sizes` and `load_weights`.
     """
+    context_len = config.max_position_embeddings
+    if context.max_positions is None and context_len > LONGEST_DEFAULT:
+        raise ConfigError(
+            f"the model's context is {context_len} tokens (max_position_embeddings): say how many"
+            f" are needed with max_model_len=..., which is taken from the model up to"
+            f" {LONGEST_DEFAULT} only"
+        )
+    stored: dict[str, Stored] = {}
+    if load_format == "auto":
+        stored = stored_tensors(Path(directory))
+        check_sizes(config, stored)
     model = model_class(config.architecture)(config, context).eval()
     place_parameters(model)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
-        load_weights(model, directory)
+        load_weights(model, stored)
     place_buffers(model)
     pin_attributes(model)
     model.model.fuse()

@@ -7,20 +7,24 @@ Pickled checkpoints are refused, because reading a pickle runs code.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanoengine.checks import MOST_SHOWN, check_value
 from nanoengine.errors import WeightLoadError
+from nanoengine.json_file import read_object
 from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.weights import OwnsWeights, WeightSlot
+from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,29 +41,102 @@ MAPPED_BYTES = 64 << 20
 process's memory while it is open, so a whole file would double the peak."""
 
 
-def load_weights(model: CausalLM, directory: str | Path) -> None:
-    """Fills the model from `model.safetensors`, or from the files that its index names.
+class Stored(NamedTuple):
+    """Where a tensor is, and its shape."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint by name, from the headers of its files.
+
+    Raises:
+        WeightLoadError: see `checkpoint_files`; a file is damaged; a tensor is in two files, of
+            which either may be meant.
+    """
+    found: dict[str, Stored] = {}
+    for file in checkpoint_files(directory):
+        for name, shape in _stored_shapes(file).items():
+            if name in found:
+                raise WeightLoadError(
+                    f"{_listed([name])} is in two files, {found[name].file.name} and {file.name}:"
+                    " write the checkpoint anew, each tensor once"
+                )
+            found[name] = Stored(file, shape)
+    return found
+
+
+def check_sizes(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
+    """Compares config.json with the tensors' shapes, before anything of its sizes is made.
+
+    `load_weights` compares every shape; by then the model has been allocated.
+
+    Raises:
+        WeightLoadError: they contradict each other; names key, value, tensor and shape.
+    """
+    if config.num_hidden_layers > len(stored):
+        raise WeightLoadError(
+            f"config.json has num_hidden_layers={config.num_hidden_layers}, but the files hold"
+            f" {len(stored)} tensors"
+        )
+
+    def check(key: str, size: int, axis: int, name: str) -> None:
+        shape = stored[name].shape if name in stored else ()
+        if len(shape) > axis and shape[axis] != size:
+            raise WeightLoadError(f"config.json has {key}={size}, but {name} is {list(shape)}")
+
+    def check_outputs(key: str, size: int, name: str) -> None:
+        for part, axis in (("weight", 0), ("weight_scale", 0), ("scales", 1)):
+            check(key, size, axis, f"{name}.{part}")
+
+    check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")
+    check("hidden_size", config.hidden_size, 1, "model.embed_tokens.weight")
+    for key, heads, part in (
+        ("num_attention_heads", config.num_attention_heads, "q_proj"),
+        ("num_key_value_heads", config.num_key_value_heads, "k_proj"),
+    ):
+        name = f"model.layers.0.self_attn.{part}"
+        check_outputs(f"{key} * head_dim", heads * config.head_dim, name)
+    sparse = config.moe.layers if config.moe else ()
+    for layer in range(config.num_hidden_layers):
+        mlp = f"model.layers.{layer}.mlp"
+        if config.moe is None or layer not in sparse:
+            check_outputs("intermediate_size", config.intermediate_size, f"{mlp}.gate_proj")
+            continue
+        size = config.moe.intermediate_size
+        check("num_experts", config.moe.num_experts, 0, f"{mlp}.gate.weight")
+        check("moe_intermediate_size", size, 2, f"{mlp}.experts.down_proj")
+        check_outputs("moe_intermediate_size", size, f"{mlp}.experts.0.gate_proj")
+
+
+def load_weights(model: CausalLM, stored: Mapping[str, Stored]) -> None:
+    """Fills the model from the stored tensors, each slot by exactly one.
 
     float32, float16, bfloat16 and float64 tensors are converted to the model's dtype. Peak memory
     is the model's own plus one tensor and `MAPPED_BYTES`.
 
     Raises:
-        WeightLoadError: no safetensors file, a missing or damaged one, or names or shapes that
-            don't match the model; the message names them.
+        WeightLoadError: names or shapes don't match the model, which the message names, or a file
+            can't be read.
     """
-    files = checkpoint_files(Path(directory))
-    shapes = {file: _stored_shapes(file) for file in files}
-    stored = {name: shape for named in shapes.values() for name, shape in named.items()}
-    slots = _matched(weight_slots(model), stored, tied=model.lm_head.tied)
-    for file in files:
-        wanted = [name for name in shapes[file] if name in slots]
-        for name, tensor in _read(file, wanted, slots):
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    slots = _matched(weight_slots(model), shapes, tied=model.lm_head.tied)
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name in stored:
+        if name in slots:
+            by_file[stored[name].file].append(name)
+    waiting = set(slots)
+    for file, names in by_file.items():
+        for name, tensor in _read(file, names, slots):
             allowed = slots[name].dtypes
             if tensor.dtype not in allowed if allowed else not tensor.is_floating_point():
                 kind = " or ".join(map(str, allowed)) or "floating point"
                 raise WeightLoadError(f"{name} in {file} is {tensor.dtype}, not {kind}")
+            waiting.remove(name)  # Why: a method may have packed a slot that was filled
             with torch.no_grad():
                 slots[name].store(tensor)
+    assert not waiting, waiting
     _finish(model)
 
 
@@ -92,26 +169,37 @@ def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, OwnsWeights):
-            slots.update(module.weight_slots(path))
+            own = module.weight_slots(path)
+            assert not slots.keys() & own.keys(), f"{path} offers slots of another layer"
+            slots.update(own)
     return slots
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
+    An index may name files in directories below, and files may be links to anywhere, as they are in
+    the hub's cache: links were made on this machine, an index came with the weights.
+
     Raises:
-        WeightLoadError: there are none, or one that the index names is missing.
+        WeightLoadError: there are none, one that the index names is missing or outside of the
+            checkpoint, or the index is no index.
     """
     index = directory / INDEX_NAME
-    if index.is_file():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightLoadError(f"{index} is no index of safetensors files: {error!r}") from error
-        if missing := [name for name in names if not (directory / name).is_file()]:
+    if os.path.lexists(index):
+        where, kind = f"{index}: weight_map", dict[str, str]
+        raw = read_object(index, WeightLoadError)
+        weight_map = check_value(raw.get("weight_map"), kind, where, WeightLoadError)
+        names = sorted(set(weight_map.values()))
+        paths = {name: PurePosixPath(name) for name in names}
+        outside = [name for name, path in paths.items() if path.is_absolute() or ".." in path.parts]
+        if outside:
+            raise WeightLoadError(f"{index} names files outside of it: {_listed(outside)}")
+        # Why not Path.is_file: it raises for a name that is too long.
+        if missing := [name for name in names if not os.path.isfile(directory / name)]:
             raise WeightLoadError(f"{index} names files that are missing: {_listed(missing)}")
+        if not names:
+            raise WeightLoadError(f"{index} names no files")
         return [directory / name for name in names]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
@@ -178,13 +266,16 @@ def _read(
     waiting = deque(names)
     while waiting:
         read_bytes = 0
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            while waiting and read_bytes < MAPPED_BYTES:
-                name = waiting.popleft()
-                part = slots[name].part
-                tensor = opened.get_slice(name)[part] if part else opened.get_tensor(name)
-                read_bytes += tensor.nbytes
-                yield name, tensor
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                while waiting and read_bytes < MAPPED_BYTES:
+                    name = waiting.popleft()
+                    part = slots[name].part
+                    tensor = opened.get_slice(name)[part] if part else opened.get_tensor(name)
+                    read_bytes += tensor.nbytes
+                    yield name, tensor
+        except (SafetensorError, OSError) as error:
+            raise WeightLoadError(f"can't read {file}: {error}") from error
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
@@ -206,4 +297,5 @@ def _finish(model: torch.nn.Module) -> None:
 
 def _listed(names: list[str]) -> str:
     rest = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    cut = [n if len(n) <= MOST_SHOWN else f"{n[:MOST_SHOWN]}..." for n in names[:MOST_NAMES]]
+    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
