@@ -7,17 +7,24 @@
 The plain loop is the one to read. The overlapped loop gives the same tokens and never lets a GPU
 wait for Python: see docs/overlap.md.
 
+Any thread may call; each method waits until no other runs. A process that was forked from one with
+an engine can't use it.
+
 Built by `build.build_engine`, driven by `LLM`. Imports the core only: what runs the plans is behind
 the `Executor` door, what watches them behind `Observer`.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import xxhash
 
@@ -29,10 +36,14 @@ from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import (
     CapacityError,
     EngineDeadError,
+    NanoEngineError,
     PromptTooLongError,
     RequestError,
 )
 from nanoengine.sampling_params import SamplingParams
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +127,19 @@ class UnderWay(NamedTuple):
     schedule_s: float
 
 
+def one_at_a_time(
+    method: Callable[Concatenate[LLMEngine, P], R],
+) -> Callable[Concatenate[LLMEngine, P], R]:
+    """A method that runs while its thread holds the engine's lock."""
+
+    @functools.wraps(method)
+    def wrapped(self: LLMEngine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]  # it is bound like any method
+
+
 class LLMEngine:
     """Continuous batching over one executor.
 
@@ -126,7 +150,10 @@ class LLMEngine:
         seed: seeds requests that bring no seed of their own.
         overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
-        observers: told of each step.
+        observers: told of each step; they may abort requests.
+
+    Attributes:
+        lock: who holds it keeps other threads out over several calls.
     """
 
     def __init__(
@@ -151,25 +178,38 @@ class LLMEngine:
         self._num_arrived = 0
         self._under_way: UnderWay | None = None  # the overlapped loop's, between two calls
         self._finished: list[Request] = []  # not told yet
-        self._closed = False
+        self._stepping_thread: int | None = None
+        self._why_dead = ""
+        self.lock = threading.RLock()
+        _watch_forks()
+        _engines.add(self)
 
     # --- the loop -----------------------------------------------------------------------------
 
+    @one_at_a_time
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that have finished since the last call.
 
         An exception, Ctrl-C included, aborts all requests: no caller would know which of them hold
         a half-done step. The engine itself stays usable, with an empty prefix cache.
+
+        Raises:
+            EngineDeadError, NanoEngineError: as `require_idle`.
         """
-        self._require_open()
+        self.require_idle()
+        self._stepping_thread = threading.get_ident()
         try:
             if self.overlap:
                 self._overlapped_step()
             else:
                 self._commit(self._launch())
-        except BaseException:
+        except BaseException as error:
             self._recover()
+            if _hides_interrupt(error):
+                raise KeyboardInterrupt from error
             raise
+        finally:
+            self._stepping_thread = None
         finished, self._finished = self._finished, []
         return finished
 
@@ -202,6 +242,7 @@ class LLMEngine:
         if before is not None:
             self._commit(before)
 
+    @one_at_a_time
     def settle(self) -> None:
         """Takes in the step that the overlapped loop has under way, so that all tokens are seen.
 
@@ -209,8 +250,10 @@ class LLMEngine:
         """
         try:
             self._take_in()
-        except BaseException:
+        except BaseException as error:
             self._recover()
+            if _hides_interrupt(error):
+                raise KeyboardInterrupt from error
             raise
 
     def _recover(self) -> None:
@@ -232,16 +275,17 @@ class LLMEngine:
         finished = self.scheduler.commit(step.plan, result)
         result.times.schedule_s = step.schedule_s
         result.times.commit_s = time.perf_counter() - started
-        for observer in self.observers:
-            observer.on_step(step.plan, result, self.scheduler)
-        if self._debug_checks:
-            self.scheduler.check()
         for request in finished:
             del self._requests[request.request_id]
         self._finished += finished
+        for observer in list(self.observers):  # Why last: it may abort what has not finished.
+            observer.on_step(step.plan, result, self.scheduler)
+        if self._debug_checks:
+            self.scheduler.check()
 
     # --- requests -----------------------------------------------------------------------------
 
+    @one_at_a_time
     def add_request(
         self,
         request_id: str,
@@ -270,10 +314,18 @@ class LLMEngine:
             RequestError, PromptTooLongError, CapacityError: as `check_request`, before anything is
                 queued; RequestError also for a request_id in use.
         """
-        self._require_open()
+        self.require_open()
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
-        self.check_request(prompt_token_ids, params)
+        self.check_request(
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            bad_word_ids=bad_word_ids,
+        )
         arrival = self._num_arrived
         self._num_arrived += 1
         request = Request(
@@ -301,19 +353,32 @@ class LLMEngine:
         self._requests[request_id] = request
         return request
 
-    def check_request(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
+    def check_request(
+        self,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        bad_word_ids: SequenceOf[SequenceOf[int]] = (),
+    ) -> None:
         """Raises what `add_request` would, and queues nothing."""
         info, manager = self.info, self.scheduler.block_manager
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {params!r}")
+        if priority is not None and not _is_int(priority):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        _check_salt(cache_salt)
+        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, SequenceOf):
+            raise RequestError(
+                f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r}"
+            )
         num_tokens = len(prompt_token_ids)
         if num_tokens == 0:
             raise RequestError("the prompt is empty: give at least one token")
-        for token_id in prompt_token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(f"prompt token ids must be integers, got {token_id!r}")
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
-        if low < 0 or high >= info.vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(f"prompt token ids must be in [0, {info.vocab_size}), got {bad}")
+        self._check_ids("prompt token ids", prompt_token_ids)
+        for word in bad_word_ids:
+            self._check_ids("bad_word_ids", word)
         if num_tokens >= info.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens; max_model_len={info.max_model_len} leaves"
@@ -321,19 +386,26 @@ class LLMEngine:
                 " max_model_len"
             )
         if not manager.can_ever_allocate(num_tokens):
+            kept = manager.num_watermark_blocks
+            reserve = f", of which the watermark keeps {kept} free" if kept else ""
             raise CapacityError(
                 f"the prompt of {num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
-                f" blocks of {info.block_size} tokens, the pool has {manager.pool.num_usable}:"
-                " shorten it, or raise num_kv_blocks or kv_cache_gib"
+                f" blocks of {info.block_size} tokens, the pool has {manager.pool.num_usable}"
+                f"{reserve}: shorten it, or raise num_kv_blocks or kv_cache_gib"
+                f"{' or lower watermark_frac' if kept else ''}"
             )
         self._check_params(params)
 
+    def _check_ids(self, name: str, token_ids: SequenceOf[int]) -> None:
+        for token_id in token_ids:
+            if not _is_int(token_id):
+                raise RequestError(f"{name} must be integers, got {token_id!r}")
+        low, high = min(token_ids, default=0), max(token_ids, default=0)
+        if low < 0 or high >= self.info.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"{name} must be in [0, {self.info.vocab_size}), got {bad}")
+
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > self.scheduler.max_num_seqs:
-            raise RequestError(
-                f"n={params.n} sequences run together: max_num_seqs={self.scheduler.max_num_seqs}"
-                " must be at least that"
-            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < self.info.vocab_size:
@@ -345,6 +417,7 @@ class LLMEngine:
             if count is not None and count > self.info.vocab_size:
                 raise RequestError(f"{name} must be at most {self.info.vocab_size}, got {count}")
 
+    @one_at_a_time
     def fork(
         self, request_id: str, *, index: int = 0, next_token_id: int | None = None
     ) -> Sequence:
@@ -365,7 +438,7 @@ class LLMEngine:
             RequestError: no such unfinished sequence, or a next_token_id that can't stand there;
                 a step is under way: see `settle`.
         """
-        self._require_open()
+        self.require_open()
         if self._under_way is not None:
             raise RequestError(
                 "a step is under way, so the sequence has a token more than can be seen: call"
@@ -401,8 +474,11 @@ class LLMEngine:
                 f" those of {known} here; choose one of them, or ask for more logprobs or none"
             )
 
+    @one_at_a_time
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with finish_reason "abort"; None if it is unknown or finished already."""
+        if self._why_dead:
+            return None
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.abort(request)
@@ -410,16 +486,23 @@ class LLMEngine:
                 self.settle()
         return request
 
+    @one_at_a_time
     def abort_all(self) -> None:
         """Forgets every request, so that after an exception nothing leaks into later work.
 
         Waits for a step under way: the copies of blocks between tiers end with it.
         """
+        if self._why_dead:
+            return
         for request in self._requests.values():
             self.scheduler.abort(request)
         self._requests.clear()
         self.settle()
         self._finished = []
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True while a request of this id is queued or runs."""
+        return request_id in self._requests
 
     @property
     def num_unfinished(self) -> int:
@@ -430,24 +513,30 @@ class LLMEngine:
         """True while `step` has something to do."""
         return bool(self._requests or self._finished)
 
+    @one_at_a_time
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
+    @one_at_a_time
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the cached content of those given blocks that nobody uses; returns how many were.
 
         Raises:
             RequestError: an id is not one of the pool's blocks.
         """
-        block_ids, last = list(block_ids), self.info.num_kv_blocks - 1
+        last = self.info.num_kv_blocks - 1
+        if not isinstance(block_ids, Iterable):
+            raise RequestError(f"block ids must be a list of integers, got {block_ids!r}")
+        block_ids = list(block_ids)
         for block_id in block_ids:
-            if not 1 <= block_id <= last:
-                raise RequestError(f"block ids must be in [1, {last}], got {block_id}")
+            if not _is_int(block_id) or not 1 <= block_id <= last:
+                raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
         return self.scheduler.block_manager.evict(block_ids)
 
     # --- the rest -----------------------------------------------------------------------------
 
+    @one_at_a_time
     def stats(self) -> EngineStats:
         """Counters since the start, and block counts now."""
         scheduler, cache = self.scheduler, self.scheduler.block_manager.stats
@@ -476,20 +565,86 @@ class LLMEngine:
             tiers=scheduler.block_manager.tiers.stats(),
         )
 
+    @one_at_a_time
     def close(self) -> None:
         """Gives all memory back; the engine can't be used afterwards. Closing twice is harmless."""
-        if not self._closed:
+        if not self._why_dead:
             try:
                 self.abort_all()  # waits for a step under way, which may fail
             finally:
-                self._closed = True
+                self._why_dead = "the engine is closed: build a new one"
                 self.scheduler.block_manager.tiers.close()
                 self.executor.shutdown()
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise EngineDeadError("the engine is closed: build a new one")
+    def require_open(self) -> None:
+        """Raises EngineDeadError if the engine is closed, or another process's."""
+        if self._why_dead:
+            raise EngineDeadError(self._why_dead)
+
+    def require_idle(self) -> None:
+        """As `require_open`; also raises NanoEngineError inside of a step, to its observers."""
+        self.require_open()
+        if self._stepping_thread == threading.get_ident():
+            raise NanoEngineError(
+                "a step is running: who watches it, such as a progress bar, can't run another;"
+                " make the call when this one has returned"
+            )
 
     def _draw_seed(self, arrival: int) -> int:
         """A seed for a request without one: a function of the engine's seed and the arrival."""
         return xxhash.xxh3_64_intdigest(f"{self._seed}/{arrival}".encode()) >> 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_salt(cache_salt: object) -> None:
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt can't be encoded as UTF-8: {error}") from error
+
+
+def _hides_interrupt(error: BaseException) -> bool:
+    """True for the SystemError that CPython makes of a Ctrl-C inside compiled code, a kernel, say:
+    that code returned a result, and the interrupt was still to be raised."""
+    behind = error.__cause__ or error.__context__
+    return isinstance(error, SystemError) and isinstance(behind, KeyboardInterrupt)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
+_why_no_engine = ""
+
+
+def require_unforked() -> None:
+    """Raises EngineDeadError in a process that was forked from one which has had an engine.
+
+    Why: OpenMP ends a process that uses it on both sides of a fork, and CUDA can't start again.
+    """
+    if _why_no_engine:
+        raise EngineDeadError(_why_no_engine)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_disown)
+
+
+def _disown() -> None:
+    """In a child: the engines are its parent's, and another thread may have held their locks."""
+    global _why_no_engine
+    _why_no_engine = (
+        "this process was forked from one that has had an engine, and neither its threads nor its"
+        " GPU come along: start processes by multiprocessing.get_context('spawn'), or fork before"
+        " the first engine is made"
+    )
+    for engine in _engines:
+        engine._why_dead = _why_no_engine
+        engine.lock = threading.RLock()

@@ -8,16 +8,20 @@ given and names what is wrong with it.
     {"prompt": "text"}                         the same with options: "cache_salt"
     {"prompt_token_ids": [1, 2, 3]}            "prompt" beside it is only repeated in the output
     {"messages": [{"role": ..., ...}, ...]}    a conversation, and any of TEMPLATE_KEYS
-    [any of these, mixed]                      several prompts
+    RequestError("...")                        a row that could not be read: its output's error
+    [any of these, mixed]                      several prompts; also an array of strings or objects,
+                                               or a column of a data frame
 """
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import json
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
@@ -33,6 +37,32 @@ TEMPLATE_KEYS = (
     "chat_template_kwargs",
 )
 """Options of `Tokenizer.render_chat`; the last one holds variables of the template's own."""
+
+RESERVED_VARIABLES = ("messages", "conversation", "tokenize", *TEMPLATE_KEYS)
+"""Names that no variable of a template may have: they mean something to who renders it."""
+
+NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+"""Keys of vLLM's prompts that may be given as long as they hold nothing."""
+
+MARK = "nanoengine-marks-this-text"
+"""What `takes_parts` looks for in a rendered conversation."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text, as vLLM names it; a plain dict."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[None]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids, as vLLM names it; a plain dict."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +89,7 @@ def prompt_list(prompts: object) -> list[object]:
     Raises:
         RequestError: it is neither a prompt nor a list of them.
     """
+    prompts = plain_column(prompts)
     if is_single_prompt(prompts):
         return [prompts]
     if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
@@ -69,8 +100,18 @@ def prompt_list(prompts: object) -> list[object]:
     )
 
 
+def plain_column(values: object) -> object:
+    """A NumPy array of strings or objects, or a column of a data frame, as a list; else `values`.
+
+    Why not numbers: a rectangle of token ids has been padded, and padding is no text.
+    """
+    kind = getattr(getattr(values, "dtype", None), "kind", None)
+    return values.tolist() if kind in ("O", "U", "T") else values  # type: ignore[attr-defined]
+
+
 def conversation_list(messages: object) -> list[object]:
     """One conversation (a list of dicts) or a list of conversations, as a list of these."""
+    messages = plain_column(messages)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
             "messages must be a conversation (a list of {'role': ..., 'content': ...}) or a list"
@@ -85,8 +126,11 @@ def parse_prompt(prompt: object) -> PromptInput:
     """Sorts one prompt.
 
     Raises:
-        RequestError: wrong type, unknown or contradicting keys, no content.
+        RequestError: wrong type, unknown or contradicting keys, no content; or the prompt itself,
+            if it is one.
     """
+    if isinstance(prompt, RequestError):
+        raise prompt
     if isinstance(prompt, str):
         return PromptInput(text=prompt, template_args={})
     if isinstance(prompt, Mapping):
@@ -97,8 +141,10 @@ def parse_prompt(prompt: object) -> PromptInput:
 def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
     given = [key for key in CONTENT_KEYS if prompt.get(key) is not None]
     known = (*CONTENT_KEYS, "cache_salt", *(TEMPLATE_KEYS if "messages" in given else ()))
-    for key in prompt:
-        if key not in known:
+    for key, value in prompt.items():
+        if key in NO_MEDIA and value:
+            raise RequestError(f"{key!r} must be None: this engine takes text alone, got {value!r}")
+        if key not in known and key not in NO_MEDIA:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise RequestError(f"unknown key {key!r} in the prompt; {hint}")
@@ -109,27 +155,127 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
         )
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     for name, value in (("prompt", text), ("cache_salt", salt)):
-        if value is not None and not isinstance(value, str):
-            raise RequestError(f"{name!r} must be a string, got {type(value).__name__}")
+        check_text(name, value)
     ids, messages = prompt.get("prompt_token_ids"), prompt.get("messages")
     return PromptInput(
         text=text,
         token_ids=None if ids is None else _token_ids(ids),
         messages=None if messages is None else _messages(messages),
-        template_args={key: prompt[key] for key in TEMPLATE_KEYS if key in prompt},
+        template_args=_template_args(prompt),
         cache_salt=salt,
     )
+
+
+def check_text(name: str, value: object) -> None:
+    """Raises RequestError unless `value` is None or a string that UTF-8 can hold."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise RequestError(f"{name!r} must be a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name!r} can't be encoded as UTF-8: {error}") from error
+
+
+def _template_args(prompt: Mapping[Any, Any]) -> dict[str, Any]:
+    """What is given of TEMPLATE_KEYS, checked; None counts as not given."""
+    args = {key: prompt[key] for key in TEMPLATE_KEYS if prompt.get(key) is not None}
+    check_text("chat_template", args.get("chat_template"))
+    for key in ("add_generation_prompt", "continue_final_message"):
+        if not isinstance(args.get(key, True), bool):
+            raise RequestError(f"{key!r} must be True or False, got {args[key]!r}")
+    tools = args.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
+        raise RequestError(f"'tools' must be a list of descriptions, each a dict, got {tools!r}")
+    variables = args.get("chat_template_kwargs", {})
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise RequestError(f"'chat_template_kwargs' must be a dict by names, got {variables!r}")
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            raise RequestError(f"'chat_template_kwargs' can't set {name!r}: no template's variable")
+    return args
 
 
 def _messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"a conversation must be a list of messages, got {messages!r}")
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
                 f"a message must be a dict with 'role' and 'content', got {message!r}"
             )
-    return [dict(message) for message in messages]
+    return [_with_text_parts(i, message) for i, message in enumerate(messages)]
+
+
+def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message; a content of several parts becomes a list of parts of text."""
+    content = message.get("content")
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return dict(message)
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}}, as"
+                f" this engine takes text alone; got one of type {kind!r}"
+            )
+    return {**message, "content": [dict(part) for part in parts]}
+
+
+def has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if the content of a parsed message is a list of parts."""
+    return any(isinstance(message.get("content"), list) for message in messages)
+
+
+def join_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each list of text parts as one string, a part a line, as vLLM has it."""
+    return [
+        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """True if a chat template takes lists of parts; `render` applies it to a conversation.
+
+    One that takes strings fails, leaves the text out, or prints the list, text in quotes.
+    """
+    part = {"type": "text", "text": MARK}
+    try:
+        shown = render([{"role": "user", "content": [part]}])
+    except RequestError:
+        return False
+    return MARK in shown and repr(MARK) not in shown and json.dumps(MARK) not in shown
+
+
+def read_rows(lines: Iterable[bytes], *, is_json: bool) -> Iterator[tuple[int, object]]:
+    """The rows of a file, one a line, each with the number of its line; blank lines are no rows.
+
+    A line that can't be read is a RequestError in its row's place, which makes it the error of that
+    prompt's output.
+
+    Args:
+        lines: a file opened for bytes; UTF-8, with a byte order mark or not.
+        is_json: each line holds a JSON value; else a prompt as text.
+    """
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        row: object
+        try:
+            text = line.decode()
+            row = json.loads(text) if is_json else text.rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            row = RequestError(f"the line is not UTF-8: {error}")
+        except (ValueError, RecursionError) as error:
+            row = RequestError(f"the line is not JSON: {error}")
+        yield number, row
 
 
 def each_params(

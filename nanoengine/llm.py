@@ -7,6 +7,10 @@
 It turns prompts into token ids, drives `LLMEngine.step()` until its requests are done, and turns
 tokens back into text. It decides nothing about what runs when: that is the engine's. One call runs
 at a time, and leaves nothing behind however it ends.
+
+    generate, chat, beam_search   hold `_calls` from beginning to end: a second thread waits
+    stream                        holds nothing between two outputs: the next call cuts it off
+    each turn of their loops      holds the engine's lock, and sees that its call is the latest
 """
 
 from __future__ import annotations
@@ -14,14 +18,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from nanoengine.config import EngineConfig
 from nanoengine.core.protocols import TokenSink
-from nanoengine.engine import EngineInfo, EngineStats, LLMEngine
+from nanoengine.core.sequence import Request
+from nanoengine.engine import EngineInfo, EngineStats, LLMEngine, require_unforked
 from nanoengine.errors import CapacityError, NanoEngineError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSequence
 from nanoengine.inputs import (
@@ -29,17 +43,27 @@ from nanoengine.inputs import (
     conversation_list,
     each_params,
     each_priority,
+    has_parts,
     is_single_prompt,
+    join_parts,
     parse_prompt,
+    plain_column,
     prompt_list,
+    takes_parts,
 )
 from nanoengine.observe.progress import ProgressBar
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput, error_output
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.tokenizer import TextStream, Tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
+
+MAX_TEMPLATES = 64
+"""Chat templates of which is remembered what content they take."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """One prompt; `inputs.py` lists the forms."""
@@ -67,19 +91,29 @@ class LLM:
         model: directory of a Hugging Face checkpoint, or a hub id.
         options: the fields of `EngineConfig`; an unknown name raises ConfigError.
 
-    Use it as a context manager, or call `close()`: both give all memory back.
+    Use it as a context manager, or call `close()`: both give all memory back. A process that is
+    forked from one with an LLM can have none: start processes by "spawn".
+
+    Threads may share an LLM. `generate`, `chat` and `beam_search` run one after the other: a second
+    thread waits until the first one's call has ended. A stream keeps nobody waiting: the next call,
+    from whatever thread, cuts it off, and its iterator raises. `close()` ends all of them.
     """
 
     def __init__(self, model: str | PathLike[str], **options: Any) -> None:
-        self.config = EngineConfig.from_kwargs(model=fspath(model), **options)
+        require_unforked()
+        name = fspath(model) if isinstance(model, PathLike) else model
+        self.config = EngineConfig.from_kwargs(model=name, **options)
         self._engine: LLMEngine | None = None
+        self._calls = threading.RLock()
         with _no_collections():
             from nanoengine.build import build_engine  # Why here: it brings torch and numba.
 
             self._tokenizer = self._load_tokenizer()
             self._engine = build_engine(self.config)
         self._request_ids = itertools.count()
-        self._call = 0
+        self._call_numbers = itertools.count(1)
+        self._call = 0  # the latest one
+        self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
 
     def __enter__(self) -> Self:
         return self
@@ -88,11 +122,15 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._engine is None else f"{self.info.dtype} on {self.info.device}"
+        info = self._engine.info if self._engine is not None else None
+        state = f"{info.dtype} on {info.device}" if info is not None else "closed"
         return f"LLM({self.config.model!r}, {state})"
 
     def close(self) -> None:
-        """Ends what runs and gives all memory back; closing twice is harmless."""
+        """Ends what runs and gives all memory back; closing twice is harmless.
+
+        A call that runs in another thread raises NanoEngineError when its step has ended.
+        """
         engine, self._engine, self._tokenizer = self._engine, None, None
         if engine is not None:
             engine.close()
@@ -105,10 +143,13 @@ class LLM:
 
         Raises:
             NanoEngineError: this LLM is closed.
+            EngineDeadError: this process was forked from the LLM's.
         """
-        if self._engine is None:
+        engine = self._engine
+        if engine is None:
             raise NanoEngineError("this LLM is closed: its memory is given back; make a new one")
-        return self._engine
+        engine.require_open()
+        return engine
 
     @property
     def info(self) -> EngineInfo:
@@ -138,6 +179,14 @@ class LLM:
         """
         return SamplingParams(**self.info.generation_defaults)
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers; vLLM's name for `tokenizer.backend`."""
+        return self.tokenizer.backend
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's name for `default_sampling_params`."""
+        return self.default_sampling_params
+
     def stats(self) -> EngineStats:
         """Counters since the start: tokens, cache hits, preemptions, blocks."""
         return self.engine.stats()
@@ -156,8 +205,9 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -167,6 +217,7 @@ class LLM:
             prompts: one or many; a string, a list of token ids, or a dict (see `inputs.py`).
             sampling_params: one for all or one each; None: `default_sampling_params`.
             use_tqdm: show a progress bar; or what makes one, with tqdm's keywords.
+            lora_request: None; there for scripts that say so.
             priority: one for all or one each, lower runs first; None: that of sampling_params.
             on_error: "raise" checks all prompts before any runs and names the bad one; "record"
                 gives a bad prompt an output with finish_reason "error" and runs the others. A
@@ -177,19 +228,23 @@ class LLM:
             RequestError, PromptTooLongError, CapacityError: a prompt can't run (on_error="raise").
             NanoEngineError: this LLM is closed.
         """
-        jobs = self._prepare_all(prompt_list(prompts), sampling_params, priority, on_error)
-        outputs: list[RequestOutput | None] = [None] * len(jobs)
-        with contextlib.closing(self._run(jobs, kind="final", progress=use_tqdm)) as running:
-            for output in running:
-                outputs[output.index] = output
+        _check_lora(lora_request)
+        self._idle_engine()
+        with self._calls:
+            jobs = self._prepare_all(prompt_list(prompts), sampling_params, priority, on_error)
+            outputs: list[RequestOutput | None] = [None] * len(jobs)
+            with contextlib.closing(self._run(jobs, kind="final", progress=use_tqdm)) as running:
+                for output in running:
+                    outputs[output.index] = output
         return [output for output in outputs if output is not None]
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -202,6 +257,8 @@ class LLM:
 
         Args:
             messages: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
+                A content is a string, or a list of {"type": "text", "text": ...}, which a template
+                that takes strings gets joined, a part a line.
             chat_template: Jinja source to use in place of the model's own.
             add_generation_prompt: end the prompt with what begins an answer.
             continue_final_message: leave the last message open and continue it; needs
@@ -222,7 +279,8 @@ class LLM:
         return self.generate(
             [{"messages": one, **options} for one in conversation_list(messages)],
             sampling_params,
-            use_tqdm=use_tqdm,
+            use_tqdm,
+            lora_request,
             priority=priority,
             on_error=on_error,
         )
@@ -243,8 +301,10 @@ class LLM:
         job of any length runs in bounded memory. Its prompts are checked as they are pulled, and
         share one SamplingParams.
 
-        Closing the iterator aborts what is left. So does any other call on this LLM; the iterator
-        then raises instead of ending early.
+        Closing the iterator aborts what is left. So does any other call on this LLM, be it from
+        another thread or from the generator of prompts; the iterator then raises instead of ending
+        early. A request that is aborted, by `engine.abort(output.request_id)`, say, has an output
+        with finish_reason "abort".
 
         Args:
             kind: "final" yields each request once, when it has finished; "cumulative" whenever it
@@ -254,6 +314,7 @@ class LLM:
         if kind not in get_args(OutputKind):
             allowed = ", ".join(map(repr, get_args(OutputKind)))
             raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
+        prompts = plain_column(prompts)  # type: ignore[assignment]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
             jobs: Iterable[Job | RequestOutput] = self._prepare_all(
                 prompt_list(prompts), sampling_params, priority, on_error
@@ -266,7 +327,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
+        lora_request: None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[BeamSearchOutput]:
         """The beam_width best continuations of each prompt, searched side by side.
@@ -282,44 +343,55 @@ class LLM:
                 below the beam width.
             NanoEngineError: this LLM is closed.
         """
-        info, eos = self.info, () if params.ignore_eos else self.info.eos_token_ids
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {params!r}")
+        _check_lora(lora_request)
         room = self.config.max_num_seqs // params.beam_width
         if not room:
             raise RequestError(
                 f"beam_width={params.beam_width} sequences run together:"
                 f" max_num_seqs={self.config.max_num_seqs} must be at least that"
             )
-        jobs = self._prepare_all(prompt_list(prompts), SamplingParams(), None, "raise")
-        waiting = [job for job in jobs if isinstance(job, Job)][::-1]
-        running: dict[str, tuple[Job, BeamSearch]] = {}
-        outputs: dict[int, BeamSearchOutput] = {}
-        self._begin_call()
-        with self._progress(use_tqdm, len(jobs)), contextlib.ExitStack() as ends:
-            ends.callback(self.engine.abort_all)
-            while waiting or running:
-                while waiting and len(running) < room:  # Why: more would only wait for rows.
-                    job = waiting.pop()
-                    search = BeamSearch(
-                        params,
-                        max_tokens=min(params.max_tokens, info.max_model_len - len(job.token_ids)),
-                        eos_token_ids=eos,
-                        vocab_size=info.vocab_size,
-                    )
-                    request = self.engine.add_request(
-                        self._next_id(),
-                        job.token_ids,
-                        search.sampling_params,
-                        cache_salt=job.cache_salt,
-                        chooser=search,
-                    )
-                    running[request.request_id] = (job, search)
-                for request in self.engine.step():
-                    job, search = running.pop(request.request_id)
-                    outputs[job.index] = self._beam_output(job, search, request.error)
+        self._idle_engine()
+        with self._calls:
+            jobs = self._prepare_all(prompt_list(prompts), SamplingParams(), None, "raise")
+            waiting = [job for job in jobs if isinstance(job, Job)][::-1]
+            outputs: dict[int, BeamSearchOutput] = {}
+            engine, call = self._begin_call()
+            with self._progress(use_tqdm, len(jobs)), self._ending(engine, call):
+                running: dict[str, tuple[Job, BeamSearch, Request]] = {}
+                while waiting or running:
+                    with engine.lock:
+                        self._require_current(call)
+                        while waiting and len(running) < room:  # more would only wait for rows
+                            search, request = self._start_search(waiting[-1], params)
+                            running[request.request_id] = (waiting.pop(), search, request)
+                        for request_id in _step(engine, running):
+                            job, search, request = running.pop(request_id)
+                            outputs[job.index] = self._beam_output(job, search, request)
         return [outputs[job.index] for job in jobs]
 
-    def _beam_output(self, job: Job, search: BeamSearch, error: str | None) -> BeamSearchOutput:
-        tokenizer = self._tokenizer
+    def _start_search(self, job: Job, params: BeamSearchParams) -> tuple[BeamSearch, Request]:
+        info = self.info
+        search = BeamSearch(
+            params,
+            max_tokens=min(params.max_tokens, info.max_model_len - len(job.token_ids)),
+            eos_token_ids=() if params.ignore_eos else info.eos_token_ids,
+            vocab_size=info.vocab_size,
+        )
+        request = self.engine.add_request(
+            self._next_id(),
+            job.token_ids,
+            search.sampling_params,
+            cache_salt=job.cache_salt,
+            chooser=search,
+        )
+        return search, request
+
+    def _beam_output(self, job: Job, search: BeamSearch, request: Request) -> BeamSearchOutput:
+        tokenizer, error = self._tokenizer, request.error
+        if any(seq.finish_reason == "abort" for seq in request.sequences):
+            error = "the search was aborted"
         sequences = [
             BeamSequence(
                 token_ids=token_ids,
@@ -409,8 +481,7 @@ class LLM:
             text, token_ids = self._encode(given)
             if params.stop or params.bad_words:
                 _ = self.tokenizer
-            self.engine.check_request(token_ids, params)
-            return Job(
+            job = Job(
                 index=index,
                 text=text,
                 token_ids=token_ids,
@@ -421,10 +492,23 @@ class LLM:
                 if params.bad_words
                 else (),
             )
+            self.engine.check_request(
+                job.token_ids,
+                job.params,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                bad_word_ids=job.bad_word_ids,
+            )
+            return job
         except (RequestError, CapacityError) as error:
-            if on_error == "raise":
-                raise type(error)(f"prompt {index}: {error}") from error.__cause__
-            return error_output(self._next_id(), index, text, token_ids, str(error))
+            kind, message, cause = type(error), str(error), error.__cause__
+        except NanoEngineError:
+            raise  # Why: the LLM itself is closed or dead.
+        except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
+            kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
+        if on_error == "raise":
+            raise kind(f"prompt {index}: {message}") from cause
+        return error_output(self._next_id(), index, text, token_ids, message)
 
     def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None if only ids were given."""
@@ -432,10 +516,23 @@ class LLM:
             return given.text, given.token_ids
         if given.messages is None:
             return given.text, self.tokenizer.encode(given.text or "")
-        options = dict(given.template_args)
-        variables = options.pop("chat_template_kwargs", None) or {}
-        text = self.tokenizer.render_chat(given.messages, **options, **variables)
+        text = self._render(given.messages, dict(given.template_args))
         return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """The prompt of a conversation; parts of text reach the template in the form it takes."""
+        variables = options.pop("chat_template_kwargs", {})
+        render = self.tokenizer.render_chat
+        if has_parts(messages):
+            kind = {key: options[key] for key in ("chat_template", "tools") if key in options}
+            key = (kind.get("chat_template"), bool(kind.get("tools")))
+            if key not in self._takes_parts:
+                if len(self._takes_parts) >= MAX_TEMPLATES:
+                    self._takes_parts.clear()
+                self._takes_parts[key] = takes_parts(lambda m: render(m, **kind, **variables))
+            if not self._takes_parts[key]:
+                messages = join_parts(messages)
+        return render(messages, **options, **variables)
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -450,35 +547,29 @@ class LLM:
 
         A list is queued at once, for the scheduler to see all of it; an iterator as room appears.
         """
-        engine, call = self.engine, self._begin_call()
+        engine, call = self._begin_call()
         limit = len(jobs) if isinstance(jobs, list) else self.config.max_num_seqs + LOOK_AHEAD
-        bar = contextlib.ExitStack()
-        if progress:
-            bar.enter_context(self._progress(progress, sum(isinstance(job, Job) for job in jobs)))
+        total = sum(isinstance(job, Job) for job in jobs) if isinstance(jobs, list) else 0
         waiting, running = iter(jobs), dict[str, OutputBuilder]()
-        try:
+        with self._progress(progress, total), self._ending(engine, call):
             while True:
-                while len(running) < limit and (job := next(waiting, None)) is not None:
-                    if isinstance(job, RequestOutput):
-                        yield job
-                        self._require_current(call)
-                    else:
-                        builder = self._queue(job, kind)
-                        running[builder.request.request_id] = builder
-                if not running:
-                    return
-                for request in engine.step():
-                    yield running.pop(request.request_id).build()
+                # Why outside the lock: an iterator of the caller's may do anything.
+                new = list(itertools.islice(waiting, limit - len(running)))
+                outputs = [job for job in new if isinstance(job, RequestOutput)]
+                with engine.lock:
                     self._require_current(call)
-                if kind != "final":
-                    for builder in list(running.values()):
-                        if builder.has_grown():
-                            yield builder.build()
-                            self._require_current(call)
-        finally:
-            bar.close()
-            if call == self._call and self._engine is engine:
-                engine.abort_all()
+                    for job in new:
+                        if isinstance(job, Job):
+                            builder = self._queue(job, kind)
+                            running[builder.request.request_id] = builder
+                    outputs += [running.pop(i).build() for i in _step(engine, running)]
+                    if kind != "final":
+                        outputs += [b.build() for b in running.values() if b.has_grown()]
+                if not new and not outputs and not running:
+                    return
+                for output in outputs:
+                    yield output
+                    self._require_current(call)
 
     @contextlib.contextmanager
     def _progress(self, progress: bool | Callable[..., Any], total: int) -> Iterator[None]:
@@ -495,11 +586,35 @@ class LLM:
             engine.observers.remove(bar)
             bar.close()
 
-    def _begin_call(self) -> int:
+    def _begin_call(self) -> tuple[LLMEngine, int]:
         """Ends what an abandoned stream left running; its iterator may live on in a traceback."""
-        self._call += 1
-        self.engine.abort_all()
-        return self._call
+        engine = self._idle_engine()
+        with self._calls:
+            # Why first: a stream in another thread sees it at its next turn, and lets go.
+            call = self._call = next(self._call_numbers)
+            engine.abort_all()
+        return engine, call
+
+    def _idle_engine(self) -> LLMEngine:
+        """The engine, for a call that is about to wait for `_calls`.
+
+        Why first: a forked child may find that locked for ever, and so may a progress bar that
+        makes a call, whose step everybody waits for.
+        """
+        engine = self.engine
+        engine.require_idle()
+        return engine
+
+    @contextlib.contextmanager
+    def _ending(self, engine: LLMEngine, call: int) -> Iterator[None]:
+        """However a call ends, none of its requests stays; those of a later call are left alone."""
+        try:
+            yield
+        finally:
+            if call == self._call:  # Why before: what is cut off need not wait for who cut it off.
+                with engine.lock:
+                    if call == self._call:
+                        engine.abort_all()
 
     def _require_current(self, call: int) -> None:
         _ = self.engine  # A closed LLM says so.
@@ -562,3 +677,23 @@ def _no_collections() -> Iterator[None]:
 def _check_on_error(on_error: object) -> None:
     if on_error not in get_args(OnError):
         raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")
+
+
+def _check_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise RequestError(
+            f"lora_request must be None: no adapter is applied, got {lora_request!r}"
+        )
+
+
+def _step(engine: LLMEngine, running: Collection[str]) -> list[str]:
+    """Runs a step; which of the requests `running` have ended, by it or otherwise.
+
+    Requests vanish otherwise when somebody aborts them, or has taken the step that ended them.
+    """
+    ended = []
+    if engine.has_unfinished():
+        ended = [r.request_id for r in engine.step() if r.request_id in running]
+    if engine.num_unfinished != len(running) - len(ended):
+        ended = [request_id for request_id in running if not engine.is_unfinished(request_id)]
+    return ended

@@ -205,7 +205,6 @@ def test_drafts_never_change_the_output(threshold, windows):
         ([True], {}, RequestError, "integers, got True"),
         ([1] * 100, {}, PromptTooLongError, "100 tokens; max_model_len=100 leaves room for 99"),
         ([1] * 81, {}, CapacityError, "81 tokens needs 21 KV blocks of 4 tokens, the pool has 20"),
-        ([1], {"n": 9}, RequestError, "max_num_seqs=8"),
         ([1], {"stop_token_ids": [50]}, RequestError, "stop_token_ids"),
         ([1], {"logit_bias": {77: 1.0}}, RequestError, "logit_bias"),
         ([1], {"allowed_token_ids": [1, 50]}, RequestError, "allowed_token_ids"),

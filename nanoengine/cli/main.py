@@ -6,9 +6,11 @@ takes it. Only the module of the chosen command is imported, so help comes up wi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, TypeVar, cast
@@ -31,6 +33,9 @@ COMMANDS = {
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+
+PIPE_CLOSED = 141
+"""Exit status when nobody reads the output any more, as shells have it: `... | head -1`."""
 
 
 def usage() -> str:
@@ -82,13 +87,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         module = importlib.import_module(f"nanoengine.cli.{name.replace('-', '_')}")
         options = parse(getattr(module, COMMANDS[name][0]), f"nanoengine {name}", args[1:])
-        return int(module.main(options) or 0)
+        status = int(module.main(options) or 0)
+        sys.stdout.flush()
+        return status
     except NanoEngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        _drop_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        _drop_output()
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _drop_output() -> None:
+    """Sends what is left of the output nowhere: Python would complain of it once more at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ class Roster:
         for seq in request.sequences:
             if not seq.is_finished:
                 self._end(seq, "abort")
+        request.num_forks_due = 0
         if request in self._done:  # it has failed in a step that is not committed yet
             self._done.remove(request)
         self._drop_ended()
@@ -250,9 +251,13 @@ class Roster:
         if known is not None and seq.index == 0:
             known += new[len(known) - start :]
 
+    def _has_forks_due(self, seq: Sequence) -> bool:
+        """True if more sequences are to be forked from this one, at the end of its prompt."""
+        return seq.index == 0 and seq.request.num_forks_due > 0
+
     def _num_forks_due(self, seq: Sequence) -> int:
-        """Sequences still to be forked from this one."""
-        return seq.request.num_forks_due if seq.index == 0 else 0
+        """Rows kept for sequences to be forked from this one: one each, as far as there are any."""
+        return min(seq.request.num_forks_due, self.max_num_seqs - 1) if seq.index == 0 else 0
 
     def _end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Gives a sequence its finish reason; its row and blocks are free from now on."""

@@ -78,6 +78,7 @@ class Scheduler(Roster):
         the next plan releases all of them.
         """
         for request in requests:
+            request.num_forks_due = 0
             for seq in request.sequences:
                 if not seq.is_finished:
                     self.block_manager.forget(seq)
@@ -163,7 +164,7 @@ class Scheduler(Roster):
         """Keeps the drafts that fit step, sequence and pool; returns the tokens to compute."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
-        if self._num_forks_due(seq):
+        if self._has_forks_due(seq):
             num_drafts = 0  # Why: its forks sample from the last position of the prompt
         seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(seq.draft_token_ids))
@@ -302,15 +303,24 @@ class Scheduler(Roster):
             seq.num_pending_tokens += 1
             # Why not with drafts: those that are refused take computed tokens back.
             seq.easy_until = 0 if num_drafts else self.block_manager.easy_until(seq)
-            if seq.params.n > 1 and self._num_forks_due(seq):
+            if seq.params.n > 1 and self._has_forks_due(seq):
                 self._fork_prompt(plan, scheduled, seq)
 
     def _fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
-        """Gives a request its other n - 1 sequences: they sample from the parent's logits."""
+        """Gives a request its other n - 1 sequences: they sample from the parent's logits.
+
+        Those that there are no rows for wait, and compute the end of the prompt once more: a token
+        depends on seed, position and logits alone, so it is the same one.
+        """
         # Why indices below those of any other fork: who stands between may not preempt them.
+        num_placed = self._num_forks_due(parent)
         while parent.request.num_forks_due:
             child = self._make_child(parent, parent.params.n - parent.request.num_forks_due)
             parent.request.num_forks_due -= 1
+            if not num_placed:
+                self._waiting.push(child)
+                continue
+            num_placed -= 1
             self._place_beside(child, parent)
             child.num_pending_tokens = 1
             scheduled.append(child)
