@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.models.config import load_model_config
 from nanoengine.models.quantization import resolve_quantization
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.vllm_names import warn_idle
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,9 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     directory = resolve_model(config)
     model_config = load_model_config(directory)
     device = resolve_device(config.device)
+    config = share_of_memory(config, device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-    backend = resolve_backend(config.attention_backend, device)
+    backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(
         config.quantization,
         model_config.quantization,
@@ -184,6 +187,21 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r} asked for, but torch finds no CUDA GPU: use 'cpu'")
     return device
+
+
+def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """What `gpu_memory_utilization` means on this device: `memory_fraction` on a GPU, else
+    nothing."""
+    share = config.gpu_memory_utilization
+    if share is None:
+        return config
+    if device.type != "cuda":
+        warn_idle(
+            f"gpu_memory_utilization={share} (there is no GPU; kv_cache_gib or memory_fraction"
+            " sizes the KV cache)"
+        )
+        return replace(config, gpu_memory_utilization=None)
+    return replace(config, gpu_memory_utilization=None, memory_fraction=share)
 
 
 def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:

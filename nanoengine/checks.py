@@ -122,17 +122,24 @@ def nearest(name: object, known: Collection[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def checked(error: type[Exception]) -> Callable[[type[T]], type[T]]:
-    """A class decorator: the dataclass checks and normalises what it is built with.
+def checked(
+    error: type[Exception], translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """A class decorator: the frozen dataclass checks and normalises what it is built with.
 
     An unknown name raises `error` with the nearest field, a wrong type does with what is allowed.
-    An assignment to a frozen one names `dataclasses.replace`. Defaults are trusted. A subclass that
-    is a dataclass of its own checks only if it is decorated too.
+    An assignment names `dataclasses.replace`. Defaults are trusted. A subclass that is a dataclass
+    of its own checks only if it is decorated too.
+
+    Args:
+        translate: makes a caller's options into fields, before anything is checked.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         init = cls.__init__
-        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        names = [field.name for field in fields]
+        positional = [field.name for field in fields if not field.kw_only]
 
         @functools.cache  # Why not now: annotations may name what is defined further down.
         def hints() -> dict[str, Any]:
@@ -140,19 +147,19 @@ def checked(error: type[Exception]) -> Callable[[type[T]], type[T]]:
 
         @functools.wraps(init)
         def __init__(self: T, *args: Any, **options: Any) -> None:
+            given = dict(zip(positional, args, strict=False))
+            if len(given) < len(args) or not given.keys().isdisjoint(options):
+                init(self, *args, **options)  # Python's own TypeError
+            options |= given
+            if translate is not None:
+                options = translate(options)
             kinds = hints()
-            for name in options:
-                if name not in kinds:
-                    raise error(
-                        f"unknown option {name!r} of {cls.__name__}; {nearest(name, names)}"
-                    )
             for name, value in options.items():
+                if name not in kinds:
+                    hint = nearest(name, names)
+                    raise error(f"unknown option {name!r} of {cls.__name__}; {hint}")
                 options[name] = check_value(value, kinds[name], name, error)
-            first = [
-                check_value(value, kinds[name], name, error)
-                for name, value in zip(names, args, strict=False)
-            ]
-            init(self, *first, *args[len(first) :], **options)
+            init(self, **options)
 
         def __setattr__(self: T, name: str, value: Any) -> None:
             raise dataclasses.FrozenInstanceError(
@@ -167,6 +174,7 @@ def checked(error: type[Exception]) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+@functools.cache
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The kinds of a union; a single one of anything else."""
     if get_origin(annotation) in (Union, types.UnionType):

@@ -7,21 +7,27 @@ never written back here. The command line is derived from this class.
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass, fields
+import functools
+from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Any, Literal
 
+from nanoengine.checks import checked, shown
 from nanoengine.errors import ConfigError
-from nanoengine.tier_config import Tier, checked_tiers
+from nanoengine.tier_config import Tier, check_tiers
+from nanoengine.vllm_names import LLM_OPTIONS, translate
 
 
+@checked(ConfigError, functools.partial(translate, table=LLM_OPTIONS, error=ConfigError))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
 
+    Arguments of vLLM's `LLM` that `vllm_names.LLM_OPTIONS` lists are taken too, as it says.
+
     Raises:
-        ConfigError: a value is out of range or two settings contradict each other; before anything
-            is loaded.
+        ConfigError: a name is unknown, a value is of another type or out of range, or two settings
+            contradict each other; before anything is loaded.
     """
 
     model: str
@@ -38,9 +44,15 @@ class EngineConfig:
     """dummy: seeded random weights, for benchmarks; the directory needs only config.json."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's on a GPU; float32 on a CPU, where 16-bit arithmetic is slower."""
-    quantization: Literal["int8", "int4", "int8_weight_only", "int4_weight_only"] | None = None
-    """Quantize linear layers while loading; alone with activations in int8 too. None: as the
-    checkpoint stores them."""
+    quantization: (
+        Literal[
+            "int8", "int4", "int8_weight_only", "int4_weight_only",
+            "gptq", "awq", "compressed-tensors",
+        ]
+        | None
+    ) = None  # fmt: skip
+    """int8, int4: quantize linear layers while loading; alone with activations in int8 too. None:
+    as the checkpoint stores them; the last three: the same, if it stores them in that format."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
@@ -70,6 +82,9 @@ class EngineConfig:
     memory_fraction: float | None = None
     """Share of device memory for weights, activations and KV together; None: 0.9 on a GPU. On a CPU
     it is the KV cache's share of free memory, and None is 0.3, at most 4 GiB."""
+    gpu_memory_utilization: float | None = None
+    """vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no effect, which is reported: a
+    script says 0.9 of a card that is its own, not of the memory that a machine's programs share."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prompt prefixes."""
     watermark_frac: float = 0.01
@@ -110,62 +125,21 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Builds a config; an unknown name raises ConfigError with the nearest known one."""
-        known = [f.name for f in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ConfigError(f"unknown option {name!r}{hint}")
-        return cls(**kwargs)
+        """Builds a config; a path may be any path object."""
+        return cls(**{k: fspath(v) if isinstance(v, PathLike) else v for k, v in kwargs.items()})
 
     def __post_init__(self) -> None:
-        self._check_types()
         self._check_ranges()
-        # Why: a list would let the config change.
-        object.__setattr__(self, "kv_tiers", checked_tiers(self.kv_tiers))
+        check_tiers(self.kv_tiers)
         if self.kv_tiers and not self.enable_prefix_caching:
             raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
 
-    def _check_types(self) -> None:
-        for name in ("tensor_parallel_size", "seed", "max_num_seqs"):
-            self._require_int(name)
-        for name in (
-            "max_num_batched_tokens",
-            "max_model_len",
-            "block_size",
-            "num_kv_blocks",
-            "long_prefill_threshold",
-        ):
-            if getattr(self, name) is not None:
-                self._require_int(name)
-        for name in (
-            "kv_cache_gib", "memory_fraction", "watermark_frac", "preempt_above", "admit_below"
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float)
-            ):
-                raise ConfigError(f"{name} must be a number, got {value!r}")
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise ConfigError(f"overlap must be True, False or None, got {self.overlap!r}")
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a directory or hub id, got {self.model!r}")
-        for name, allowed in CHOICES.items():
-            if (given := getattr(self, name)) not in allowed:
-                known = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name} must be one of {known}, got {given!r}")
-
-    def _require_int(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name} must be an integer, got {value!r}")
-
     def _check_ranges(self) -> None:
-        size, fraction = self.block_size, self.memory_fraction
-        budget = self.max_num_batched_tokens
-        sizings = [self.num_kv_blocks, self.kv_cache_gib, self.memory_fraction]
+        size, budget = self.block_size, self.max_num_batched_tokens
+        fraction, share = self.memory_fraction, self.gpu_memory_utilization
+        sizings = [self.num_kv_blocks, self.kv_cache_gib, fraction, share]
         rules = (
+            ("model", bool(self.model), "a directory or hub id"),
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "1: only one rank runs"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
@@ -178,15 +152,16 @@ class EngineConfig:
              "at least 2: one block is the null block"),
             ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "greater than 0"),
             ("memory_fraction", fraction is None or 0 < fraction <= 1, "in (0, 1]"),
+            ("gpu_memory_utilization", share is None or 0 < share <= 1, "in (0, 1]"),
             ("watermark_frac", 0 <= self.watermark_frac < 1, "in [0, 1)"),
         )  # fmt: skip
         for name, holds, allowed in rules:
             if not holds:
-                raise ConfigError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
         if sum(value is not None for value in sizings) > 1:
             raise ConfigError(
-                "num_kv_blocks, kv_cache_gib and memory_fraction all size the KV cache: set one,"
-                f" got {sizings[0]}, {sizings[1]}, {sizings[2]}"
+                "num_kv_blocks, kv_cache_gib, memory_fraction and gpu_memory_utilization all size"
+                f" the KV cache: set one, got {', '.join(map(str, sizings))}"
             )
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -212,13 +187,3 @@ class EngineConfig:
                 f"0 < admit_below <= preempt_above <= 1 must hold, got admit_below={start},"
                 f" preempt_above={stop}"
             )
-
-
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "load_format": ("auto", "dummy"),
-    "dtype": ("auto", "float32", "float64", "bfloat16", "float16"),
-    "admission": ("predictive", "watermark", "hysteresis"),
-    "kv_cache_dtype": ("auto", "fp8"),
-    "attention_backend": ("auto", "naive", "cpu", "triton", "flash_attn"),
-    "quantization": (None, "int8", "int4", "int8_weight_only", "int4_weight_only"),
-}

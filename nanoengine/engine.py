@@ -326,6 +326,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
         )
+        params = params.for_vocabulary(self.info.vocab_size)
         arrival = self._num_arrived
         self._num_arrived += 1
         request = Request(

@@ -7,11 +7,13 @@ a script moves over unchanged.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+import functools
+from dataclasses import KW_ONLY, dataclass
 
+from nanoengine.checks import checked, shown
 from nanoengine.errors import RequestError
+from nanoengine.vllm_names import SAMPLING_PARAMS, translate
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them only overflows.
@@ -20,9 +22,13 @@ Source: vLLM `_SAMPLING_EPS`.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked(RequestError, functools.partial(translate, table=SAMPLING_PARAMS, error=RequestError))
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request.
+
+    Fields of vLLM's that `vllm_names.SAMPLING_PARAMS` lists are taken too, as it says; the first
+    ones, up to `prompt_logprobs`, may be given by position, in vLLM's order.
 
     Attributes:
         n: completions per prompt; the prompt is prefilled once and shared.
@@ -45,7 +51,7 @@ class SamplingParams:
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these ids may be sampled.
         logprobs: report this many top log-probabilities per generated token (0: only the sampled
-            one's).
+            one's; -1: those of the whole vocabulary).
         prompt_logprobs: the same for prompt tokens.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False skips text altogether (stop strings then can't be used).
@@ -62,80 +68,51 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] | None = None
     stop_token_ids: tuple[int, ...] | list[int] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    _: KW_ONLY
+    include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] | list[str] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     priority: int = 0
 
     def __post_init__(self) -> None:
-        self._freeze_lists()
-        self._check_types()
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         self._check_ranges()
         self._check_texts_and_ids()
+
+    def clone(self) -> SamplingParams:
+        """A copy; as in vLLM, where parameters change. These don't: pass them on as they are."""
+        return dataclasses.replace(self)
+
+    def for_vocabulary(self, vocab_size: int) -> SamplingParams:
+        """The same where -1 counts out `vocab_size` log-probabilities."""
+        if -1 not in (self.logprobs, self.prompt_logprobs):
+            return self
+        counted = (vocab_size if n == -1 else n for n in (self.logprobs, self.prompt_logprobs))
+        return dataclasses.replace(self, logprobs=next(counted), prompt_logprobs=next(counted))
 
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken without any randomness."""
         return self.temperature < GREEDY_BELOW
-
-    def _freeze_lists(self) -> None:
-        """Copies lists into tuples, so that no caller's later change can reach a queued request."""
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-            value = getattr(self, name)
-            if isinstance(value, (list, set, frozenset)):
-                object.__setattr__(self, name, tuple(value))
-            elif value is not None and not isinstance(value, tuple):
-                raise RequestError(f"{name} must be a list, got {value!r}")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise RequestError(
-                    f"logit_bias must be a dict of token id to value, got {self.logit_bias!r}"
-                )
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-
-    def _check_types(self) -> None:
-        for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "skip_special_tokens",
-            "detokenize",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("n", "top_k", "min_tokens", "priority"):
-            _integer(name, getattr(self, name))
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name))
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            _finite(name, getattr(self, name))
 
     def _check_ranges(self) -> None:
         rules = (
@@ -150,16 +127,12 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-                "at least 0, or None",
-            ),
+            ("logprobs", (self.logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
         )
         for name, holds, allowed in rules:
             if not holds:
-                raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be {allowed}, got {shown(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
@@ -169,12 +142,10 @@ class SamplingParams:
 
     def _check_texts_and_ids(self) -> None:
         for name in ("stop", "bad_words"):
-            for text in getattr(self, name) or ():
-                if not isinstance(text, str) or not text:
-                    raise RequestError(f"{name} must hold non-empty strings, got {text!r}")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+            if "" in (getattr(self, name) or ()):
+                raise RequestError(f"{name} must hold non-empty strings, got ''")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
-                _integer(name, token_id)
                 if token_id < 0:
                     raise RequestError(f"{name} must hold ids of at least 0, got {token_id}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -184,25 +155,7 @@ class SamplingParams:
                 "stop strings need text: leave detokenize=True, or use stop_token_ids"
             )
         for token_id, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token_id)
-            if token_id < 0:
-                raise RequestError(f"logit_bias must name ids of at least 0, got {token_id}")
-            _finite(f"logit_bias of token {token_id}", bias)
             if not -100 <= bias <= 100:
                 raise RequestError(
                     f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}"
                 )
-
-
-def _integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}")
-
-
-def _finite(name: str, value: object) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not abs(value) <= sys.float_info.max
-    ):
-        raise RequestError(f"{name} must be a finite number, got {value!r}")

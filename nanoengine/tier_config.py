@@ -5,24 +5,24 @@ Read by `features.kv_tiers`, which builds what they describe; holds no resources
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Literal, get_args
+from typing import Literal
 
+from nanoengine.checks import checked
 from nanoengine.errors import ConfigError
 
 Policy = Literal["auto", "load", "recompute"]
 Store = Literal["eager", "lazy"]
 
 
+@checked(ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTier:
     """Blocks in host memory: pinned beside a GPU, plain RAM on the CPU device.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is of another type or out of range.
     """
 
     gib: float
@@ -36,15 +36,16 @@ class HostTier:
     """Fixed cost of a load in seconds, beside its bytes."""
 
     def __post_init__(self) -> None:
-        _check(self, store=get_args(Store), policy=get_args(Policy))
+        _check_ranges(self)
 
 
+@checked(ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskTier:
     """Blocks in a directory: they outlive the process. Needs a HostTier, which they pass through.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is of another type or out of range.
     """
 
     path: str | PathLike[str] = field(kw_only=False)
@@ -57,47 +58,35 @@ class DiskTier:
     """Fixed cost of a load in seconds, beside its bytes."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str | PathLike) or not fspath(self.path):
+        if not fspath(self.path):
             raise ConfigError(f"DiskTier path must be a directory, got {self.path!r}")
-        _check(self, policy=get_args(Policy))
+        _check_ranges(self)
 
 
 Tier = HostTier | DiskTier
 
 
-def checked_tiers(value: object) -> tuple[Tier, ...]:
-    """`kv_tiers` as a tuple: nothing, a HostTier, or a HostTier and a DiskTier below it.
-
-    >>> checked_tiers([HostTier(gib=1), DiskTier("cache", gib=8)])[1].gib
-    8
+def check_tiers(tiers: tuple[Tier, ...]) -> None:
+    """Checks `kv_tiers`: nothing, a HostTier, or a HostTier and a DiskTier below it.
 
     Raises:
         ConfigError: anything else.
     """
-    allowed = "[], [HostTier(...)] or [HostTier(...), DiskTier(...)]"
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ConfigError(f"kv_tiers must be {allowed}, got {value!r}")
-    kinds = tuple(type(tier) for tier in value)
+    kinds = tuple(type(tier) for tier in tiers)
     if kinds == (DiskTier,):
         raise ConfigError(
             "kv_tiers: blocks reach a DiskTier through host memory: put a HostTier before it"
         )
     if kinds not in ((), (HostTier,), (HostTier, DiskTier)):
-        raise ConfigError(f"kv_tiers must be {allowed}, got {value!r}")
-    return tuple(value)
+        raise ConfigError(
+            "kv_tiers must be [], [HostTier(...)] or [HostTier(...), DiskTier(...)], got"
+            f" {list(tiers)}"
+        )
 
 
-def _check(tier: Tier, **choices: tuple[str, ...]) -> None:
+def _check_ranges(tier: Tier) -> None:
     name = type(tier).__name__
-    for key, is_positive in (("gib", True), ("setup_s", False)):
-        value = getattr(tier, key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} {key} must be a number, got {value!r}")
-        if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
-            least = "greater than 0" if is_positive else "at least 0"
-            raise ConfigError(f"{name} {key} must be finite and {least}, got {value!r}")
-    for key, allowed in choices.items():
-        if getattr(tier, key) not in allowed:
-            raise ConfigError(
-                f"{name} {key} must be one of {', '.join(allowed)}, got {getattr(tier, key)!r}"
-            )
+    if tier.gib <= 0:
+        raise ConfigError(f"{name} gib must be greater than 0, got {tier.gib}")
+    if tier.setup_s < 0:
+        raise ConfigError(f"{name} setup_s must be at least 0, got {tier.setup_s}")

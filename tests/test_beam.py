@@ -314,7 +314,7 @@ def test_a_search_too_large_for_the_pool_says_so():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beam_width": 0}, "beam_width must be an integer of at least 1, got 0"),
+        ({"beam_width": 0}, "beam_width must be at least 1, got 0"),
         ({"beam_width": True}, "beam_width must be an integer"),
         ({"max_tokens": 1.5}, "max_tokens must be an integer"),
         ({"length_penalty": float("nan")}, "length_penalty must be a finite number"),

@@ -15,15 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 CORE = sorted(path.stem for path in (PACKAGE / "core").glob("*.py") if path.stem != "__init__")
 
-EVERYONE = {"nanoengine", "errors", "checks", "json_file", "sampling_params"}
+EVERYONE = {"nanoengine", "errors", "checks", "json_file", "sampling_params", "vllm_names"}
 """What anyone may import: the package's own name, the exceptions, the checks of values, the reader
-of small files, the sampling parameters."""
+of small files, the sampling parameters, and what vLLM's names mean."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     # part of the package -> the parts that it may import besides EVERYONE and itself
     "errors": set(),
     "checks": set(),
     "json_file": set(),
+    "vllm_names": set(),
     "sampling_params": set(),
     "tier_config": set(),
     "config": {"tier_config"},
@@ -61,6 +62,7 @@ STANDARD_LIBRARY_AND = {
     "errors": set(),
     "checks": set(),
     "json_file": set(),
+    "vllm_names": set(),
     "sampling_params": set(),
     "config": set(),
     "core": {"xxhash", "numpy"},

@@ -352,9 +352,9 @@ def test_rates_are_learned_from_steps():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HostTier(gib=0), "gib must be finite and greater than 0"),
-        (lambda: HostTier(gib="1"), "gib must be a number"),
-        (lambda: HostTier(gib=1, setup_s=-1), "setup_s must be finite and at least 0"),
+        (lambda: HostTier(gib=0), "HostTier gib must be greater than 0"),
+        (lambda: HostTier(gib="1"), "gib must be a finite number, got '1'"),
+        (lambda: HostTier(gib=1, setup_s=-1), "HostTier setup_s must be at least 0"),
         (lambda: HostTier(gib=1, policy="never"), "policy must be one of auto, load, recompute"),
         (lambda: HostTier(gib=1, store="never"), "store must be one of eager, lazy"),
         (lambda: DiskTier("", gib=1), "path must be a directory"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -352,6 +353,20 @@ def test_options_choose_activations_and_may_not_contradict_the_checkpoint() -> N
             resolve(option, STORED)
 
 
+def test_an_option_may_name_the_format_that_the_checkpoint_has() -> None:
+    def resolve(option: str | None, stored: StoredQuantization | None) -> Quantization | None:
+        return resolve_quantization(option, stored, device="cpu", has_experts=False)
+
+    gptq = dataclasses.replace(STORED, format="gptq")
+    packed = dataclasses.replace(STORED, format="pack-quantized")
+    for option, stored in (("awq", STORED), ("gptq", gptq), ("compressed-tensors", packed)):
+        assert resolve(option, stored) == resolve(None, stored)
+    for option, other in (("awq", gptq), ("gptq", packed), ("compressed-tensors", None)):
+        found = other.method if other else "floats"
+        with pytest.raises(ConfigError, match=f"'{option}' contradicts .* stored as {found}"):
+            resolve(option, other)
+
+
 def test_a_gpu_and_experts_are_refused() -> None:
     for option, stored in itertools.product(("int8", None), (None, STORED)):
         if (option is None) == (stored is None):
@@ -367,7 +382,7 @@ def test_a_gpu_and_experts_are_refused() -> None:
 
 @pytest.mark.parametrize("value", ["int3", "fp8", 4, True])
 def test_other_values_are_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="quantization must be one of None, int8, int4, "):
+    with pytest.raises(ConfigError, match=r"quantization must be one of int8, int4, .*, None, got"):
         EngineConfig(model="m", quantization=value)  # type: ignore[arg-type]
 
 

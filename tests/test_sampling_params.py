@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from nanoengine.errors import NanoEngineError, RequestError
@@ -33,11 +34,11 @@ LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
         ("repetition_penalty", (0.1, 1, 5), (0, -1)),
         ("presence_penalty", (-2, 0, 2), (-2.1, 2.1)),
         ("frequency_penalty", (-2, 0, 2), (-2.1, 2.1)),
-        ("seed", (None, 0, 2**63 - 1), (-1, 2**63)),
+        ("seed", (None, 0, 2**63 - 1), (-2, 2**63)),
         ("max_tokens", (None, 1, 10**6), (0, -1)),
         ("min_tokens", (0, 16), (-1, 17)),
-        ("logprobs", (None, 0, 20), (-1,)),
-        ("prompt_logprobs", (None, 0, 20), (-1,)),
+        ("logprobs", (None, 0, 20, -1), (-2,)),
+        ("prompt_logprobs", (None, 0, 20, -1), (-2,)),
         ("priority", (-5, 0, 5), ()),
         ("stop", (None, "x", ["x", "yz"], ("x",)), ([""], "", [1], 5, [None])),
         ("bad_words", (None, ["x"], ("x", "y")), ([""], "x", [1], 5)),
@@ -65,7 +66,7 @@ def test_numbers_must_be_finite_numbers(name, value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400])
 def test_biases_must_be_finite(value):
-    with pytest.raises(RequestError, match="logit_bias of token 3 must be a finite number"):
+    with pytest.raises(RequestError, match=r"logit_bias\[3\] must be a finite number"):
         SamplingParams(logit_bias={3: value})
 
 
@@ -74,6 +75,9 @@ def test_biases_must_be_finite(value):
 def test_integers_must_be_integers(name, value):
     if value is None and name in OPTIONAL:
         assert getattr(SamplingParams(**{name: None}), name) is None
+        return
+    if value is True and name.endswith("logprobs"):  # vLLM's 1
+        assert getattr(SamplingParams(**{name: True}), name) == 1
         return
     with pytest.raises(RequestError, match=f"{name} must be an integer"):
         SamplingParams(**{name: value})
@@ -105,9 +109,18 @@ def test_parameters_that_go_together():
     SamplingParams(stop_token_ids=[3], detokenize=False)
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_token", "did you mean 'max_tokens'?"),
+        ("temprature", "did you mean 'temperature'?"),
+        ("zzz", "known: n, presence_penalty, "),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(name, hint):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: 5})
+    assert f"unknown option {name!r} of SamplingParams; {hint}" in str(caught.value)
 
 
 def test_errors_are_value_errors_of_this_package():
@@ -141,6 +154,49 @@ def test_parameters_are_frozen():
     for name in ("max_tokens", "temperature"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(params, name, 1)
+
+
+def test_an_assignment_says_how_to_change_parameters():
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"dataclasses.replace\(.*max_tokens"):
+        SamplingParams().max_tokens = 5
+
+
+def test_numpys_numbers_are_numbers():
+    params = SamplingParams(
+        n=np.int32(1), temperature=np.float32(0.5), top_k=np.int64(5), top_p=np.float64(0.5),
+        seed=np.int64(4), ignore_eos=np.bool_(True), max_tokens=np.uint8(3),
+        stop_token_ids=np.array([1, 2]), allowed_token_ids=[np.int64(3)],
+        logit_bias={np.int64(4): np.float16(0.5)},
+    )  # fmt: skip
+    assert params == SamplingParams(
+        temperature=0.5, top_k=5, top_p=0.5, seed=4, ignore_eos=True, max_tokens=3,
+        stop_token_ids=[1, 2], allowed_token_ids=[3], logit_bias={4: 0.5},
+    )  # fmt: skip
+    numbers = (params.n, params.temperature, params.top_k, params.seed, params.ignore_eos)
+    assert [type(number) for number in numbers] == [int, float, int, int, bool]
+    assert [type(token_id) for token_id in params.stop_token_ids] == [int, int]
+
+
+def test_the_first_fields_may_be_given_by_position_in_vllms_order():
+    first = (1, 0.1, 0.2, 1.1, 0.5, 0.9, 7, 0.05, 3, ["x"], [4], True, 9, 2, 0, 1)
+    names = (
+        "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed"
+        " stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs"
+    )
+    assert SamplingParams(*first) == SamplingParams(**dict(zip(names.split(), first, strict=True)))
+    with pytest.raises(RequestError, match=r"n must be an integer, got 0\.8"):
+        SamplingParams(0.8, 0.95)
+    for wrong in (lambda: SamplingParams(*first, True), lambda: SamplingParams(1, n=1)):
+        with pytest.raises(TypeError, match="__init__"):
+            wrong()
+
+
+def test_a_clone_is_a_copy():
+    params = SamplingParams(seed=3, logit_bias={1: 2.0})
+    clone = params.clone()
+    assert clone == params
+    assert clone is not params
+    assert clone.logit_bias is not params.logit_bias
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -28,10 +28,15 @@ BACKENDS = {
 }
 
 
-def resolve_backend(name: str, device: torch.device) -> str:
-    """The backend that `name` means on `device`; "auto" takes cpu on the CPU and triton on CUDA."""
+def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """The backend that `name` means on `device`; "auto" takes cpu on the CPU and triton on CUDA.
+
+    On a CPU it takes naive for the 16-bit dtypes, in which the kernels of cpu don't compute.
+    """
+    if name == "auto" and device.type == "cpu":
+        return "naive" if dtype.itemsize < 4 else "cpu"
     if name == "auto":
-        return "cpu" if device.type == "cpu" else "triton"
+        return "triton"
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend must be auto or one of {', '.join(BACKENDS)}, got {name!r}"

@@ -110,7 +110,7 @@ def backend_lines(
     """Each attention backend: chosen by auto, available, or why not."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
-    chosen, lines = resolve_backend("auto", device), []
+    chosen, lines = resolve_backend("auto", device, dtype), []
     for name in BACKENDS:
         try:
             block_size = backend_class(name).default_block_size

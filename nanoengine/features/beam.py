@@ -14,20 +14,24 @@ Source: the settings and their meaning are those of transformers' `generate(num_
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
+from nanoengine.checks import checked, shown
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.vllm_names import BEAM_SEARCH_PARAMS, translate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
+@dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search.
+    """How to search. Fields may be given by position, in vLLM's order.
 
     Attributes:
         beam_width: beams kept in each step, and sequences returned.
@@ -41,39 +45,26 @@ class BeamSearchParams:
         ignore_eos: go on past the model's EOS ids.
 
     Raises:
-        RequestError: a value is out of range; the message names the field.
+        RequestError: a value is of another type or out of range; the message names the field.
     """
 
     beam_width: int
     max_tokens: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    temperature: float = 0.0
     ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    _: KW_ONLY
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RequestError(f"{name} must be an integer of at least 1, got {value!r}")
-        penalty = self.length_penalty
-        if (
-            isinstance(penalty, bool)
-            or not isinstance(penalty, int | float)
-            or not math.isfinite(penalty)
-        ):
-            raise RequestError(f"length_penalty must be a finite number, got {penalty!r}")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise RequestError(
-                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
-            )
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
         if self.temperature != 0:
             raise RequestError(
                 f"temperature must be 0, got {self.temperature!r}: a beam search draws no tokens;"
                 " use generate() with n > 1 to sample"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

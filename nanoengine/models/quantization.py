@@ -71,6 +71,11 @@ class StoredQuantization:
     activations: Literal["int8", "float"] = "float"
     skipped: tuple[str, ...] = ()
 
+    @property
+    def method(self) -> str:
+        """The `quant_method` that stores so: a key of `METHODS`."""
+        return self.format if self.format in METHODS else "compressed-tensors"
+
     def holds(self, name: str) -> bool:
         """Whether the linear layer of this full name is stored quantized.
 
@@ -113,12 +118,20 @@ def resolve_quantization(
     """What `EngineConfig.quantization` means for this checkpoint; None: plain floats.
 
     A checkpoint that is stored quantized is run as it was made; an option of the same number of
-    bits may still choose how activations are taken.
+    bits may still choose how activations are taken, and one that names its format changes nothing.
 
     Raises:
         ConfigError: the option contradicts the checkpoint or can't be obeyed on this device.
         UnsupportedModelError: the checkpoint is quantized and can't be run.
     """
+    if option in METHODS:
+        found = stored.method if stored else "floats"
+        if option != found:
+            raise ConfigError(
+                f"quantization={option!r} contradicts the checkpoint, which is stored as {found}:"
+                " leave the option out, or give a checkpoint of that format"
+            )
+        option = None
     if option is None and stored is None:
         return None
     what = f"quantization={option!r}" if option else "a quantized checkpoint"

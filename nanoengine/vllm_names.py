@@ -1,0 +1,249 @@
+"""What each name of vLLM's offline API means here, where it is not simply the same: one table.
+
+    Alias     another name of a field here
+    Idle      accepted, without effect, which a warning says; other values are refused
+    Refused   an error that says why; None, False and values that ask for nothing are accepted
+    Values    a field here, some of whose values in vLLM have another name here
+
+`translate` applies a table to what a user gave. A name that is in no table and no field is refused
+by `checks.checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the two
+together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from nanoengine.checks import plain, shown
+
+
+class Alias(NamedTuple):
+    """Another name of a field here."""
+
+    field: str
+
+
+class Idle(NamedTuple):
+    """Accepted without effect; values for which `accepts` is false are refused."""
+
+    why: str
+    accepts: Callable[[Any], bool] = lambda value: True
+
+
+class Refused(NamedTuple):
+    """Not implemented; values that ask for nothing are accepted, as they are obeyed."""
+
+    why: str
+    neutral: tuple[Any, ...] = (None, False)
+
+
+class Values(NamedTuple):
+    """A field of that name here: pairs of a value of vLLM's, or how it prints, and ours.
+
+    DROP: our default.
+    """
+
+    pairs: tuple[tuple[Any, Any], ...]
+    reported: bool = False
+    """The value asks for something that has no effect here."""
+
+
+Table = Mapping[str, Alias | Idle | Refused | Values]
+
+DROP = object()
+
+
+def among(*values: object) -> Callable[[Any], bool]:
+    """Tells whether a value is one of these."""
+    return lambda value: value in values
+
+
+def _asks_for_no_media(value: Any) -> bool:
+    counts = value.values() if isinstance(value, Mapping) else ()
+    return value is None or (isinstance(value, Mapping) and all(count == 0 for count in counts))
+
+
+ONE_RANK = "one process computes"
+LORA = "LoRA adapters are not implemented"
+TEXT_ONLY = "prompts are text; images, audio and video are not implemented"
+GENERATES = "models generate text; embeddings, classes and scores are not implemented"
+STRUCTURED = "structured outputs are not implemented; allowed_token_ids bounds what is sampled"
+PROCESSORS = "logits processors of the caller's are not implemented; logit_bias adds to logits"
+DRAFTS = "speculative decoding is not implemented"
+
+LLM_OPTIONS: Table = {
+    # --- other names
+    "num_gpu_blocks_override": Alias("num_kv_blocks"),
+    "long_prefill_token_threshold": Alias("long_prefill_threshold"),
+    "async_scheduling": Alias("overlap"),
+    # --- values
+    "dtype": Values(
+        (
+            ("half", "float16"),
+            ("float", "float32"),
+            ("torch.float16", "float16"),
+            ("torch.bfloat16", "bfloat16"),
+            ("torch.float32", "float32"),
+        )
+    ),
+    "quantization": Values((("awq_marlin", "awq"), ("gptq_marlin", "gptq"))),
+    "kv_cache_dtype": Values((("fp8_e4m3", "fp8"),)),
+    "enable_prefix_caching": Values(((None, DROP),)),
+    "enable_chunked_prefill": Values(((None, DROP),)),
+    "max_num_seqs": Values(((None, DROP),)),
+    "load_format": Values((("safetensors", "auto"),), reported=True),
+    "seed": Values(((None, DROP),), reported=True),
+    # --- without effect
+    "disable_log_stats": Idle("nothing is logged while it runs; llm.stats() has the counters"),
+    "swap_space": Idle("what is preempted is recomputed; kv_tiers keeps blocks in host memory"),
+    "disable_custom_all_reduce": Idle(ONE_RANK),
+    "distributed_executor_backend": Idle(ONE_RANK),
+    "max_parallel_loading_workers": Idle("weights are read by one process"),
+    "max_seq_len_to_capture": Idle("CUDA graphs serve decodes of every length"),
+    "compilation_config": Idle("torch.compile is not used; enforce_eager turns CUDA graphs off"),
+    "disable_async_output_proc": Idle("overlap says whether steps overlap"),
+    "num_scheduler_steps": Idle("each step is planned; overlap hides the time it takes"),
+    "use_v2_block_manager": Idle("there is one"),
+    "max_logprobs": Idle("logprobs is bounded by the vocabulary"),
+    "served_model_name": Idle("nothing is served"),
+    "limit_mm_per_prompt": Idle(TEXT_ONLY, _asks_for_no_media),
+    "tokenizer_mode": Idle("transformers picks the tokenizer", among("auto", "hf")),
+    "config_format": Idle("config.json is read", among("auto", "hf")),
+    "model_impl": Idle("models are nanoengine's own", among("auto", "vllm")),
+    "generation_config": Idle(
+        "the checkpoint's gives the default sampling parameters", among("auto")
+    ),
+    "task": Idle(GENERATES, among("auto", "generate")),
+    "runner": Idle(GENERATES, among("auto", "generate")),
+    "convert": Idle(GENERATES, among("auto", "none")),
+    "scheduling_policy": Idle(
+        "lower priorities run first, equal ones as they come", among("fcfs", "priority")
+    ),
+    "preemption_mode": Idle("what is preempted is recomputed", among(None, "recompute")),
+    # --- refused
+    "pipeline_parallel_size": Refused(ONE_RANK, (None, 1)),
+    "data_parallel_size": Refused(ONE_RANK, (None, 1)),
+    "enable_expert_parallel": Refused(ONE_RANK),
+    "enable_lora": Refused(LORA),
+    "max_loras": Refused(LORA),
+    "max_lora_rank": Refused(LORA),
+    "speculative_config": Refused(DRAFTS),
+    "structured_outputs_config": Refused(STRUCTURED),
+    "guided_decoding_backend": Refused(STRUCTURED, (None, "auto")),
+    "logits_processors": Refused(PROCESSORS),
+    "reasoning_parser": Refused("answers are not parsed", (None, "")),
+    "pooler_config": Refused(GENERATES),
+    "override_pooler_config": Refused(GENERATES),
+    "mm_processor_kwargs": Refused(TEXT_ONLY),
+    "allowed_local_media_path": Refused(TEXT_ONLY, (None, "")),
+    "cpu_offload_gb": Refused("weights stay on the device", (None, 0)),
+    "kv_cache_memory_bytes": Refused("give kv_cache_gib, in GiB"),
+    "kv_transfer_config": Refused("kv_tiers says where KV blocks live on"),
+    "hf_overrides": Refused("a model runs as its config.json says: edit a copy of it", (None, {})),
+    "rope_scaling": Refused("a model runs as its config.json says: edit a copy of it", (None, {})),
+    "rope_theta": Refused("a model runs as its config.json says: edit a copy of it"),
+    "override_generation_config": Refused("pass sampling_params to each call", (None, {})),
+    "hf_token": Refused("set the variable HF_TOKEN, which the hub's library reads"),
+    "hf_config_path": Refused("config.json is read from the checkpoint"),
+    "download_dir": Refused("set the variable HF_HOME, which the hub's library reads"),
+    "tokenizer_revision": Refused("give tokenizer a directory that holds that revision"),
+    "code_revision": Refused("models are nanoengine's own"),
+    "chat_template": Refused("give chat_template to llm.chat"),
+    "enable_sleep_mode": Refused("close an LLM to give its memory back"),
+    "disable_sliding_window": Refused("windows are part of the model"),
+    "calculate_kv_scales": Refused("fp8 scales are the checkpoint's, or 1"),
+    "attention_config": Refused("give attention_backend"),
+    "profiler_config": Refused("use torch.profiler around a call"),
+}
+"""Arguments of vLLM's `LLM`; those not here and not in EngineConfig are unknown."""
+
+LOGPROBS = Values(((True, 1),))
+
+SAMPLING_PARAMS: Table = {
+    "seed": Values(((-1, None),)),
+    "logprobs": LOGPROBS,
+    "prompt_logprobs": LOGPROBS,
+    "spaces_between_special_tokens": Idle("special tokens in a text stand as they decode"),
+    "output_kind": Idle(
+        "generate() returns finished outputs, and stream(kind=...) says what it yields"
+    ),
+    "stream_interval": Idle("stream(kind=...) yields after each step"),
+    "skip_clone": Idle("parameters are frozen, so none are copied"),
+    "best_of": Refused("sample n completions, and choose", (None, 1)),
+    "use_beam_search": Refused("call llm.beam_search"),
+    "length_penalty": Refused("BeamSearchParams has it", (None, 1, 1.0)),
+    "early_stopping": Refused("BeamSearchParams has it"),
+    "structured_outputs": Refused(STRUCTURED),
+    "guided_decoding": Refused(STRUCTURED),
+    "logits_processors": Refused(PROCESSORS),
+    "logprob_token_ids": Refused("ask for logprobs=-1 and pick from them"),
+    "prompt_logprob_token_ids": Refused("ask for prompt_logprobs=-1 and pick from them"),
+    "prompt_logprob_start": Refused("prompt_logprobs reports each token of the prompt"),
+    "flat_logprobs": Refused("logprobs come as one dict a token"),
+    "truncate_prompt_tokens": Refused("cut the prompt's token ids before the call"),
+    "thinking_token_budget": Refused("max_tokens bounds the whole answer"),
+    "repetition_detection": Refused("repetition_penalty discourages repetitions"),
+    "skip_reading_prefix_cache": Refused("a cache_salt in the prompt keeps it from others'"),
+    "extra_args": Refused("nothing reads them", (None, {})),
+}
+"""Fields of vLLM's `SamplingParams`."""
+
+BEAM_SEARCH_PARAMS: Table = {
+    "include_stop_str_in_output": Refused(
+        "a beam ends in EOS alone, which token_ids have and text has not"
+    ),
+}
+"""Fields of vLLM's `BeamSearchParams`."""
+
+
+def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> dict[str, Any]:
+    """A user's options with our names and values; says in one warning what has no effect.
+
+    Raises:
+        error: an option that is refused, or given together with its alias.
+    """
+    if options.keys().isdisjoint(table):
+        return options
+    found: dict[str, Any] = {}
+    idle: list[str] = []
+    for name, value in options.items():
+        meaning, value = table.get(name), plain(value)
+        match meaning:
+            case None:
+                found[name] = value
+            case Alias(field):
+                if field in options:
+                    raise error(f"{name} is another name of {field}: give one of them")
+                found[field] = value
+            case Values(pairs, reported):
+                same = (to for one, to in pairs if _equal(one, value) or one == shown(value))
+                ours = next(same, value)
+                if ours is not DROP:
+                    found[name] = ours
+                if reported and ours is not value:
+                    idle.append(f"{name}={shown(value)}")
+            case Idle(why, accepts):
+                if not accepts(value):
+                    raise error(f"{name}={shown(value)} can't be obeyed: {why}")
+                idle.append(f"{name} ({why})")
+            case Refused(why, neutral):
+                if not any(_equal(one, value) for one in neutral):
+                    raise error(f"{name}={shown(value)} can't be obeyed: {why}")
+    if idle:
+        warn_idle(", ".join(idle))
+    return found
+
+
+def warn_idle(what: str) -> None:
+    """Warns of options without effect, at the first line outside of this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("nanoengine."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"no effect in nanoengine: {what}", stacklevel=level)
+
+
+def _equal(one: object, value: object) -> bool:
+    return type(one) is type(value) and one == value
