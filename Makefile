@@ -7,13 +7,16 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test soak test-gpu bench lint loc
+.PHONY: demo test clients soak test-gpu bench lint loc
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
 
 test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
+
+clients: $(READY)  ## programs as vLLM's users write them, run with another import; seconds
+	@$(BIN)/python -m pytest tests/test_clients.py -v
 
 soak: $(READY)  ## long random runs of the core: 50,000 steps, 1 minute on a free core, at most 10
 	@$(BIN)/python -m pytest -m soak -s
