@@ -30,7 +30,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
 from nanoengine.config import EngineConfig
 from nanoengine.core.protocols import TokenSink
@@ -55,6 +55,7 @@ from nanoengine.observe.progress import ProgressBar
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput, error_output
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.tokenizer import TextStream, Tokenizer
+from nanoengine.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,6 +126,11 @@ class LLM:
         info = self._engine.info if self._engine is not None else None
         state = f"{info.dtype} on {info.device}" if info is not None else "closed"
         return f"LLM({self.config.model!r}, {state})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for what is not here: says why, where vLLM has it."""
+        why = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
+        raise AttributeError(f"LLM has no {name!r}{why}", name=name, obj=self)
 
     def close(self) -> None:
         """Ends what runs and gives all memory back; closing twice is harmless.

@@ -1,8 +1,8 @@
 """SamplingParams: how one request is sampled.
 
 Frozen and validated when built, so a bad value fails where it is written. Everyone may import this
-file; it imports only the errors. Rules of validity and defaults follow vLLM's offline API, so that
-a script moves over unchanged.
+file. Names, defaults and rules of validity are those of vLLM's offline API;
+docs/moving_from_vllm.md lists what differs.
 """
 
 from __future__ import annotations

@@ -198,6 +198,31 @@ BEAM_SEARCH_PARAMS: Table = {
 }
 """Fields of vLLM's `BeamSearchParams`."""
 
+LLM_METHODS: Mapping[str, str] = {
+    "encode": GENERATES,
+    "embed": GENERATES,
+    "classify": GENERATES,
+    "score": GENERATES,
+    "reward": GENERATES,
+    "llm_engine": "llm.engine is the engine, llm.info what was found at its start",
+    "model_config": "llm.info has the model's facts",
+    "from_engine_args": "give the arguments to LLM",
+    "set_tokenizer": "give tokenizer to LLM",
+    "get_metrics": "llm.stats() has the counters",
+    "sleep": "close an LLM to give its memory back",
+    "wake_up": "make a new LLM",
+    "start_profile": "use torch.profiler around a call",
+    "stop_profile": "use torch.profiler around a call",
+    "collective_rpc": ONE_RANK,
+    "apply_model": "llm.engine.executor.model is the model",
+    "enqueue": "llm.stream takes prompts as they come",
+    "wait_for_completion": "llm.stream yields outputs as they finish",
+    "preprocess_chat": "llm.tokenizer.render_chat gives the text of a conversation",
+    "reset_mm_cache": TEXT_ONLY,
+    "get_world_size": ONE_RANK,
+}
+"""Attributes of vLLM's `LLM` that this one lacks, and why or what to write instead."""
+
 
 def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> dict[str, Any]:
     """A user's options with our names and values; says in one warning what has no effect.

@@ -1,5 +1,5 @@
-"""The scripts in README, recipes and the page on quantization run as they stand; what pages name is
-there."""
+"""The scripts in README, recipes and the pages on quantization and on vLLM run as they stand; what
+pages name is there."""
 
 import ast
 import functools
@@ -11,13 +11,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [
     pytest.param(script, id=f"{page}-{number}")
-    for page in ("README.md", "docs/recipes.md", "docs/quantization.md")
+    for page in ("README.md", "docs/recipes.md", "docs/quantization.md", "docs/moving_from_vllm.md")
     for number, script in enumerate(
         re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     )
 ]
 
 
+@pytest.mark.filterwarnings("ignore:no effect in nanoengine")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_of_a_page_runs_and_prints(script, capsys):
     exec(compile(script, "script", "exec"), {})
