@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nanoengine.features.beam import BeamSearchOutput as BeamSearchOutput
     from nanoengine.features.beam import BeamSearchParams as BeamSearchParams
     from nanoengine.features.beam import BeamSequence as BeamSequence
+    from nanoengine.inputs import TextPrompt as TextPrompt
+    from nanoengine.inputs import TokensPrompt as TokensPrompt
     from nanoengine.llm import LLM as LLM
     from nanoengine.outputs import CompletionOutput as CompletionOutput
     from nanoengine.outputs import Logprob as Logprob
@@ -41,6 +43,8 @@ _HOME = {
     "HostTier": "tier_config",
     "DiskTier": "tier_config",
     "SamplingParams": "sampling_params",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
     "BeamSearchOutput": "features.beam",
     "BeamSearchParams": "features.beam",
     "BeamSequence": "features.beam",

@@ -29,7 +29,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
 from nanoengine.config import EngineConfig
@@ -90,7 +90,8 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face checkpoint, or a hub id.
-        options: the fields of `EngineConfig`; an unknown name raises ConfigError.
+        options: the fields of `EngineConfig`, and arguments of vLLM's that docs/moving_from_vllm.md
+            lists; an unknown name raises ConfigError.
 
     Use it as a context manager, or call `close()`: both give all memory back. A process that is
     forked from one with an LLM can have none: start processes by "spawn".
@@ -102,8 +103,7 @@ class LLM:
 
     def __init__(self, model: str | PathLike[str], **options: Any) -> None:
         require_unforked()
-        name = fspath(model) if isinstance(model, PathLike) else model
-        self.config = EngineConfig.from_kwargs(model=name, **options)
+        self.config = EngineConfig.from_kwargs(model=model, **options)
         self._engine: LLMEngine | None = None
         self._calls = threading.RLock()
         with _no_collections():

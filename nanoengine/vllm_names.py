@@ -139,7 +139,7 @@ LLM_OPTIONS: Table = {
     "override_pooler_config": Refused(GENERATES),
     "mm_processor_kwargs": Refused(TEXT_ONLY),
     "allowed_local_media_path": Refused(TEXT_ONLY, (None, "")),
-    "cpu_offload_gb": Refused("weights stay on the device", (None, 0)),
+    "cpu_offload_gb": Refused("weights stay on the device", (None, 0, 0.0)),
     "kv_cache_memory_bytes": Refused("give kv_cache_gib, in GiB"),
     "kv_transfer_config": Refused("kv_tiers says where KV blocks live on"),
     "hf_overrides": Refused("a model runs as its config.json says: edit a copy of it", (None, {})),

@@ -21,11 +21,11 @@ from tests.quantized_checkpoints import awq, write_quantized
 CLIENTS = sorted(
     path for path in (Path(__file__).parent / "clients").glob("*.py") if path.stem != "__init__"
 )
-IMPORT = re.compile(r"^from (?:nano)?vllm(?:\.\w+)* import ", re.MULTILINE)
+IMPORT = re.compile(r"^from (?:nano)?vllm\b", re.MULTILINE)
 
 
 def test_there_are_programs_of_many_kinds() -> None:
-    assert len(CLIENTS) >= 12
+    assert len(CLIENTS) >= 16
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda path: path.stem)
@@ -35,7 +35,7 @@ def test_a_program_runs_with_another_import_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source, imports = IMPORT.subn("from nanoengine import ", client.read_text(encoding="utf-8"))
+    source, imports = IMPORT.subn("from nanoengine", client.read_text(encoding="utf-8"))
     assert imports >= 1
     assert "nanoengine" not in client.read_text(encoding="utf-8")
     moved = tmp_path / client.name

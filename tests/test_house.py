@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
             "core.protocols", "core.sequence", "observe", "features.beam"},
     "cli": {"*"},
-    "nanoengine": {"llm", "config", "outputs", "tokenizer", "engine", "features.beam",
+    "nanoengine": {"llm", "config", "inputs", "outputs", "tokenizer", "engine", "features.beam",
                    "tier_config"},
 }  # fmt: skip
 

@@ -53,7 +53,8 @@ def every_warning_is_an_error() -> Any:
         ({"quantization": "gptq"}, {"quantization": "gptq"}),
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
         ({"enable_prefix_caching": None, "max_num_seqs": None}, {}),
-        ({"pipeline_parallel_size": 1, "enable_lora": False, "speculative_config": None}, {}),
+        ({"pipeline_parallel_size": 1, "enable_lora": False, "cpu_offload_gb": 0.0}, {}),
+        ({"speculative_config": None, "hf_overrides": {}, "enable_sleep_mode": np.False_}, {}),
     ],
 )
 def test_other_names_and_values_are_taken_without_a_word(

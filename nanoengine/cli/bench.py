@@ -123,8 +123,9 @@ def engine_config(args: BenchArgs, scratch: Path) -> EngineConfig:
         model = str(demo_model_path())
     options = {f.name: getattr(args, f.name) for f in fields(EngineConfig)}
     config = EngineConfig(**{**options, "model": model})
-    sized = (config.num_kv_blocks, config.kv_cache_gib, config.memory_fraction)
-    if args.compare and config.device != "cpu" and sized == (None, None, None):
+    sizes = (config.num_kv_blocks, config.kv_cache_gib, config.memory_fraction)
+    is_sized = any(size is not None for size in (*sizes, config.gpu_memory_utilization))
+    if args.compare and config.device != "cpu" and not is_sized:
         import torch
 
         if torch.cuda.is_available():
