@@ -24,6 +24,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.models.config import load_model_config
 from nanoengine.models.quantization import resolve_quantization
+from nanoengine.models.weights import checkpoint_files
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.vllm_names import warn_idle
 
@@ -67,11 +68,14 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             f"without chunked prefill a prompt runs in one step: max_num_batched_tokens="
             f"{budget} must be at least max_model_len={memory.max_model_len}"
         )
+    files = [directory / "config.json"]
+    if config.load_format == "auto":
+        files += checkpoint_files(directory)
     tiers, runner.tier_storage = make_tiers(
         config.kv_tiers,
         layout,
         runner.kv_cache.kv,
-        directory,
+        files,
         # Why: whatever changes the bytes of a block must be named here.
         facts={
             "weights": config.load_format,
@@ -86,35 +90,39 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             "groups": layout.groups,
         },
     )
-    manager = BlockManager(
-        layout,
-        enable_prefix_caching=config.enable_prefix_caching,
-        watermark_frac=config.watermark_frac,
-        max_chunk=budget,
-        chunked=config.enable_chunked_prefill,
-        tiers=tiers,
-    )
-    scheduler = Scheduler(
-        manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        chunked_prefill=config.enable_chunked_prefill,
-        long_prefill_threshold=config.long_prefill_threshold,
-        policy=make_policy(config.admission, config.preempt_above, config.admit_below),
-    )
-    info = _info(config, runner, layout, backend, time.perf_counter() - started)
-    logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)
-    if quantization is not None:
-        logger.info("quantization: %s", quantization)
-    logger.info("%s", memory)
-    return LLMEngine(
-        runner,
-        scheduler,
-        info,
-        seed=config.seed,
-        overlap=device.type == "cuda" if config.overlap is None else config.overlap,
-        debug_checks=config.debug_checks,
-    )
+    try:
+        manager = BlockManager(
+            layout,
+            enable_prefix_caching=config.enable_prefix_caching,
+            watermark_frac=config.watermark_frac,
+            max_chunk=budget,
+            chunked=config.enable_chunked_prefill,
+            tiers=tiers,
+        )
+        scheduler = Scheduler(
+            manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_threshold=config.long_prefill_threshold,
+            policy=make_policy(config.admission, config.preempt_above, config.admit_below),
+        )
+        info = _info(config, runner, layout, backend, time.perf_counter() - started)
+        logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)
+        if quantization is not None:
+            logger.info("quantization: %s", quantization)
+        logger.info("%s", memory)
+        return LLMEngine(
+            runner,
+            scheduler,
+            info,
+            seed=config.seed,
+            overlap=device.type == "cuda" if config.overlap is None else config.overlap,
+            debug_checks=config.debug_checks,
+        )
+    except BaseException:
+        tiers.close()  # Why: the error may live on, say in a notebook, and with it the disk's lock
+        raise
 
 
 def _info(

@@ -275,16 +275,20 @@ def test_a_round_trip_through_the_disk_is_exact(tmp_path):
 
 
 def test_the_fingerprint_tells_models_apart(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
+    config, weights = files = [tmp_path / "config.json", tmp_path / "model.safetensors"]
+    config.write_text("{}")
     weights.write_bytes(b"a" * 100)
-    first = model_fingerprint(tmp_path, {"dtype": "float32"})
-    assert model_fingerprint(tmp_path, {"dtype": "float32"}) == first
-    assert model_fingerprint(tmp_path, {"dtype": "float64"}) != first
+    facts = {"dtype": "float32"}
+    first = model_fingerprint(files, facts)
+    assert model_fingerprint(files, facts) == first
+    assert model_fingerprint(files, {"dtype": "float64"}) != first
     weights.write_bytes(b"a" * 99 + b"b")
-    second = model_fingerprint(tmp_path, {"dtype": "float32"})
-    (tmp_path / "config.json").write_text("{ }")
-    assert len({first, second, model_fingerprint(tmp_path, {"dtype": "float32"})}) == 3
+    second = model_fingerprint(files, facts)
+    config.write_text("{ }")
+    assert len({first, second, model_fingerprint(files, facts)}) == 3
+    config.write_text("{}a")  # what ends one file does not begin the next
+    weights.write_bytes(b"a" * 98 + b"b")
+    assert model_fingerprint(files, facts) not in (first, second)
 
 
 # --- load or recompute ----------------------------------------------------------------------------

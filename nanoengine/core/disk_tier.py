@@ -107,7 +107,7 @@ class DiskTier:
         self._fetches: dict[Content, list[Fetch]] = {}
         # Why bounded: what came longest ago has left the host again, if it holds no more.
         self._to_write: deque[Content] = deque(maxlen=host.num_usable)
-        contents = storage.scan(prefixes)
+        contents = [content for content in storage.scan(prefixes) if content.group < num_groups]
         surplus = max(0, len(contents) - self.pool.num_usable)
         for content in contents[:surplus]:
             storage.submit(DiskCopy("remove", content))
