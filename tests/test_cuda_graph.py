@@ -23,7 +23,7 @@ from nanoengine.runner.rows import Rows
 from nanoengine.runner.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.late_device import GraphSafeNaive
+from tests.late_device import make_graph_safe
 from tests.recorded_graphs import RecordedGraphs
 
 VOCAB = 40
@@ -202,6 +202,7 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
         model, rows, sampler, step = make_step(num_groups=num_groups)
         graphs = RecordedGraphs()
         graphed = GraphedDecode(step, max_num_seqs=8, graphs=graphs)
+        graphed.capture(graphed.sizes)
         new = [(r, [3 * r + 1] * (2 + 3 * r), range(10 * r + 10, 10 * r + 20), GREEDY)
                for r in range(5)]  # fmt: skip
         admit(rows, sampler, step, *new)
@@ -221,7 +222,7 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             assert rows.pool.tolist() == twin_rows.pool.tolist()
             assert step.lengths.tolist() == twin.lengths.tolist()
         assert rows.pool[-1] == step.lengths[-1] == 0, "padding stays where it is"
-        assert graphs.num_replayed == 4
+        assert graphs.num_replayed == 2 * 4, "the forward, then the pick"
         # Four decodes of row 0, from position 1: token + position + first block, again and again.
         token = 1
         for position in range(1, 5):
@@ -303,18 +304,13 @@ def test_a_decode_step_never_asks_its_device(monkeypatch):
 # --- the whole runner over recorded graphs -------------------------------------------------------
 
 
-def make_graph_safe(name, *, device, dtype, head_dim, block_size, **options):
-    """In place of `make_backend`; whatever else an engine asks for must be off."""
-    assert not any(options.values()), options
-    return GraphSafeNaive(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
-
-
 def graphed_engine(graphs, **options):
     """An engine that replays its decodes."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
     family, overrides = options.pop("family", "qwen3"), options.pop("overrides", {})
     with (
         mock.patch.object(ModelRunner, "_uses_graphs", True),
+        mock.patch.object(ModelRunner, "_free_bytes", return_value=0),
         mock.patch.object(model_runner, "CudaGraphs", return_value=graphs),
         mock.patch.object(model_runner, "make_backend", make_graph_safe),
         # Why: numba's kernels write memory behind torch's back, and would not be recorded.

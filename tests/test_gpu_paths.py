@@ -3,13 +3,18 @@
 Tokens are those of the CPU, no launch waits, no stream is out of order, and all memory comes back.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
+import nanoengine.runner.model_runner as model_runner
 from nanoengine import HostTier
+from nanoengine.runner.pick import Kind
 from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.emulated_gpu import CUDA, EmulatedGPU
+from tests.late_device import make_graph_safe
+from tests.support.emulated_gpu import CUDA, NODE_BYTES, EmulatedGPU
 
 PROMPTS = random_prompts(4, [1, 7, 40, 20])
 SHAPE = {"head_dim": 64, "num_hidden_layers": 2}
@@ -34,6 +39,12 @@ def on_gpu(**options):
     return make_engine(checkpoint("qwen3", **SHAPE), **SMALL | defaults | options)
 
 
+def on_gpu_by_torch(**options):
+    """As `on_gpu`, in float64 and without Triton, whose interpreter takes its time."""
+    with mock.patch.object(model_runner, "make_backend", make_graph_safe):
+        return on_gpu(**{"dtype": "float64", "attention_backend": "naive"} | options)
+
+
 def close(gpu, engine):
     """Closes an engine, and holds what all of them are held to."""
     engine.close()
@@ -54,11 +65,40 @@ def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
         close(gpu, engine)
 
 
+def test_the_memory_plan_counts_what_graphs_take():
+    """A pool that takes all it is given stays within its share of the memory, graphs included."""
+    with EmulatedGPU(memory_bytes=384 * 2**20) as gpu:
+        engine = on_gpu_by_torch(
+            num_kv_blocks=None, kv_cache_gib=None, memory_fraction=0.5, max_model_len=512,
+            max_num_seqs=20, max_num_batched_tokens=256,
+        )  # fmt: skip
+        plan, info = engine.executor.memory, engine.info
+        assert plan.graph_bytes > 30 * 5 * NODE_BYTES, "six sizes, and more kernels than these"
+        assert f"CUDA graphs {plan.graph_bytes / 2**30:.2f} GiB" in info.memory_plan
+        free, total = torch.cuda.mem_get_info()
+        assert total - free + plan.activation_bytes <= 0.5 * total
+        assert 100 < plan.num_blocks < 20 * 512 // 16, "no more than there is room for"
+        close(gpu, engine)
+
+
+def test_greedy_graphs_compute_no_random_numbers():
+    with EmulatedGPU() as gpu:
+        engine = on_gpu_by_torch()
+        decode = engine.executor._decode[0]
+        for kind, draws in ((Kind.GREEDY, False), (Kind.DRAWN, True)):
+            gpu.kernels.clear()
+            with torch.inference_mode():
+                decode.pick(1, kind)
+            assert ("bitwise_xor" in gpu.kernels) is draws
+        del decode
+        close(gpu, engine)
+
+
 def test_a_host_tier_stores_and_loads_beside_the_steps():
     params, prompts = greedy(6), random_prompts(4, [40, 33, 36])
     expected = on_cpu(params, prompts)
     with EmulatedGPU() as gpu:
-        engine = on_gpu(num_kv_blocks=6, kv_tiers=(HostTier(gib=0.01, policy="load"),))
+        engine = on_gpu_by_torch(num_kv_blocks=6, kv_tiers=(HostTier(gib=0.01, policy="load"),))
         for _ in range(2):
             assert tokens(run(engine, prompts, params)) == expected
         (host,) = engine.stats().tiers

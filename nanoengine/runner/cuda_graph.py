@@ -1,15 +1,16 @@
-"""GraphedDecode: replays a captured CUDA graph for steps of decodes; same signature as the step.
+"""GraphedDecode: replays captured CUDA graphs for steps of decodes; same signature as the step.
 
 Why: a decode step of a small model is a few hundred short kernels, and launching them from Python
-takes longer than running them. A graph launches all of them at once, for one fixed batch size and
-one way to pick tokens:
+takes longer than running them. A graph launches all of them at once, for one fixed batch size:
 
-    sizes captured          1   2   4   8   16   24   32 ...       each for every `Kind`, and for
-    batch of 5 decodes                  |---> rows 5..7 are padding       logits alone
+    sizes captured          1   2   4   8   16   24   32 ...      forward and logits: one graph each
+                            └ for every `Kind` of picking tokens from the logits: a small one
+    batch of 5 decodes                  |---> rows 5..7 are padding
     batch with a prompt                       runs eagerly, as any batch with a longer query
 
-The forward, the LM head, the sampling and the advance of the rows are all inside (`DecodeStep`), so
-a graph needs nothing from the host but to be launched.
+All that a step does is inside (`DecodeStep`), so a graph needs nothing from the host but to be
+launched. Why two a step: with the forward in the graph of every kind there were five times as many
+nodes, and each takes the driver's memory and its time at the start.
 
 Made by the ModelRunner once the KV cache is bound to the layers, for a graph keeps its addresses.
 It knows neither models nor batches. The logic is tested on the CPU with a stand-in that records
@@ -22,17 +23,26 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from nanoengine.runner.pick import Kind
 
 Outputs = tuple[torch.Tensor, ...]
-Step = Callable[[int, Kind | None], Outputs]
-"""Runs the decode step for so many rows, padding included, and picks tokens so, or not at all."""
 Captured = tuple[Callable[[], None], Outputs]
 """What replays a capture, and the tensors that a replay fills."""
+
+
+class Step(Protocol):
+    """A decode step in two parts, for so many rows, padding included; see `DecodeStep`."""
+
+    def forward(self, size: int) -> Outputs:
+        """The logits, in a buffer that no capture has allocated."""
+
+    def pick(self, size: int, kind: Kind) -> Outputs:
+        """Tokens from that buffer, and what follows from them."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -83,7 +93,7 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
 
 
 class GraphedDecode:
-    """A decode step for every batch size, captured when it is made.
+    """A decode step for every batch size.
 
     Args:
         step: what to capture; its rows must all be padding until then, since capturing runs it.
@@ -93,18 +103,25 @@ class GraphedDecode:
 
     def __init__(self, step: Step, *, max_num_seqs: int, graphs: CudaGraphs) -> None:
         self.sizes = capture_sizes(max_num_seqs)
+        self._step, self._graphs = step, graphs
         self._captured: dict[tuple[int, Kind | None], Captured] = {}
-        with torch.inference_mode():
-            for size in reversed(self.sizes):  # Why: the first fills the pool, the others reuse it.
-                for kind in (None, *Kind):
-                    self._captured[size, kind] = graphs.capture(functools.partial(step, size, kind))
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Captures the step for these sizes. Why from the largest on: it fills the pool, and the
+        others reuse that."""
+        for size in sorted(sizes, reverse=True):
+            parts = [(None, functools.partial(self._step.forward, size))]
+            parts += [(kind, functools.partial(self._step.pick, size, kind)) for kind in Kind]
+            for kind, part in parts:
+                self._captured[size, kind] = self._graphs.capture(part)
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest captured size that holds so many sequences."""
+        """The smallest size that holds so many sequences."""
         return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
 
     def __call__(self, size: int, kind: Kind | None) -> Outputs:
-        """Replays; what it returns is valid until the next call."""
-        replay, outputs = self._captured[size, kind]
-        replay()
+        """Replays; what it returns is valid until the next call. Without a kind: the logits."""
+        for part in (None, kind) if kind else (None,):
+            replay, outputs = self._captured[size, part]
+            replay()
         return outputs

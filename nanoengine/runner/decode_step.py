@@ -164,17 +164,26 @@ class DecodeStep:
 
     def __call__(self, size: int, kind: Kind | None) -> Picked:
         """The step for the first `size` of `batch_rows`; without a kind it stops at the logits."""
+        logits = self.forward(size)
+        return logits if kind is None else self.pick(size, kind)
+
+    def forward(self, size: int) -> tuple[torch.Tensor]:
+        """The logits [size, V], in a buffer that all sizes share."""
         rows = self.batch_rows[:size]
-        positions = self.lengths.index_select(0, rows)
-        batch = self._batch(rows, positions)
+        batch = self._batch(rows, self.lengths.index_select(0, rows))
         batch.attention = self._prepare(batch)
-        logits = self._logits(self._forward(batch))
-        if kind is None:
-            # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
-            return (self._logits_out[:size].copy_(logits),)
-        uniform = row_uniforms(self.seeds.index_select(0, rows), positions + 1)
-        packed = torch.cat((self.columns.index_select(1, rows), uniform[None]))
-        token_ids, valid = pick(logits, device_params(packed), kind)
+        # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
+        return (self._logits_out[:size].copy_(self._logits(self._forward(batch))),)
+
+    def pick(self, size: int, kind: Kind) -> Picked:
+        """Tokens from the logits of `forward`; the rows advance by them."""
+        rows = self.batch_rows[:size]
+        packed = self.columns  # which greedy lines don't read
+        if kind is not Kind.GREEDY:
+            next_positions = self.lengths.index_select(0, rows) + 1
+            uniform = row_uniforms(self.seeds.index_select(0, rows), next_positions)
+            packed = torch.cat((self.columns.index_select(1, rows), uniform[None]))
+        token_ids, valid = pick(self._logits_out[:size], device_params(packed), kind)
         self.advance(rows, token_ids)
         return token_ids, valid
 

@@ -12,6 +12,7 @@ Called by LLMEngine through the Executor door; decides nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
@@ -47,7 +48,7 @@ from nanoengine.runner.kv_cache import GIB, KVCache
 from nanoengine.runner.launched import LaunchedStep, PromptScores
 from nanoengine.runner.rows import Ints, Rows, SampleLines
 from nanoengine.runner.sampler import SampledTokens, Sampler, token_logprobs
-from nanoengine.runner.transfers import Downloads, Stopwatch, ship
+from nanoengine.runner.transfers import Downloads, Stopwatch, ship, staging_size
 
 LOGITS_CHUNK = 256
 """Prompt positions whose logits exist at once: 256 x 152k float32 are 0.16 GB."""
@@ -55,10 +56,16 @@ LOGITS_CHUNK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow."""
+    """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow.
+
+    `graph_bytes` is what a GPU lost to the decode step, its graphs and the driver's copies of them;
+    `staging_bytes` are buffers between the GPU and a host tier.
+    """
 
     weight_bytes: int
     activation_bytes: int
+    graph_bytes: int
+    staging_bytes: int
     kv_bytes: int
     num_blocks: int
     block_size: int
@@ -66,9 +73,20 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         tokens = (self.num_blocks - 1) * self.block_size
+        parts = [
+            ("weights", self.weight_bytes),
+            ("activations", self.activation_bytes),
+            ("CUDA graphs", self.graph_bytes),
+            ("host tier's staging", self.staging_bytes),
+            ("KV cache", self.kv_bytes),
+        ]
+        named = ", ".join(
+            f"{name} {size / GIB:.2f} GiB"
+            for name, size in parts
+            if size or name in ("weights", "activations", "KV cache")
+        )
         return (
-            f"memory: weights {self.weight_bytes / GIB:.2f} GiB, activations"
-            f" {self.activation_bytes / GIB:.2f} GiB, KV cache {self.kv_bytes / GIB:.2f} GiB\n"
+            f"memory: {named}\n"
             f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens"
             f" = {tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
         )
@@ -157,23 +175,22 @@ class ModelRunner:
             num_layers=max(len(group.layers) for group in self.groups),
             dtype=self.kv_dtype,
         )
-        self.memory = self._size(bytes_a_block, asked, context_len)
-        self.kv_cache = self._allocate(self.memory.num_blocks)
-        self.rows = Rows(
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=self.memory.max_model_len,
-            block_size=self.block_size,
-            num_groups=len(self.groups),
-            device=self.device,
-        )
         self.sampler = Sampler(
             self.model_config.vocab_size,
             self.config.max_num_seqs,
             self.model_config.eos_token_ids,
         )
+        self.memory = self._size(bytes_a_block, asked, context_len)
+        self.kv_cache = self._allocate(self.memory.num_blocks)
+        self.rows = self._make_rows(self.memory.max_model_len)
         self._decode: tuple[DecodeStep, GraphedDecode] | None = None
         if self._uses_graphs:
-            self._decode = self._capture()
+            free = self._free_bytes()
+            decode = self._decode_step(self.rows, self.memory.max_model_len)
+            decode[1].capture(decode[1].sizes)
+            self._decode = decode
+            taken = max(0, free - self._free_bytes())
+            self.memory = dataclasses.replace(self.memory, graph_bytes=taken)
         self.downloads = Downloads(self.device)
         self._latest: LaunchedStep | None = None
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
@@ -223,19 +240,28 @@ class ModelRunner:
         safe = self.backend.graph_safe and self.model.graph_safe
         return self.device.type == "cuda" and safe and not self.config.enforce_eager
 
-    def _capture(self) -> tuple[DecodeStep, GraphedDecode]:
-        """The decode step, and its graphs for every batch size."""
+    def _decode_step(self, rows: Rows, max_model_len: int) -> tuple[DecodeStep, GraphedDecode]:
+        """The decode step, and what captures and replays it."""
         step = DecodeStep(
             forward=self.model,
             logits=self.model.logits,
             prepare=self.backend.prepare,
-            rows=self.rows,
+            rows=rows,
             sampler=self.sampler,
-            max_model_len=self.memory.max_model_len,
+            max_model_len=max_model_len,
             dtype=self.dtype,
         )
         num_seqs = self.config.max_num_seqs
         return step, GraphedDecode(step, max_num_seqs=num_seqs, graphs=CudaGraphs())
+
+    def _make_rows(self, max_model_len: int) -> Rows:
+        return Rows(
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=self.block_size,
+            num_groups=len(self.groups),
+            device=self.device,
+        )
 
     def _allocate(self, num_blocks: int) -> KVCache:
         cache = KVCache(
@@ -254,7 +280,8 @@ class ModelRunner:
     def _size(self, bytes_a_block: int, asked: int | None, context_len: int) -> MemoryPlan:
         """Decides the number of blocks and the effective max_model_len."""
         config = self.config
-        activation_bytes = 0
+        activation_bytes = graph_bytes = 0
+        staging_bytes = staging_size(bytes_a_block) if self._stages else 0
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
         elif config.kv_cache_gib is not None:
@@ -267,8 +294,8 @@ class ModelRunner:
                 if config.memory_fraction is not None:
                     budget = int(free * config.memory_fraction)
             else:
-                activation_bytes = self._profile()
-                budget = self._gpu_budget(activation_bytes)
+                activation_bytes, graph_bytes = self._profile()
+                budget = self._gpu_budget(activation_bytes + graph_bytes + staging_bytes)
             num_blocks = kv_cache.num_blocks_for_bytes(budget, bytes_a_block)
             longest = -(-(asked or context_len) // self.block_size) * len(self.groups)
             num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)  # no use for more
@@ -281,23 +308,48 @@ class ModelRunner:
         return MemoryPlan(
             weight_bytes=self.weight_bytes,
             activation_bytes=activation_bytes,
+            graph_bytes=graph_bytes,
+            staging_bytes=staging_bytes,
             kv_bytes=num_blocks * bytes_a_block,
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_model_len=asked or min(context_len, tokens),
         )
 
-    def _profile(self) -> int:
-        """Peak bytes of activations, logits, sampling and graphs, measured at the largest steps."""
+    @property
+    def _stages(self) -> bool:
+        """A host tier beside a GPU copies by way of buffers there."""
+        return self.device.type == "cuda" and bool(self.config.kv_tiers)
+
+    def _profile(self) -> tuple[int, int]:
+        """Peak bytes of activations, logits and sampling, measured at the largest steps; bytes that
+        the decode step and its graphs will take."""
         self._allocate(2)  # every slot is in the null block
-        of_prompts, of_decodes = (self._peak(batch) for batch in self._largest_batches())
-        peak = max(of_prompts, of_decodes)
-        if self._uses_graphs:
-            # Why: they have a pool of their own beside all others, and logits that they return.
-            num_logits = self.config.max_num_seqs * self.model_config.vocab_size
-            peak += of_decodes + num_logits * self.dtype.itemsize
+        peak = max(self._peak(batch) for batch in self._largest_batches())
+        graph_bytes = self._trial_of_graphs() if self._uses_graphs else 0
+        gc.collect()
         torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
-        return peak
+        return peak, graph_bytes
+
+    def _trial_of_graphs(self) -> int:
+        """What all graphs will take, by capturing the two largest sizes.
+
+        The first fills the pool that all of them share. The second takes what every other one does:
+        the driver's own memory, which torch doesn't count.
+        """
+        torch.cuda.empty_cache()
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        free = [self._free_bytes()]
+        _, graphed = self._decode_step(self._make_rows(longest), longest)
+        for size in (graphed.sizes[-1], graphed.sizes[-2:][0]):
+            graphed.capture([size])
+            free.append(self._free_bytes())
+        first, each = free[0] - free[1], free[1] - free[2]
+        return max(0, first) + max(0, each) * (len(graphed.sizes) - 1)
+
+    def _free_bytes(self) -> int:
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def _largest_batches(self) -> tuple[Batch, Batch]:
         """Prompts, which have the widest activations, and decodes of the longest sequences, which
@@ -355,10 +407,10 @@ class ModelRunner:
             )
         )
 
-    def _gpu_budget(self, activation_bytes: int) -> int:
+    def _gpu_budget(self, other_bytes: int) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         fraction = self.config.memory_fraction or kv_cache.GPU_DEFAULT_FRAC
-        return int(total * fraction) - (total - free) - activation_bytes
+        return int(total * fraction) - (total - free) - other_bytes
 
     # --- launch -------------------------------------------------------------------------------
 

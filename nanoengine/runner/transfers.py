@@ -19,6 +19,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+STAGING_BYTES = 2**27
+"""Each of two buffers on a GPU in which a host tier gathers blocks: 2.7 ms of 50 GB/s."""
+
+
+def staging_blocks(block_bytes: int) -> int:
+    """Blocks that one of the two buffers of a host tier holds."""
+    return max(1, STAGING_BYTES // block_bytes)
+
+
+def staging_size(block_bytes: int) -> int:
+    """Bytes that a host tier's buffers take of a GPU."""
+    return 2 * staging_blocks(block_bytes) * block_bytes
+
 
 def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
     """Tensors with the arrays' shapes and dtypes, on the device, by one transfer.

@@ -43,7 +43,7 @@ from nanoengine.runner import cuda_graph
 
 CUDA = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
-NODE_BYTES = 2**16
+NODE_BYTES = 2**13
 """Driver memory that a kernel of a graph takes here; an invented figure."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
 WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "repeat_interleave"}
