@@ -36,13 +36,12 @@ def sampler_of(kind, vocab_size, seed):
     sampler.greedy[:] = rng.random(NUM_LINES) < 0.2
     if kind is Kind.DRAWN:
         return sampler
-    most = min(FIRST_WIDTH, vocab_size - 1) if kind is Kind.TOP_K else vocab_size
-    sampler.top_k[:] = rng.integers(1, most + 1, NUM_LINES)
+    sampler.top_k[:] = rng.integers(1, vocab_size + 1, NUM_LINES)
+    sampler.top_k[1::2] = np.minimum(sampler.top_k[1::2], FIRST_WIDTH)
     sampler.top_k[::5] = vocab_size  # off
     sampler.top_p[:] = rng.choice([1.0, 1e-6, 0.5, 0.95], NUM_LINES)
     sampler.min_p[:] = rng.choice([0.0, 0.05, 1.0], NUM_LINES)
-    if kind is Kind.TOP_K:
-        sampler.top_p[::5], sampler.min_p[::5] = 1.0, 0.0
+    sampler.top_p[::5], sampler.min_p[::5] = 1.0, 0.0
     return sampler
 
 
@@ -65,8 +64,7 @@ def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
     expected = sampler.sample(logits, np.arange(NUM_LINES), positions)
     assert found.tolist() == expected.token_ids.tolist()
     assert valid.all()
-    if kind is not Kind.FILTERED or vocab_size > FIRST_WIDTH:
-        assert sampler.kind(np.arange(NUM_LINES)) is kind
+    assert sampler.kind(np.arange(NUM_LINES)) is kind
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

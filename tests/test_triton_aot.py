@@ -119,7 +119,7 @@ def test_registers_leave_room_for_enough_programs(reports, target):
 @pytest.mark.parametrize("kernel", [DRAWN, FILTERED])
 def test_logits_arrive_by_wide_copies_while_others_are_weighed(reports, target, kernel):
     figures = reports[target, kernel]
-    assert figures["registers"] <= 128, "two lines of 256 threads on a multiprocessor"
+    assert figures["registers"] <= 128, "two lines of 256 threads at a time, or one of 512"
     assert figures["async_copies"] == figures["wide_copies"] > 0
     assert figures["in_flight"] >= 2
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import triton
 
+from nanoengine.kernels import triton_sampling as kernels
 from nanoengine.runner import pick as pick_module
 from nanoengine.runner import triton_pick
 from nanoengine.runner.draw import draw_all_sorted, uniforms
@@ -20,6 +22,17 @@ ALMOST_ONE = 1 - 2.0**-53
 def small(monkeypatch):
     """Tiles so small that a short line has several."""
     monkeypatch.setattr(triton_pick, "BLOCK", 64)
+
+
+@pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
+def room(request, monkeypatch):
+    """Candidates of a line: all that filters leave, sometimes too few, too few."""
+    set_room(monkeypatch, *request.param)
+
+
+def set_room(monkeypatch, width, room):
+    monkeypatch.setattr(triton_pick, "WIDTH", width)
+    monkeypatch.setattr(triton_pick, "ROOM", room)
 
 
 def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, uniform=0.5):
@@ -48,6 +61,7 @@ def test_draws_the_tokens_of_its_twin(dtype):
     assert pick_lines(logits, params, False, False)[0].tolist() == twin(logits, params, Kind.GREEDY)
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("dtype", "num_lines"), [(torch.float16, 8), (torch.float32, 3)])
 def test_filters_as_its_twin(dtype, num_lines):
     size, rng = 70, np.random.default_rng(2)
@@ -64,16 +78,19 @@ def test_filters_as_its_twin(dtype, num_lines):
 
 
 def adversarial():
-    """Lines of 66: ties, two zeros, -inf, one token alone, flat, steps, one above ties."""
+    """Lines of 66: ties, two zeros, -inf, one token alone, flat, steps, one above ties, and all
+    likely tokens in one lane."""
     ties = torch.arange(66).remainder(3).float()
     zeros = torch.where(torch.arange(66) % 2 == 0, -0.0, 0.0)
     holes = torch.where(torch.arange(66) % 5 == 0, torch.arange(66) / 9.0, -torch.inf)
     one_hot = torch.full((66,), -torch.inf).index_fill(0, torch.tensor([65]), -3.0)
     steps = -torch.arange(66).flip(0).float()
     above = torch.zeros(66).index_fill(0, torch.tensor([40]), 0.5)
-    return torch.stack([ties, zeros, holes, one_hot, torch.full((66,), -7.0), steps, above])
+    lane = torch.full((66,), -9.0).index_fill(0, torch.tensor([1, 65]), 2.0)
+    return torch.stack([ties, zeros, holes, one_hot, torch.full((66,), -7.0), steps, above, lane])
 
 
+@pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("filters", [{"top_k": 30, "top_p": 0.5}, {"top_p": 0.4}, {"min_p": 0.3}])
 def test_what_filters_leave_ends_where_the_sort_says(filters):
     logits = adversarial()
@@ -88,8 +105,69 @@ def test_what_filters_leave_ends_where_the_sort_says(filters):
 def test_the_best_token_is_the_first_of_equals():
     logits = adversarial().to(DEVICE)
     ids, valid = pick_lines(logits, params_of(len(logits), 66), draws=False, filters=False)
-    assert ids.tolist() == [2, 0, 65, 65, 0, 65, 40]
+    assert ids.tolist() == [2, 0, 65, 65, 0, 65, 40, 1]
     assert valid.all()
+
+
+def passes(monkeypatch, temperature, **filters):
+    """How often the kernel reads a typical line of 2,000 logits, and how often of that it searches.
+
+    The line: logits fall with the logarithm of the rank, as frequencies of words do, from 20 on,
+    with noise, rounded to bfloat16 and searched as such.
+    """
+    read, searched, size = [], [], 2000
+    monkeypatch.setattr(triton_pick, "BLOCK", 256)
+    monkeypatch.setattr(triton_pick, "ZERO_BITS", {torch.float32: 16})
+    for name, calls in (("load_tile", read), ("amount_from", searched)):
+        plain = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, plain=plain, calls=calls: calls.append(1) or plain(*args)
+        )
+    generator = torch.Generator().manual_seed(0)
+    logits = 20.0 - 1.5 * torch.arange(1, size + 1).log()
+    logits += 0.3 * torch.randn(size, generator=generator)
+    logits = logits[torch.randperm(size, generator=generator)].bfloat16().float()[None]
+    params = params_of(1, size, temperature=temperature, **filters, uniform=0.4)
+    ids, _ = pick_lines(logits.to(DEVICE), params, draws=True, filters=True)
+    assert ids.tolist() == twin(logits, params, Kind.FILTERED)
+    return len(read) / triton.cdiv(size, 256), len(searched)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the interpreter")
+@pytest.mark.parametrize(
+    ("temperature", "filters", "most"),
+    [
+        (0.6, {"top_k": 20, "top_p": 0.95}, 3),
+        (1.0, {"top_k": 64}, 4),
+        (0.6, {"top_p": 0.95}, 5),
+        (1.0, {"min_p": 0.05}, 5),
+    ],
+)
+def test_what_filters_leave_is_mostly_among_the_candidates(monkeypatch, temperature, filters, most):
+    """Passes for the best of each lane, for the next until there are none (two where lanes are as
+    few as here), and without a top_k for the sum of all."""
+    read, searched = passes(monkeypatch, temperature, **filters)
+    assert read <= most
+    assert searched == 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the interpreter")
+@pytest.mark.parametrize(
+    ("temperature", "filters", "searches", "most"),
+    [
+        (0.6, {"top_p": 0.95}, 2, 8),
+        (1.0, {"top_p": 0.95}, 2, 10),
+        (0.6, {"min_p": 0.05}, 1, 9),
+        (1.0, {"top_k": 100}, 2, 9),
+    ],
+)
+def test_a_search_takes_half_of_a_pass_for_each_bit(
+    monkeypatch, temperature, filters, searches, most
+):
+    """16 passes over all keys of bfloat16; some 8 over those of tokens that have a weight."""
+    set_room(monkeypatch, 2, 2)
+    _, searched = passes(monkeypatch, temperature, **filters)
+    assert 4 * searches < searched <= most * searches
 
 
 @pytest.mark.parametrize("top_k", [None, 4])
@@ -137,19 +215,19 @@ def test_a_line_without_a_valid_token_is_told_and_neighbours_change_nothing(bad)
 
 def test_a_gpu_takes_the_kernel(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [kind for kind in Kind if not has_kernel(cuda, torch.bfloat16, kind)] == [Kind.TOP_K]
-    assert not any(has_kernel(cuda, torch.float64, kind) for kind in Kind)
-    assert not any(has_kernel(cpu, torch.float32, kind) for kind in Kind)
+    assert has_kernel(cuda, torch.bfloat16)
+    assert not has_kernel(cuda, torch.float64)
+    assert not has_kernel(cpu, torch.float32)
     taken = []
 
     def kernel(logits, params, draws, filters):
         taken.append((draws, filters))
         return pick_lines(logits, params, draws, filters)
 
-    monkeypatch.setattr(pick_module, "has_kernel", lambda device, dtype, kind: True)
+    monkeypatch.setattr(pick_module, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr(triton_pick, "pick_lines", kernel)
     logits = random_logits(2, 2, 20).to(DEVICE)
-    for kind in (Kind.GREEDY, Kind.DRAWN, Kind.FILTERED):
+    for kind in Kind:
         ids, _ = pick(logits, device_params(params_of(2, 20)), kind)
         assert ids.shape == (2,)
     assert taken == [(False, False), (True, False), (True, True)]

@@ -43,7 +43,6 @@ from nanoengine.runner import kv_cache
 from nanoengine.runner.batch import Batch
 from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode
 from nanoengine.runner.decode_step import DecodeStep
-from nanoengine.runner.draw import FIRST_WIDTH
 from nanoengine.runner.kv_cache import GIB, KVCache
 from nanoengine.runner.launched import LaunchedStep, PromptScores
 from nanoengine.runner.rows import Ints, Rows, SampleLines
@@ -369,13 +368,11 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _run_all_of(self, batch: Batch) -> None:
-        """A forward of all rows, with logits of max_num_seqs, sampled in both of a GPU's ways."""
+        """A forward of all rows, with logits of max_num_seqs, sampled as filters want it."""
         logits = self.model.logits(self.model(batch)[: self.config.max_num_seqs])
         lines = np.arange(logits.shape[0])
         sampler = Sampler(self.model_config.vocab_size, len(lines))
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
-        sampler.sample(logits, lines, lines).fetch()
-        sampler.top_k[:] = FIRST_WIDTH  # Why: this one has no kernel, and widens copies of logits
         sampler.sample(logits, lines, lines).fetch()
 
     def _full_batch(self, counts: list[int], seq_len: int | None = None) -> Batch:

@@ -3,15 +3,14 @@
     kind        for batches in which                      how
     GREEDY      all lines take the most likely token      argmax
     DRAWN       no line filters                           draw from all tokens
-    TOP_K       who filters has a top_k of at most 64     draw from the 64 best
-    FILTERED    some line filters otherwise               threshold search
+    FILTERED    some line filters                         threshold search
 
 The host knows the kind from the sampling parameters. All else has fixed shapes and no branch on a
 value, so nothing waits, and a captured graph fits every batch of its kind. The tokens are those
 that the CPU picks with `draw.py`, where it may look at values and take shortcuts.
 
-On CUDA all kinds but TOP_K are one kernel (`triton_pick.py`): what is here is its twin, and what
-serves float64. Exponentials may differ between the two in a last bit, and with them now and then a
+On CUDA all kinds are one kernel (`triton_pick.py`): what is here is its twin, and what serves
+float64. Exponentials may differ between the two in a last bit, and with them now and then a
 token: by estimate once in millions of draws where few tokens are likely, once in ten thousand where
 all are. On one device a seed's tokens are always the same.
 
@@ -36,14 +35,13 @@ import numpy as np
 import torch
 
 from nanoengine.runner.draw import (
-    FIRST_WIDTH,
     GOLDEN,
+    MAX_VOCAB_SIZE,
     DrawParams,
     argmax,
     draw,
     draw_all_sorted,
     draw_target,
-    draw_top_k,
     draw_weights,
     mix,
     pad_to_blocks,
@@ -61,7 +59,6 @@ class Kind(enum.Enum):
 
     GREEDY = "greedy"
     DRAWN = "drawn"
-    TOP_K = "top_k"
     FILTERED = "filtered"
 
 
@@ -72,7 +69,7 @@ def pick(logits: torch.Tensor, params: DrawParams, kind: Kind) -> tuple[torch.Te
         logits: [L, V], any float dtype.
         params: temperature 0 for greedy lines, top_k V where it is off.
     """
-    if has_kernel(logits.device, logits.dtype, kind):
+    if has_kernel(logits.device, logits.dtype):
         from nanoengine.runner.triton_pick import pick_lines
 
         draws, filters = kind is not Kind.GREEDY, kind is Kind.FILTERED
@@ -87,13 +84,9 @@ def pick(logits: torch.Tensor, params: DrawParams, kind: Kind) -> tuple[torch.Te
     return torch.where(valid, ids, 0), valid
 
 
-def has_kernel(device: torch.device, dtype: torch.dtype, kind: Kind) -> bool:
-    """True if lines are picked by the Triton kernel.
-
-    Why not TOP_K: the 64 best are found in few passes here; the kernel would search the line once a
-    bit for where they end.
-    """
-    return device.type == "cuda" and dtype != torch.float64 and kind is not Kind.TOP_K
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if lines are picked by the Triton kernel."""
+    return device.type == "cuda" and dtype != torch.float64
 
 
 def _pick(
@@ -106,11 +99,10 @@ def _pick(
     largest = best[:, None].to(wide.dtype)
     # Greedy lines divide by a temperature of 0; what they draw is not taken.
     drawn = draw(wide, largest, params)
-    if kind is not Kind.DRAWN:
-        draw_filtered = draw_top_k if kind is Kind.TOP_K else draw_thresholds
+    if kind is Kind.FILTERED:
         filters = (params.column("top_k") < logits.shape[-1]) | (params.column("top_p") < 1)
         filters = filters | (params.column("min_p") > 0)
-        drawn = torch.where(filters[:, 0], draw_filtered(wide, largest, params), drawn)
+        drawn = torch.where(filters[:, 0], draw_thresholds(wide, largest, params), drawn)
     return torch.where(params.column("temperature")[:, 0] == 0, ids, drawn), best
 
 
@@ -212,7 +204,7 @@ class Thresholds:
 
 def device_params(packed: torch.Tensor) -> DrawParams:
     """The five rows of `DrawParams`, already on the device, [5, L] float64."""
-    return DrawParams(packed, uses_min_p=True, max_top_k=FIRST_WIDTH)
+    return DrawParams(packed, uses_min_p=True, max_top_k=MAX_VOCAB_SIZE)
 
 
 def mixed_seeds(seeds: np.ndarray) -> np.ndarray:

@@ -27,7 +27,6 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
 from nanoengine.runner.draw import (
-    FIRST_WIDTH,
     MAX_VOCAB_SIZE,
     DrawParams,
     argmax,
@@ -333,13 +332,11 @@ class Sampler:
     def kind(self, rows: np.ndarray) -> Kind:
         """How `pick` takes these rows together."""
         drawn = rows[~self.greedy[rows]]
-        filters = (self.min_p[drawn] > 0) | (self.top_p[drawn] < 1)
-        filtered = drawn[filters | (self.top_k[drawn] < self.vocab_size)]
         if not len(drawn):
             return Kind.GREEDY
-        if not len(filtered):
-            return Kind.DRAWN
-        return Kind.TOP_K if self.top_k[filtered].max() <= FIRST_WIDTH else Kind.FILTERED
+        filters = (self.min_p[drawn] > 0) | (self.top_p[drawn] < 1)
+        filters |= self.top_k[drawn] < self.vocab_size
+        return Kind.FILTERED if filters.any() else Kind.DRAWN
 
     def columns(self, rows: np.ndarray) -> np.ndarray:
         """Temperature (0 where greedy), top_k, top_p and min_p of these rows, [4, L] float64."""

@@ -13,9 +13,15 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_sampling as kernels
+from nanoengine.runner.draw import FIRST_WIDTH
 
 BLOCK = 4096
-"""Logits of a line in one tile: 16 for each of 256 threads, two loads of 16 bytes in 16 bits."""
+"""Logits of a line in one tile: 16 for each of 256 threads, two loads of 16 bytes in 16 bits; 8 for
+each of 512 where lines filter, which keeps registers at 128."""
+
+WIDTH, ROOM = FIRST_WIDTH, 2 * FIRST_WIDTH
+"""The likeliest tokens that a filtered line gathers, and room for more that are as likely. So many:
+the usual top_k, and most of what a top_p leaves."""
 
 ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits that are zero in any number of the dtype, as float32."""
@@ -36,10 +42,13 @@ def pick_lines(
     assert logits.stride(1) == params.stride(1) == 1, "lines must be contiguous"
     ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
+    shape = (num_lines if filters else 0, 2, ROOM)
+    candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
     kernels.pick_kernel[(num_lines,)](
-        ids, valid.view(torch.int8), logits, params, params.stride(0),
+        ids, valid.view(torch.int8), candidates, logits, params, params.stride(0),
         LINE=logits.stride(0), SIZE=size, BLOCK=BLOCK,
         TILES=triton.next_power_of_2(triton.cdiv(size, BLOCK)), STAGES=4,
-        SHIFT=ZERO_BITS[logits.dtype], DRAW=draws, FILTER=filters, num_warps=8,
+        SHIFT=ZERO_BITS[logits.dtype], WIDTH=WIDTH, ROOM=ROOM, DRAW=draws, FILTER=filters,
+        num_warps=16 if filters else 8,
     )  # fmt: skip
     return ids, valid
