@@ -38,6 +38,17 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         ConfigError: a setting does not fit this machine or this model.
         ModelError: the checkpoint can't be run.
     """
+    try:
+        return _build_engine(config)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        sizes = ("max_num_seqs", "max_model_len", "num_kv_blocks", "kv_cache_gib", "kv_tiers")
+        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in sizes)
+        raise ConfigError(
+            f"the memory of this machine is not enough: {error}; lower what asks for it: {given}"
+        ) from error
+
+
+def _build_engine(config: EngineConfig) -> LLMEngine:
     started = time.perf_counter()
     directory = resolve_model(config)
     model_config = load_model_config(directory)

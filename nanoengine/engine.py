@@ -16,12 +16,13 @@ the `Executor` door, what watches them behind `Observer`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -130,12 +131,19 @@ class UnderWay(NamedTuple):
 def one_at_a_time(
     method: Callable[Concatenate[LLMEngine, P], R],
 ) -> Callable[Concatenate[LLMEngine, P], R]:
-    """A method that runs while its thread holds the engine's lock."""
+    """A method that waits until no other thread's runs, and goes before that thread's next turn."""
 
     @functools.wraps(method)
     def wrapped(self: LLMEngine, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.lock:
+        me = threading.get_ident()
+        if self._owner == me:
             return method(self, *args, **kwargs)
+        with self._door, self._lock:
+            self._owner = me
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._owner = None
 
     return wrapped  # type: ignore[return-value]  # it is bound like any method
 
@@ -151,9 +159,6 @@ class LLMEngine:
         overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
         observers: told of each step; they may abort requests.
-
-    Attributes:
-        lock: who holds it keeps other threads out over several calls.
     """
 
     def __init__(
@@ -180,13 +185,39 @@ class LLMEngine:
         self._finished: list[Request] = []  # not told yet
         self._stepping_thread: int | None = None
         self._why_dead = ""
-        self.lock = threading.RLock()
+        self._make_locks()
         _watch_forks()
         _engines.add(self)
 
+    # --- threads ------------------------------------------------------------------------------
+
+    def _make_locks(self) -> None:
+        """`_lock` is held while something runs; who waits for it stands in the `_door`.
+
+        Why two: a thread that steps in a loop takes a lock again before one that waits wakes up.
+        Why plain `with`: an interrupt between taking a lock and noting it would leave it taken.
+        """
+        self._door, self._lock = threading.RLock(), threading.RLock()
+        self._owner: int | None = None  # the thread that holds `_lock`
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keeps other threads out over several calls, once those that wait have had theirs."""
+        me = threading.get_ident()
+        if self._owner == me:
+            yield
+            return
+        with self._door:
+            pass
+        with self._lock:
+            self._owner = me
+            try:
+                yield
+            finally:
+                self._owner = None
+
     # --- the loop -----------------------------------------------------------------------------
 
-    @one_at_a_time
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that have finished since the last call.
 
@@ -196,6 +227,10 @@ class LLMEngine:
         Raises:
             EngineDeadError, NanoEngineError: as `require_idle`.
         """
+        with self.turn():
+            return self._step()
+
+    def _step(self) -> list[Request]:
         self.require_idle()
         self._stepping_thread = threading.get_ident()
         try:
@@ -648,4 +683,4 @@ def _disown() -> None:
     )
     for engine in _engines:
         engine._why_dead = _why_no_engine
-        engine.lock = threading.RLock()
+        engine._make_locks()

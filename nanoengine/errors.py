@@ -9,7 +9,7 @@
     │  └─ PromptTooLongError
     ├─ CapacityError                  this request can never fit the KV pool
     ├─ MissingDependencyError         an optional package; names the extra to install
-    └─ EngineDeadError                the executor failed for good; carries its traceback
+    └─ EngineDeadError                the engine is closed, or was left in the process that forked
 
 A message says what was wrong, the value, what is allowed, and what to do. `assert` stays for
 internal invariants.
@@ -54,4 +54,4 @@ class MissingDependencyError(NanoEngineError, ImportError):
 
 
 class EngineDeadError(NanoEngineError):
-    """The executor died; the engine can't go on."""
+    """The engine can't go on: it is closed, or this process was forked from the engine's."""

@@ -367,7 +367,7 @@ class LLM:
             with self._progress(use_tqdm, len(jobs)), self._ending(engine, call):
                 running: dict[str, tuple[Job, BeamSearch, Request]] = {}
                 while waiting or running:
-                    with engine.lock:
+                    with engine.turn():
                         self._require_current(call)
                         while waiting and len(running) < room:  # more would only wait for rows
                             search, request = self._start_search(waiting[-1], params)
@@ -562,7 +562,7 @@ class LLM:
                 # Why outside the lock: an iterator of the caller's may do anything.
                 new = list(itertools.islice(waiting, limit - len(running)))
                 outputs = [job for job in new if isinstance(job, RequestOutput)]
-                with engine.lock:
+                with engine.turn():
                     self._require_current(call)
                     for job in new:
                         if isinstance(job, Job):
@@ -618,7 +618,7 @@ class LLM:
             yield
         finally:
             if call == self._call:  # Why before: what is cut off need not wait for who cut it off.
-                with engine.lock:
+                with engine.turn():
                     if call == self._call:
                         engine.abort_all()
 

@@ -112,6 +112,58 @@ def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
     assert_outputs(*new)
 
 
+def error_behind(error: BaseException, cause: BaseException, *, is_context: bool) -> BaseException:
+    """An error as CPython chains it when compiled code returns although one is to be raised."""
+    error.__cause__, error.__context__ = (None, cause) if is_context else (cause, cause)
+    return error
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["launch", "result", "settle"])
+@pytest.mark.parametrize("is_context", [False, True])
+def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where, is_context):
+    """3.12: "SystemError: ... returned a result with an exception set" in its place."""
+    engine = make_engine(overlap=overlap)
+    told = error_behind(
+        SystemError("a kernel returned a result with an exception set"),
+        KeyboardInterrupt(),
+        is_context=is_context,
+    )
+
+    def fail(*args):
+        raise told
+
+    request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
+    engine.step()
+    name = "launch" if where == "launch" else "result"
+    setattr(fake(engine), name, fail)
+    steps = engine.settle if where == "settle" else engine.step
+    if where == "settle" and not overlap:
+        engine.settle()  # nothing is under way
+        steps = engine.step
+    with pytest.raises(KeyboardInterrupt) as caught:
+        steps()
+    assert caught.value.__cause__ is told
+    assert request.sequences[0].finish_reason == "abort"
+    assert not engine.has_unfinished()
+
+
+def test_a_system_error_of_another_kind_stays_one():
+    """3.12: only an interrupt is made of it."""
+    for behind in (None, ValueError()):
+        engine = make_engine()
+        engine.add_request("a", [1, 2], params())
+        told = SystemError("odd")
+        told.__cause__ = behind
+
+        def fail(*args, told=told):
+            raise told
+
+        fake(engine).launch = fail
+        with pytest.raises(SystemError, match="odd"):
+            engine.step()
+
+
 LOOP = ("_overlapped_step", "_take_in", "_launch", "_commit")
 
 
@@ -447,6 +499,60 @@ def test_no_configuration_shows_in_the_output(loop, windows, options):
     assert len(loop(engine)) == 9
     assert_outputs(*requests)
     assert engine.stats().active_blocks == 0
+
+
+@LOOPS
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 20},
+        {"enable_prefix_caching": False},
+        {"windows": (None, 6)},
+        {"max_num_batched_tokens": 8},
+        {"chunked_prefill": False},
+    ],
+    ids=str,
+)
+def test_more_sequences_of_a_request_than_rows_wait_for_rows(loop, options, max_num_seqs):
+    """4: the tokens are those of an engine with rows for all of them."""
+    engine = make_engine(**{"num_blocks": 129} | options, max_num_seqs=max_num_seqs)
+    requests = [
+        engine.add_request("large", range(1, 14), params(9, n=7)),
+        engine.add_request("small", range(1, 10), params(9)),
+        engine.add_request("late", range(5, 18), params(6, n=6), priority=1),
+    ]
+    assert sorted(loop(engine)) == ["large", "late", "small"]
+    assert_outputs(*requests)
+    assert engine.stats().active_blocks == 0
+
+
+@LOOPS
+def test_sequences_that_wait_for_rows_are_aborted_with_the_others(loop):
+    """4: their request is gone as a whole."""
+    engine = make_engine(max_num_seqs=2)
+    request = engine.add_request("a", range(1, 14), params(9, n=7, ignore_eos=True))
+    other = engine.add_request("b", range(1, 14), params(9))
+    for _ in range(3):
+        engine.step()
+    assert engine.abort("a") is request
+    assert request.finished
+    assert len(request.sequences) == 7
+    engine.scheduler.check()
+    loop(engine)
+    assert_outputs(other)
+
+
+def test_drafts_wait_until_the_forks_are_made_or_wait_for_a_row():
+    """4: with one row, no fork is placed beside its parent."""
+    engine = make_engine(long_prefill_threshold=8, max_num_seqs=1)
+    request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
+    engine.step()
+    (seq,) = request.sequences
+    seq.draft_token_ids = (1, 2)
+    run(engine)
+    assert_outputs(request)
 
 
 def test_drafts_wait_until_the_forks_are_made():

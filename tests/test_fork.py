@@ -226,6 +226,28 @@ def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():
         assert child.output_token_ids == start + want
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}], ids=str)
+def test_answers_that_wait_for_rows_are_those_of_a_wide_engine(options):
+    """4: n above max_num_seqs; each token depends on its seed, its position and the logits."""
+    directory = engines.checkpoint("qwen3")
+    prompt = engines.random_prompts(1, [21])[0]
+    params = SamplingParams(
+        n=6, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, repetition_penalty=1.3
+    )
+    found = [
+        engines.tokens(
+            engines.run(
+                engines.make_engine(directory, block_size=8, max_num_seqs=rows, **options),
+                [prompt, prompt[:9]],
+                params,
+            )
+        )
+        for rows in (16, 4, 1)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(answer) for answer in found[0][0]}) == 6
+
+
 def test_outputs_show_forks_that_join_while_they_grow():
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with LLM(

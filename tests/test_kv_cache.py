@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import re
 
 import pytest
 import torch
 
-from nanoengine import ConfigError
+from nanoengine import ConfigError, HostTier
 from nanoengine.runner import kv_cache
 from nanoengine.runner.kv_cache import GIB, block_bytes, num_blocks_for_bytes
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run
@@ -23,6 +24,42 @@ def test_bytes_of_a_block():
     whole = block_bytes(num_kv_heads=8, num_layers=80, **sizes)
     assert (whole, num_blocks_for_bytes(43 * 10**9, whole)) == (5_242_880, 8_201)
     assert doctest.testmod(kv_cache).failed == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_blocks": 10**9},
+        {"num_kv_blocks": 2**63},
+        {"num_kv_blocks": 8, "block_size": 2**40},
+        {"kv_cache_gib": 1e9},
+        {"kv_cache_gib": float("inf")},
+        {"num_kv_blocks": 64, "max_num_seqs": 10**9},
+        {"num_kv_blocks": 64, "max_num_seqs": 2**63},
+        {"num_kv_blocks": 64, "kv_tiers": [HostTier(gib=1e9)]},
+        {"num_kv_blocks": 64, "kv_tiers": [HostTier(gib=1e300)]},
+    ],
+    ids=str,
+)
+def test_a_size_out_of_reach_is_named(options):
+    """3.12: these were OSError, OverflowError, MemoryError and ValueError."""
+    name, value = list(options.items())[-1]
+    shown = f"HostTier gib={value[0].gib}" if name == "kv_tiers" else f"{name}={value}"
+    if name == "block_size":
+        shown = "num_kv_blocks=8"
+    with pytest.raises(ConfigError, match=re.escape(shown) + ".* asks for .*: lower it"):
+        make_engine(checkpoint("qwen3"), **options)
+
+
+def test_memory_that_the_system_refuses_is_an_error_of_the_tree(monkeypatch):
+    """3.12: below all there is, and more than a process may have."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kv_cache.mmap, "mmap", refuse)
+    with pytest.raises(ConfigError, match=r"no room for 0\.0 GiB of KV blocks.*num_kv_blocks=64"):
+        make_engine(checkpoint("qwen3"), num_kv_blocks=64)
 
 
 def test_one_tensor_is_allocated_once():

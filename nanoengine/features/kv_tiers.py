@@ -42,7 +42,7 @@ from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.core.tier_cost import CostModel, LoadCost
 from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.errors import ConfigError
-from nanoengine.runner.kv_cache import GIB, zeros
+from nanoengine.runner.kv_cache import GIB, require_memory, zeros
 from nanoengine.tier_config import DiskTier, HostTier, Tier
 
 FORMAT_VERSION = 1
@@ -460,12 +460,13 @@ def make_tiers(
         files, facts: see `model_fingerprint`.
 
     Raises:
-        ConfigError: a tier is too small for one block.
+        ConfigError: a tier is too small for one block, or larger than the memory there is.
     """
     host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
     disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
     if host is None:
         return NoTiers(), {}
+    require_memory(f"HostTier gib={host.gib}", host.gib * GIB, torch.device("cpu"))
     num_host_blocks = num_blocks(host, layout.block_bytes)
     num_disk_blocks = min(num_blocks(disk, layout.block_bytes), MAX_DISK_BLOCKS) if disk else 1
     storage = HostStorage(kv, num_host_blocks + 1)

@@ -71,6 +71,19 @@ def free_cpu_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def require_memory(setting: str, num_bytes: float, device: torch.device) -> None:
+    """Raises ConfigError if a setting asks for more than all the memory that there is."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > total:
+        raise ConfigError(
+            f"{setting} asks for {num_bytes / GIB:,.0f} GiB; {device} has {total / GIB:,.1f} GiB:"
+            " lower it"
+        )
+
+
 class KVCache:
     """The KV tensor and its per-layer slices.
 
@@ -117,12 +130,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     """A zeroed tensor; on a CPU its pages are mapped only when they are first written.
 
     Why zeros at all: padding rows read the null block, and numbers of chance might be NaN.
+
+    Raises:
+        MemoryError: the machine has not that much.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(
-        -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON
-    )
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    except OSError as error:
+        raise MemoryError(f"no room for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # Why: a cache is touched block by block, once a run. Perf: the first touch runs at 1.4 GB/s
         # on small pages, at 0.3 on huge ones that a virtual machine has to fetch from its host.

@@ -49,6 +49,9 @@ from nanoengine.runner.rows import Ints, Rows, SampleLines
 from nanoengine.runner.sampler import SampledTokens, Sampler, token_logprobs
 from nanoengine.runner.transfers import Downloads, Stopwatch, ship, staging_size
 
+SAMPLER_BYTES = 64
+"""What the Sampler keeps of a row at least: eight numbers."""
+
 LOGITS_CHUNK = 256
 """Prompt positions whose logits exist at once: 256 x 152k float32 are 0.16 GB."""
 
@@ -174,6 +177,7 @@ class ModelRunner:
             num_layers=max(len(group.layers) for group in self.groups),
             dtype=self.kv_dtype,
         )
+        self._require_rows(SAMPLER_BYTES)
         self.sampler = Sampler(
             self.model_config.vocab_size,
             self.config.max_num_seqs,
@@ -253,7 +257,14 @@ class ModelRunner:
         num_seqs = self.config.max_num_seqs
         return step, GraphedDecode(step, max_num_seqs=num_seqs, graphs=CudaGraphs())
 
+    def _require_rows(self, bytes_a_row: int) -> None:
+        """Raises ConfigError if `max_num_seqs` rows would need more memory than the host has."""
+        rows = self.config.max_num_seqs
+        cpu = torch.device("cpu")
+        kv_cache.require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, cpu)
+
     def _make_rows(self, max_model_len: int) -> Rows:
+        self._require_rows(max_model_len * np.dtype(np.int32).itemsize)
         return Rows(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=max_model_len,
@@ -283,7 +294,11 @@ class ModelRunner:
         staging_bytes = staging_size(bytes_a_block) if self._stages else 0
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
+            setting, asked_bytes = f"num_kv_blocks={num_blocks}", num_blocks * bytes_a_block
+            kv_cache.require_memory(setting, asked_bytes, self.device)
         elif config.kv_cache_gib is not None:
+            setting, asked_gib = f"kv_cache_gib={config.kv_cache_gib}", config.kv_cache_gib
+            kv_cache.require_memory(setting, asked_gib * GIB, self.device)
             budget = int(config.kv_cache_gib * GIB)
             num_blocks = kv_cache.num_blocks_for_bytes(budget, bytes_a_block)
         else:
