@@ -33,7 +33,7 @@ def test_bytes_of_a_block():
         {"num_kv_blocks": 2**63},
         {"num_kv_blocks": 8, "block_size": 2**40},
         {"kv_cache_gib": 1e9},
-        {"kv_cache_gib": float("inf")},
+        {"kv_cache_gib": 1e300},
         {"num_kv_blocks": 64, "max_num_seqs": 10**9},
         {"num_kv_blocks": 64, "max_num_seqs": 2**63},
         {"num_kv_blocks": 64, "kv_tiers": [HostTier(gib=1e9)]},
