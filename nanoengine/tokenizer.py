@@ -18,11 +18,13 @@ first "▁word", and prompt + text reads well.
 from __future__ import annotations
 
 import functools
+import stat
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.time_limit import call_within
 from nanoengine.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 MAX_OPEN_TOKENS = 8
 """Longest window that waits for a character; one has at most 4 bytes, so at most 4 tokens."""
+
+
+RENDER_S = 5.0
+"""Longest time that a chat template may take. A real one takes less than a millisecond."""
 
 
 class Tokenizer:
@@ -73,7 +79,10 @@ class Tokenizer:
         Raises:
             ConfigError: there is none, or it can't be read.
         """
-        file = TokenizerFile.find(Path(name))
+        directory = Path(name)
+        if directory.is_dir():
+            _refuse_special_files(directory)
+        file = TokenizerFile.find(directory)
         return cls(file or _load_backend(name, revision, trust_remote_code))
 
     @functools.cached_property
@@ -109,15 +118,19 @@ class Tokenizer:
         It holds its special tokens already: encode it with `add_special_tokens=False`.
 
         Raises:
-            RequestError: there is no template, or it refuses these messages.
+            RequestError: there is no template, it refuses these messages, or it takes longer than
+                `RENDER_S`.
         """
-        if chat_template is None and not self.backend.chat_template:
+        backend = self.backend  # Why here: loading it is not the template's time.
+        if chat_template is None and not backend.chat_template:
             raise RequestError(
                 "this model's tokenizer has no chat template: pass chat_template=..., or call"
                 " generate() with the prompt as text"
             )
-        try:
-            text = self.backend.apply_chat_template(
+
+        def render() -> object:
+            _refuse_powers(backend.get_chat_template(chat_template, tools))
+            return backend.apply_chat_template(
                 list(messages),
                 tools=tools,
                 chat_template=chat_template,
@@ -126,6 +139,9 @@ class Tokenizer:
                 tokenize=False,
                 **template_args,
             )
+
+        try:
+            text = call_within(RENDER_S, render)
         except Exception as error:  # Why: templates are programs; jinja2 and they raise anything.
             raise RequestError(f"the chat template refused the conversation: {error}") from error
         return str(text)
@@ -134,6 +150,9 @@ class Tokenizer:
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True
     ) -> str:
         """The text that `token_ids` add behind other text, or from the start if not `anchored`."""
+        if skip_special_tokens:
+            # Why here too: the library keeps special tokens that are marked as normalized.
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special_ids]
         if not anchored:
             return self._raw(token_ids, skip_special_tokens)
         return self._raw([*self.anchor, *token_ids], skip_special_tokens)[self._anchor_len :]
@@ -206,16 +225,48 @@ def _load_backend(
 ) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    way_out = (
+        "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
+        " token ids"
+    )
     try:
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{way_out}") from error
+    # Why: without its files transformers makes a tokenizer of special tokens alone.
+    if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
-            f"tokenizer {name!r} can't be loaded: {error}\n"
-            "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True"
-            " and pass token ids"
-        ) from error
+            f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
+            f" vocabulary; {way_out}"
+        )
+    return found
+
+
+def _refuse_special_files(directory: Path) -> None:
+    """Why all: which files transformers opens is its own affair, and a FIFO is waited for."""
+    for path in sorted(directory.iterdir()):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link that leads nowhere can't be opened either
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")
+
+
+@functools.lru_cache
+def _refuse_powers(template: str) -> None:
+    """Refuses `x ** y` of a chat template, which none needs and which may take for ever in one
+    call into C. `**` that hands on arguments is left alone."""
+    import jinja2
+
+    before = ""
+    for _, kind, value in jinja2.Environment().lex(template):
+        if value == "**" and kind == "operator" and before not in ("(", ","):
+            raise ValueError("a template may not compute powers")
+        if kind != "whitespace":
+            before = value
 
 
 class TextStream:

@@ -7,10 +7,12 @@ what it knows in full; for everything else transformers loads the tokenizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nanoengine.errors import ConfigError
+from nanoengine.json_file import read_object
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -47,10 +49,11 @@ class TokenizerFile:
         None: transformers must load it, and explain what is wrong if something is.
         """
         try:
-            config = _read(directory / "tokenizer_config.json")
-            if _read(directory / "config.json").get("model_type") not in MODEL_TYPES:
-                return None
-        except (OSError, ValueError):
+            config = read_object(directory / "tokenizer_config.json", ConfigError)
+            model_type = read_object(directory / "config.json", ConfigError).get("model_type")
+        except ConfigError:
+            return None
+        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             return None
         named = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
         extra = config.get("extra_special_tokens", [])
@@ -98,10 +101,3 @@ class TokenizerFile:
         """The name of a token."""
         name: str | None = self._raw.id_to_token(token_id)
         return name
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return found

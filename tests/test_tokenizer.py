@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.time_limit import call_within
 from nanoengine.tokenizer import MAX_OPEN_TOKENS, REPLACEMENT, TextStream, Tokenizer
 from tests.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
 
@@ -278,6 +287,132 @@ def test_chat_template_is_rendered_or_its_absence_named() -> None:
     assert text == "<|user|>go home</s><|assistant|>"
     with pytest.raises(RequestError, match="refused"):
         tokenizer.render_chat(messages, chat_template="{{ raise_exception('no users') }}")
+
+
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a test": (
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}"
+    ),
+    "macros": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "filters": "{% for i in range(99999) %}{{ range(99999) | map('string') | list }}{% endfor %}",
+    "sums": "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
+    "recursion": (
+        "{% for x in [[1, 2, 3]] * 60 recursive %}"
+        "{% if loop.depth < 60 %}{{ loop([[1, 2, 3]] * 60) }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+@pytest.mark.parametrize("whose", ["model", "row"])
+def test_a_chat_template_without_an_end_is_ended(
+    how: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoengine.tokenizer.RENDER_S", 0.3)
+    tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
+    row = ENDLESS[how] if whose == "row" else None
+    if whose == "model":
+        monkeypatch.setattr(tokenizer.backend, "chat_template", ENDLESS[how])
+    with pytest.raises(RequestError, match=r"did not end within 0\.3 s"):
+        tokenizer.render_chat(messages, chat_template=row)
+    text = tokenizer.render_chat(messages, chat_template=CHAT_TEMPLATE)
+    assert text == "<|user|>go home</s><|assistant|>"
+
+
+def test_a_chat_template_may_not_compute_powers_but_hand_on_arguments() -> None:
+    """A power may take for ever in one call, which nothing can end."""
+    tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
+    for power in ("{{ 9**9**9 }}", "{% set x = 9 %}{{ 2 ** x }}", "{{ (9) ** 9 }}"):
+        with pytest.raises(RequestError, match="may not compute powers"):
+            tokenizer.render_chat(messages, chat_template=power)
+    handed_on = "{{ dict(**messages[0]).content }} {{ dict(a=1, **messages[0]).role }} 2**3"
+    assert tokenizer.render_chat(messages, chat_template=handed_on) == "go home user 2**3"
+
+
+def test_a_limit_of_time_leaves_nothing_behind() -> None:
+    """Whether time is up before, at or after the end, no exception comes later."""
+    ended = 0
+    for number in range(300):
+        until = time.perf_counter() + 0.0001 * (number % 10)
+
+        def spin(until: float = until) -> int:
+            while time.perf_counter() < until:
+                pass
+            return 7
+
+        try:
+            assert call_within(0.0003, spin) == 7
+        except TimeoutError:
+            ended += 1
+    with pytest.raises(TimeoutError):
+        call_within(0.01, lambda: [None for _ in itertools.repeat(None)])
+    for _ in range(100_000):
+        pass
+    with pytest.raises(KeyError, match="x"):
+        call_within(5, lambda: {}["x"])
+    assert threading.active_count() < 50
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_that_are_normalized_are_skipped_in_streams_and_at_once(
+    normalized: bool, data: st.DataObject
+) -> None:
+    """Raw Llama 2 marks its special tokens so; the library shows them all the same."""
+    raw = RawTokenizer.from_str(byte_fallback().backend.backend_tokenizer.to_str())
+    raw.add_special_tokens(
+        [AddedToken(name, special=True, normalized=normalized) for name in ("<s>", "</s>", "<unk>")]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+    dog, eos = tokenizer.backend.convert_tokens_to_ids(["▁dog", "</s>"])
+    ids = data.draw(st.just([dog, eos, dog]) | st.lists(st.sampled_from([0, 1, eos, dog, dog + 1])))
+    prompt = data.draw(st.sampled_from([[], [dog]]))
+    for skip in (True, False):
+        params = SamplingParams(skip_special_tokens=skip)
+        final, _ = stream_text(TextStream(tokenizer, params, prompt_token_ids=prompt), ids)
+        assert final == tokenizer.output_text(ids, params, prompt_token_ids=prompt)
+        assert not skip or "</s>" not in final
+
+
+def test_a_checkpoint_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    for model_type in ("qwen3", "qwen2", "gemma3_text", "llama", "mistral"):
+        directory = tmp_path / model_type
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+            Tokenizer.load(str(directory))
+        (directory / "tokenizer_config.json").write_text("{}")
+        with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+            Tokenizer.load(str(directory))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "chat_template.jinja",
+                                  "config.json", "added_tokens.json"])  # fmt: skip
+def test_a_fifo_among_the_tokenizers_files_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    byte_level().backend.save_pretrained(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 200_000, "5", "\xff", ""])
+def test_a_damaged_tokenizer_file_is_a_clear_error(name: str, content: str, tmp_path: Path) -> None:
+    byte_level().backend.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_a_missing_tokenizer_is_a_clear_error(tmp_path: object) -> None:
