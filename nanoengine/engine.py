@@ -261,13 +261,12 @@ class LLMEngine:
             self._take_in()
 
     def _next_plan_needs(self, plan: StepPlan) -> bool:
-        """True if the next plan waits for this one's tokens, or for its moves of blocks.
+        """True if the next plan waits for this one's tokens.
 
         Drafts: how many of them are right decides where the sequence goes on. Choosers: nothing of
-        their sequences can be planned until they have seen the offers. Transfers: a tier's
-        bookkeeping takes them as done when they are committed, in order.
+        their sequences can be planned until they have seen the offers.
         """
-        return bool(plan.draft_token_ids or plan.transfers) or any(
+        return bool(plan.draft_token_ids) or any(
             seq.request.chooser is not None for seq in self.scheduler.running
         )
 

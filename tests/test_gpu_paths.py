@@ -8,8 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
+import nanoengine.features.kv_tiers as kv_tiers
 import nanoengine.runner.model_runner as model_runner
+import nanoengine.runner.transfers as transfers
 from nanoengine import HostTier
+from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.runner.pick import Kind
 from nanoengine.sampling_params import SamplingParams
 from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -106,13 +109,65 @@ def test_a_host_tier_stores_and_loads_beside_the_steps():
         close(gpu, engine)
 
 
-# --- the device itself ----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu():
     with EmulatedGPU() as gpu, torch.inference_mode():
         yield gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("buffer_blocks", [1, 2, 64])
+def test_blocks_come_back_whole_by_way_of_buffers_of_any_size(
+    gpu, monkeypatch, dtype, buffer_blocks
+):
+    kv = torch.randn(2, 3, 12, 4, 2, 8).to(dtype).to(CUDA)
+    block_bytes = kv[:, :, 0].numel() * dtype.itemsize
+    monkeypatch.setattr(transfers, "STAGING_BYTES", buffer_blocks * block_bytes)
+    monkeypatch.setattr(kv_tiers, "CHUNK_BYTES", 4096)
+    storage = HostStorage(kv, 20)
+    before = kv.view(torch.uint8).cpu()
+    for _ in range(3):
+        wait = storage.store([1, 4, 7, 8, 2], [8, 9, 10, 19, 3])
+        kv.view(torch.uint8).fill_(0)
+        wait()
+        storage.load([10, 9, 3, 8, 19], [7, 4, 2, 1, 8])
+    after = kv.view(torch.uint8).cpu()
+    for block in range(12):
+        expected = before[:, :, block] if block in (1, 2, 4, 7, 8) else torch.tensor(0)
+        assert (after[:, :, block] == expected).all()
+    assert not gpu.disorder
+
+
+def test_the_blocks_of_a_step_are_one_kernel_and_neighbours_one_copy(gpu):
+    kv = torch.zeros(2, 3, 300, 4, 2, 8, device=CUDA)
+    storage = HostStorage(kv, 2000)
+    gpu.kernels.clear()
+    gpu.waits.clear()
+    storage.store(range(20, 276), range(1, 257))
+    assert gpu.kernels == {"upload": 1, "index_select": 1, "download": 1}
+    assert not gpu.waits, "a store waits for nothing"
+
+
+def test_a_step_waits_for_its_own_copies_alone(gpu):
+    storage = HostStorage(torch.zeros(2, 3, 30, 4, 2, 8, device=CUDA), 30)
+    first = storage.store([1, 2], [3, 4])
+    done = gpu.streams[-2].clock.copy()
+    storage.store([5, 6], [7, 8])
+    first()
+    down = gpu.streams[-2]
+    assert gpu.host_clock[down] == done[down] < down.clock[down]
+
+
+@pytest.mark.parametrize(("gib", "block_bytes"), [(20, 7_340_032), (70, 5_242_880), (0.01, 40_000)])
+def test_a_host_tier_pins_its_size_and_not_the_next_power_of_two(gib, block_bytes):
+    num_blocks = int(gib * 2**30) // block_bytes
+    sizes = kv_tiers.chunk_sizes(num_blocks, block_bytes)
+    assert sum(sizes) == num_blocks
+    pinned = sum(1 << (size * block_bytes - 1).bit_length() for size in sizes)
+    assert pinned <= 1.01 * gib * 2**30 + 2**24
+
+
+# --- the device itself ----------------------------------------------------------------------------
 
 
 def test_streams_need_an_event_between_them(gpu):

@@ -15,6 +15,8 @@ from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import AdmittedSequence, StepPlan
+from nanoengine.core.tier_cost import CostModel, LoadCost
+from nanoengine.core.tiers import Tiers
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.runner.rows import Rows
@@ -128,6 +130,21 @@ def test_what_does_not_need_to_wait_does_not():
     for i in range(3):
         engine.add_request(str(i), range(1, 9 + i), params(9, n=2, ignore_eos=True))
     assert most_under_way(engine) == 2
+
+
+def test_stores_to_a_tier_do_not_hold_up_the_next_step():
+    cost = CostModel(host=LoadCost(1), disk=LoadCost(1))
+    engine = make_engine(
+        overlap=True,
+        make_tiers=lambda executor: Tiers(executor.layout, num_host_blocks=40, cost=cost),
+    )
+    log = Log(engine)
+    engine.add_request("a", range(1, 9), params(20, ignore_eos=True))
+    run(engine)
+    stored = [plan.step for plan in engine.executor.plans if plan.transfers]
+    assert len(stored) == 5
+    for step in stored:
+        assert log.events.index(f"launch {step + 1}") < log.events.index(f"commit {step}")
 
 
 @pytest.mark.parametrize("after", range(6))

@@ -9,6 +9,7 @@ built from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -83,14 +84,13 @@ class Observer(Protocol):
 class TierStorage(Protocol):
     """Moves blocks between the device and one tier, in the order of plans."""
 
-    def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> None:
-        """Copies device blocks to the tier, as they are after all work issued so far."""
+    def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> Callable[[], object]:
+        """Copies device blocks to the tier, as they are after all work issued so far, whatever
+        comes after it; what it returns waits until they are there."""
 
-    def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> None:
-        """Copies the tier's blocks to the device, ahead of all work issued from now on."""
-
-    def wait(self) -> None:
-        """Returns when every store has finished."""
+    def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> float:
+        """Copies the tier's blocks to the device, ahead of all work issued from now on; returns the
+        seconds that it took."""
 
 
 class TokenSink(Protocol):

@@ -6,16 +6,18 @@
     path/<fingerprint>/lock                     held by the one process that writes
 
 What moves when is decided in `core.tiers`; this file knows no sequences. On the CPU device host
-memory is plain RAM; beside a GPU it is pinned and copied on a side stream, which has not been run.
+memory is plain RAM; beside a GPU it is pinned and copied on side streams, which has not been run.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import fcntl
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -25,7 +27,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -43,6 +45,7 @@ from nanoengine.core.tier_cost import CostModel, LoadCost
 from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import GIB, require_memory, zeros
+from nanoengine.runner.transfers import ship, staging_blocks
 from nanoengine.tier_config import DiskTier, HostTier, Tier
 
 FORMAT_VERSION = 1
@@ -50,6 +53,8 @@ MAGIC = b"nanoKV%02d" % FORMAT_VERSION
 CHECKSUM_BYTES = 16
 MOST_HEADER_BYTES = 2**20
 """A header longer than this is none of ours: it would hold some 150,000 token ids."""
+CHUNK_BYTES = 2**30
+"""Largest piece of pinned memory."""
 MAX_DISK_BLOCKS = 2**20
 """Each costs some 300 bytes of bookkeeping, whatever the size of a block."""
 
@@ -62,54 +67,133 @@ log = logging.getLogger(__name__)
 class HostStorage:
     """Blocks in host memory, and their way to the device and back. A TierStorage.
 
+    Beside a GPU the blocks of a step pass through one of two buffers there, in turn:
+
+        store   kv ── one kernel, main stream ──► buffer ── copies, a side stream ──► host
+        load    kv ◄── one kernel, main stream ── buffer ◄── copies, another one ──── host
+
+    So no later step can overwrite what one stores, and the GPU waits for copies only where a step
+    stores more blocks than the buffers hold. Neighbours among the host's blocks are one copy.
+
     Args:
         kv: the device's cache, [2, slices, num_blocks, ...]; may be a view of something larger.
         num_blocks: of the tier, its null block included.
     """
 
     def __init__(self, kv: torch.Tensor, num_blocks: int) -> None:
-        self._kv = kv
-        shape = (num_blocks, *kv.shape[:2], *kv.shape[3:])
-        self._stream: torch.cuda.Stream | None = None
-        if kv.device.type == "cuda":
-            self._stream = torch.cuda.Stream(kv.device)
-            self.blocks = torch.empty(shape, dtype=kv.dtype, pin_memory=True)
+        # Why bytes: index_select does not know fp8.
+        kv = kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
+        self._kv = kv.movedim(2, 0)  # [num_blocks, 2, slices, ...]
+        shape, self._on_gpu = self._kv.shape[1:], kv.device.type == "cuda"
+        if not self._on_gpu:
+            self.chunks = [zeros((num_blocks, *shape), kv.dtype, kv.device)]
         else:
-            self.blocks = zeros(shape, kv.dtype, kv.device)
+            block_bytes = math.prod(shape) * kv.dtype.itemsize
+            self.chunks = [
+                torch.empty((size, *shape), dtype=kv.dtype, pin_memory=True)
+                for size in chunk_sizes(num_blocks, block_bytes)
+            ]
+            self._down, self._up = torch.cuda.Stream(kv.device), torch.cuda.Stream(kv.device)
+            size, now = (staging_blocks(block_bytes), *shape), self._main_event()
+            buffers = [torch.empty(size, dtype=kv.dtype, device=kv.device) for _ in range(2)]
+            # Each buffer, and after what it may be written; the one to take next is first.
+            self._staging = deque((buffer, now) for buffer in buffers)
+        self._starts = list(itertools.accumulate((len(c) for c in self.chunks[:-1]), initial=0))
 
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """The same memory as [num_blocks, bytes of a block]."""
-        return self.blocks.view(len(self.blocks), -1).view(torch.uint8).numpy()
+    def as_bytes(self) -> list[NDArray[np.uint8]]:
+        """The same memory, block by block."""
+        flat = [chunk.view(len(chunk), -1).view(torch.uint8).numpy() for chunk in self.chunks]
+        return [block for blocks in flat for block in blocks]
 
-    def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
-        """Copies device blocks to the tier; on a GPU it has finished when `wait` returns."""
-        with self._after_work_so_far():
+    def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], object]:
+        """Copies device blocks to the tier; they are there when what it returns has been called."""
+        if not self._on_gpu:
+            # Why one by one: an integer index is a view, which copy_ writes through; indexing by a
+            # list makes a temporary, and what is written to it is lost.
             for src, dst in zip(src_ids, dst_ids, strict=True):
-                # Why one by one: an integer index is a view, which copy_ writes through; indexing
-                # by a list makes a temporary, and what is written to it is lost.
-                self.blocks[dst].copy_(self._kv[:, :, src], non_blocking=True)
+                self._host_blocks(dst, 1)[0].copy_(self._kv[src])
+            return lambda: None
+        main = torch.cuda.current_stream(self._kv.device)
+        for src, dst in self._pieces(src_ids, dst_ids):
+            buffer, free = self._staging.popleft()
+            main.wait_event(free)
+            (ids,) = ship(self._kv.device, np.array(src))
+            torch.index_select(self._kv, 0, ids, out=buffer[: len(src)])
+            self._down.wait_stream(main)
+            with torch.cuda.stream(self._down):
+                for first, last in self._runs(dst):
+                    blocks = self._host_blocks(dst[first], last - first)
+                    blocks.copy_(buffer[first:last], non_blocking=True)
+            arrived = self._down.record_event()
+            self._staging.append((buffer, arrived))
+        return arrived.synchronize
 
-    def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
-        """Copies the tier's blocks to the device, and waits for it."""
-        with self._after_work_so_far():
+    def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
+        """Copies the tier's blocks to the device; returns the seconds that this took, without what
+        the device had to do before."""
+        started, seconds = time.perf_counter(), 0.0
+        if not self._on_gpu:
             for src, dst in zip(src_ids, dst_ids, strict=True):
-                self._kv[:, :, dst].copy_(self.blocks[src], non_blocking=True)
-        self.wait()
+                self._kv[dst].copy_(self._host_blocks(src, 1)[0])
+            return time.perf_counter() - started
+        for src, dst in self._pieces(src_ids, dst_ids):
+            buffer, free = self._staging.popleft()
+            free.synchronize()
+            started = time.perf_counter()
+            with torch.cuda.stream(self._up):
+                for first, last in self._runs(src):
+                    blocks = self._host_blocks(src[first], last - first)
+                    buffer[first:last].copy_(blocks, non_blocking=True)
+            self._up.record_event().synchronize()
+            seconds += time.perf_counter() - started
+            (ids,) = ship(self._kv.device, np.array(dst))
+            self._kv.index_copy_(0, ids, buffer[: len(dst)])
+            self._staging.append((buffer, self._main_event()))
+        return seconds
 
-    def wait(self) -> None:
-        """Returns when every copy has finished."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _main_event(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self._kv.device).record_event()
 
-    @contextlib.contextmanager
-    def _after_work_so_far(self) -> Iterator[None]:
-        """On a GPU: the side stream, once it waits for what the main one has been given."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._kv.device))
-        with torch.cuda.stream(self._stream):
-            yield
+    def _pieces(self, *ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+        """What a buffer can hold, of each."""
+        size = len(self._staging[0][0])
+        for start in range(0, len(ids[0]), size):
+            yield [each[start : start + size] for each in ids]
+
+    def _runs(self, host_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of the list whose host blocks lie side by side."""
+        first = 0
+        for i in range(1, len(host_ids) + 1):
+            if (
+                i == len(host_ids)
+                or host_ids[i] != host_ids[i - 1] + 1
+                or host_ids[i] in self._starts
+            ):
+                yield first, i
+                first = i
+
+    def _host_blocks(self, first: int, count: int) -> torch.Tensor:
+        """Blocks `first`, ... of the tier, all in one chunk."""
+        chunk = bisect.bisect_right(self._starts, first) - 1
+        at = first - self._starts[chunk]
+        return self.chunks[chunk][at : at + count]
+
+
+def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
+    """How many blocks each piece of pinned memory has.
+
+    Why pieces: torch rounds each up to a power of two bytes, so 20 GiB would pin 32. Each piece
+    here falls short of a power of two by less than a block.
+    """
+    power = max(CHUNK_BYTES, 1 << (block_bytes - 1).bit_length())
+    sizes = []
+    while num_blocks:
+        if (count := power // block_bytes) <= num_blocks:
+            sizes.append(count)
+            num_blocks -= count
+        else:
+            power //= 2
+    return sizes
 
 
 # --- disk -----------------------------------------------------------------------------------------
@@ -140,7 +224,9 @@ class DiskFiles:
         host: the host tier's memory, [blocks, bytes of a block].
     """
 
-    def __init__(self, path: str | os.PathLike[str], fingerprint: str, host: NDArray[np.uint8]):
+    def __init__(
+        self, path: str | os.PathLike[str], fingerprint: str, host: Sequence[NDArray[np.uint8]]
+    ):
         self.directory = Path(path).expanduser() / fingerprint
         self._fingerprint = fingerprint
         self._host = host
@@ -319,7 +405,7 @@ class DiskFiles:
             if magic != MAGIC or len(length) < 4:
                 raise Damaged(path)
             text = file.read(min(struct.unpack("<I", length)[0], MOST_HEADER_BYTES))
-            size = len(MAGIC) + 4 + len(text) + CHECKSUM_BYTES + self._host.shape[1]
+            size = len(MAGIC) + 4 + len(text) + CHECKSUM_BYTES + len(self._host[0])
             status = os.fstat(file.fileno())
             if status.st_size != size:
                 raise Damaged(path)

@@ -10,13 +10,12 @@ that still belong to the sequence which sampled them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
-from nanoengine.core.protocols import TierStorage
 from nanoengine.runner.rows import Ints, Rows, SampleLines
 from nanoengine.runner.sampler import Followers, SampledTokens, to_records
 from nanoengine.runner.transfers import Download, Stopwatch
@@ -40,7 +39,7 @@ class LaunchedStep:
         times: what is known so far; the stopwatch adds forward and sampling.
         lines, owners, sampled, followers: of the rows that sample; None if there are none.
         download: the tensors of `sampled`, then those that `scores` names.
-        storages: tiers whose copies must have finished before the step counts as done.
+        stores: each waits for copies to a tier that belong to this step.
     """
 
     plan: StepPlan
@@ -53,7 +52,7 @@ class LaunchedStep:
     scores: list[PromptScores] = field(default_factory=list)
     download: Download | None = None
     stopwatch: Stopwatch | None = None
-    storages: Sequence[TierStorage] = ()
+    stores: list[Callable[[], object]] = field(default_factory=list)
     _result: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -73,8 +72,8 @@ class LaunchedStep:
             for i in scores.downloads:
                 found += [to_records(line, scores.num_top) for line in tensors[i].tolist()]
             result.prompt_logprobs[scores.entry] = found
-        for storage in self.storages:
-            storage.wait()
+        for wait in self.stores:
+            wait()
         if self.stopwatch is not None:
             self.times.forward_s, self.times.sample_s = self.stopwatch.seconds()
         return result

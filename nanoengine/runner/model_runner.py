@@ -438,13 +438,13 @@ class ModelRunner:
         load_s = self._load_blocks(plan)
         if plan.block_copies:
             self.kv_cache.copy_blocks(plan.block_copies)
-        step = LaunchedStep(plan=plan, rows=self.rows, storages=tuple(self.tier_storage.values()))
+        step = LaunchedStep(plan=plan, rows=self.rows)
         if plan.rows:
             run = self._run_decodes if self._is_decode(plan) else self._run_batch
             step.download = self.downloads.start(run(plan, step, started + load_s))
             step.times.load_s = load_s
         else:
-            self._store_blocks(plan)
+            self._store_blocks(plan, step)
         self._latest = step
         return step
 
@@ -462,7 +462,7 @@ class ModelRunner:
         sampling, scoring = self.model(batch).tensor_split([len(lines.entries)])
         found = self._most_likely(lines, sampling)
         logits = None if found else self.model.logits(sampling)  # [lines, V]
-        self._store_blocks(plan)
+        self._store_blocks(plan, step)
         watch.mark()
         tensors: list[torch.Tensor] = []
         if len(lines.entries):
@@ -488,7 +488,7 @@ class ModelRunner:
         watch = step.stopwatch = Stopwatch(self.device)
         watch.mark()
         outputs = graphed(size, None if by_host else self.sampler.kind(lines.rows))
-        self._store_blocks(plan)
+        self._store_blocks(plan, step)
         watch.mark()
         ours = [output[: len(plan.rows)] for output in outputs]
         if by_host:
@@ -502,17 +502,18 @@ class ModelRunner:
 
     def _load_blocks(self, plan: StepPlan) -> float:
         """Brings blocks up from the tiers; returns the seconds it took."""
-        started = time.perf_counter()
-        loads = [transfer for transfer in plan.transfers if transfer.kind == "load"]
-        for load in loads:
-            self.tier_storage[load.tier].load(load.tier_ids, load.device_ids)
-        return time.perf_counter() - started if loads else 0.0
+        return sum(
+            self.tier_storage[transfer.tier].load(transfer.tier_ids, transfer.device_ids)
+            for transfer in plan.transfers
+            if transfer.kind == "load"
+        )
 
-    def _store_blocks(self, plan: StepPlan) -> None:
+    def _store_blocks(self, plan: StepPlan, step: LaunchedStep) -> None:
         """Copies blocks that are full now to the tiers, beside the sampling."""
         for transfer in plan.transfers:
             if transfer.kind == "store":
-                self.tier_storage[transfer.tier].store(transfer.device_ids, transfer.tier_ids)
+                storage = self.tier_storage[transfer.tier]
+                step.stores.append(storage.store(transfer.device_ids, transfer.tier_ids))
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.released:

@@ -210,14 +210,13 @@ def test_blocks_stored_and_loaded_on_the_side_stream_are_whole():
     """
     kv = torch.zeros(2, 3, 9, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
     storage = HostStorage(kv, 9)
-    assert storage.blocks.is_pinned()
+    assert all(chunk.is_pinned() for chunk in storage.chunks)
     cycles = 50_000_000  # some 25 ms
     for trial in range(3):
         content = torch.randn_like(kv)
         torch.cuda._sleep(cycles)
         kv.copy_(content)
-        storage.store([1, 4, 7], [8, 2, 5])
-        storage.wait()
+        storage.store([1, 4, 7], [8, 2, 5])()
         kv.fill_(trial)
         storage.load([8, 2, 5], [3, 6, 2])
         for stored, loaded in ((1, 3), (4, 6), (7, 2)):

@@ -21,19 +21,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 import time
-import traceback
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
@@ -41,6 +41,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from nanoengine.runner import cuda_graph
 
+PACKAGE = Path(cuda_graph.__file__).parent.parent
 CUDA = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 NODE_BYTES = 2**13
@@ -50,8 +51,19 @@ WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "repeat_interleave"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of lists, tuples and dicts with all of its leaves replaced."""
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([mapped(function, branch) for branch in tree])
+    if isinstance(tree, dict):
+        return {key: mapped(function, branch) for key, branch in tree.items()}
+    return function(tree)
+
+
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    return found
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,9 +73,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def place() -> str:
     """Who in the package called."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/nanoengine/" in frame.filename and "/tests/" not in frame.filename:
-            return f"{frame.filename.rpartition('/nanoengine/')[2]} {frame.name}"
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(str(PACKAGE)):
+            return f"{path[len(str(PACKAGE)) + 1 :]} {frame.f_code.co_name}"
+        frame = frame.f_back
     return "test"
 
 
@@ -215,24 +230,23 @@ class Graph:
         self.gpu = gpu
         self.calls: list[Callable[[], None]] = []
         self.touched: list[tuple[torch.Tensor, bool, str]] = []
-        self.fresh: dict[int, torch.Tensor] = {}
+        self.fresh: dict[int, torch.Tensor] = {}  # as bytes
         gpu.graphs.add(self)
 
     @property
     def pool_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.fresh.values())
+        return sum(len(held) for held in self.fresh.values())
 
     def replay(self) -> None:
         gpu = self.gpu
         assert gpu.capturing is None
         gpu.num_replayed += 1
-        for graph in gpu.graphs:
-            for tensor in graph.fresh.values():
-                if tensor.dtype != torch.bool:
-                    bytes_of(tensor).fill_(0xFF)  # a NaN in any float dtype
         for held, writes, name in self.touched:
             gpu.touch(held, writes, f"graph: {name}")
         with _disable_current_modes(), torch.inference_mode():
+            for graph in gpu.graphs:
+                for held in graph.fresh.values():
+                    held.fill_(0xFF)  # a NaN in any float dtype
             for call in self.calls:
                 call()
 
@@ -257,7 +271,7 @@ class EmulatedGPU:
     Attributes:
         waits: what has made the host wait, and where -> how often.
         disorder: accesses that no event orders -> how often.
-        kernels: operators and Triton kernels launched, those of replays not counted.
+        kernels: operators, copies and Triton kernels launched, those of replays not counted.
         num_allocated: [bytes] in tensors that live now.
     """
 
@@ -336,7 +350,7 @@ class EmulatedGPU:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any operator of torch that sees this device."""
-        args, kwargs = tree_map(with_index, (args, kwargs))
+        args, kwargs = mapped(with_index, (args, kwargs))
         if torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), "CompositeImplicitAutograd"
         ):  # in inference mode these come whole
@@ -388,11 +402,13 @@ class EmulatedGPU:
                 written |= {id(t) for t in tensors_of(given)}
         ours = [t for t in tensors_of((args, kwargs)) if isinstance(t, GPUTensor)]
         known = {t.held.untyped_storage()._cdata for t in ours}
-        held_args, held_kwargs = tree_map(unwrapped, (args, kwargs))
+        held_args, held_kwargs = mapped(unwrapped, (args, kwargs))
         out = func(*held_args, **held_kwargs)
         fresh = [t for t in tensors_of(out) if t.untyped_storage()._cdata not in known]
         if self.capturing is not None:
-            self.capturing.fresh |= {t.untyped_storage()._cdata: t for t in fresh if t.numel()}
+            for tensor in fresh:
+                if tensor.numel() and tensor.dtype != torch.bool:
+                    self.capturing.fresh[tensor.untyped_storage()._cdata] = bytes_of(tensor)
         by_held = {id(t.held): t for t in ours}  # what is written in place stays the same tensor
 
         def wrapped(value: Any) -> Any:
@@ -400,7 +416,7 @@ class EmulatedGPU:
                 return by_held.get(id(value), value)
             return GPUTensor(self, value)
 
-        results = tree_map(wrapped, out)
+        results = mapped(wrapped, out)
         if written or (fresh and "empty" not in name):  # else it is a view
             self.kernels[name] += 1
             for tensor in ours:
@@ -414,6 +430,7 @@ class EmulatedGPU:
     def _download(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
         """From the device to the host: without a wait only to pinned memory, if asked so."""
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        self.kernels["download"] += 1
         self.touch(source.held, False, "download")
         if target == "cpu":
             self.wait("a download", self.stream.clock)
@@ -425,6 +442,7 @@ class EmulatedGPU:
 
     def _upload(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
         """From the host to the device."""
+        self.kernels["upload"] += 1
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if source.dim() and not (asked and self.is_pinned(source)):
             self.wait("an upload")
