@@ -31,11 +31,12 @@ from triton.runtime.jit import create_function_from_signature
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
-from nanoengine.kernels import triton_gemm, triton_sampling
+from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.runner.triton_pick import pick_lines
+from nanoengine.runner.triton_rows import TritonRows
 from tests.aot_loops import tile_loop
 from tests.attention_cases import Case, make_case
 
@@ -54,7 +55,9 @@ class Catch:
 def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
-    for module in (store_kernels, kernels, uniform, layer_kernels, triton_gemm, triton_sampling):
+    for module in (
+        store_kernels, kernels, uniform, layer_kernels, triton_gemm, triton_rows, triton_sampling
+    ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 originals.append((module, name, value))
@@ -88,6 +91,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             triton_linear._arch = lambda device: arch
             run_linear(dtype)
             run_sampling(dtype)
+            run_rows(block_size)
     return caught
 
 
@@ -128,6 +132,15 @@ def run_sampling(dtype, size=151936):
     pick_lines(logits, params, draws=True, filters=True)
     if dtype != torch.float32:
         pick_lines(logits, params, draws=True, filters=False)
+
+
+def run_rows(block_size, max_num_seqs=256, num_groups=2):
+    """What is around a decode's forward."""
+    pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
+    held = TritonRows(pool, num_groups=num_groups, num_blocks=64, block_size=block_size)
+    rows = torch.zeros(100, dtype=torch.int64)
+    held.gather(rows)
+    held.advance(rows, rows)
 
 
 def bind(kernel, args, options, backend):

@@ -220,8 +220,8 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             assert valid.all()
             assert torch.equal(model.cache[:, BLOCK:], twin_model.cache[:, BLOCK:])
             assert rows.pool.tolist() == twin_rows.pool.tolist()
-            assert step.lengths.tolist() == twin.lengths.tolist()
-        assert rows.pool[-1] == step.lengths[-1] == 0, "padding stays where it is"
+            assert step.held.lengths.tolist() == twin.held.lengths.tolist()
+        assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
         assert graphs.num_replayed == 2 * 4, "the forward, then the pick"
         # Four decodes of row 0, from position 1: token + position + first block, again and again.
         token = 1
@@ -270,7 +270,7 @@ def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
         step.update(grown)
         step.load(grown, 2)
         assert shipped[1:] == [[2, 0, 0, 0, 0, 1, 1, 0, 0, 0]]
-        assert step.tables[0, 1, :3].tolist() == [8, 9, 11]
+        assert step.held.tables[0, 1, :3].tolist() == [8, 9, 11]
 
 
 def test_after_a_step_that_failed_nothing_is_taken_for_known():
@@ -283,7 +283,7 @@ def test_after_a_step_that_failed_nothing_is_taken_for_known():
         step.update(again)
         admit(rows, sampler, step, (0, [1, 2, 3], (5, 6), GREEDY))
         step.load(decodes((0, 2)), 1)
-        assert step.lengths[0] == 2
+        assert step.held.lengths[0] == 2
         assert rows.pool[0] == 3
 
 

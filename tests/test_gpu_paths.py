@@ -84,17 +84,30 @@ def test_the_memory_plan_counts_what_graphs_take():
         close(gpu, engine)
 
 
-def test_greedy_graphs_compute_no_random_numbers():
+def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
+    """Whatever is picked: the inputs, random numbers among them; the token; the rows' advance."""
     with EmulatedGPU() as gpu:
-        engine = on_gpu_by_torch()
+        engine = on_gpu()
         decode = engine.executor._decode[0]
-        for kind, draws in ((Kind.GREEDY, False), (Kind.DRAWN, True)):
+        for kind in Kind:
             gpu.kernels.clear()
             with torch.inference_mode():
                 decode.pick(1, kind)
-            assert ("bitwise_xor" in gpu.kernels) is draws
+            assert gpu.kernels == {"pick_kernel": 1, "advance_kernel": 1}
+        gpu.kernels.clear()
+        with (
+            torch.inference_mode(),
+            mock.patch.object(decode, "_forward", side_effect=LayersReached),
+            pytest.raises(LayersReached),
+        ):
+            decode.forward(1)
+        assert gpu.kernels == {"gather_kernel": 1}
         del decode
         close(gpu, engine)
+
+
+class LayersReached(Exception):
+    """Raised in place of the layers."""
 
 
 def test_a_host_tier_stores_and_loads_beside_the_steps():

@@ -1,11 +1,8 @@
 """DecodeStep: a step of one token for every sequence, done on the device from end to end.
 
-    kept on the device, a line for each row; the last line belongs to padding
-        pool       the token that comes next            (`Rows.pool`)
-        lengths    its position                         tables    block ids
-        columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
+    batch_rows ─► gather ─► forward ─► LM head ─► pick ─► advance
 
-    batch_rows ─► gather ─► forward ─► LM head ─► pick ─► pool, lengths advance
+What the device keeps of each row, from which it gathers, is `held` (`device_rows.py`).
 
 `load` uploads what the device can't know: who runs, if that has changed, new blocks, and new rows.
 From one decode to the next that is a block now and then, and mostly nothing. `__call__` reads only
@@ -26,7 +23,8 @@ import torch
 
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.batch import Batch
-from nanoengine.runner.pick import Kind, device_params, mixed_seeds, pick, row_uniforms
+from nanoengine.runner.device_rows import DeviceRows
+from nanoengine.runner.pick import Kind, device_params, mixed_seeds, pick
 from nanoengine.runner.rows import Ints, Rows, SampleLines
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.transfers import ship
@@ -65,10 +63,8 @@ class DecodeStep:
         self._device = device = rows.pool.device
         num_groups, self.num_rows, num_blocks = rows.block_tables.shape
         lines = self.num_rows + 1
-        self.lengths = torch.zeros(lines, dtype=torch.int64, device=device)
-        self.tables = torch.zeros((num_groups, lines, num_blocks), dtype=torch.int32, device=device)
-        self.columns = torch.zeros((4, lines), dtype=torch.float64, device=device)
-        self.seeds = torch.zeros(lines, dtype=torch.int64, device=device)
+        shape = {"num_groups": num_groups, "num_blocks": num_blocks}
+        self.held = _rows_class(device)(rows.pool, **shape, block_size=rows.block_size)
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
         self._query_start_loc = torch.arange(lines, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
@@ -126,7 +122,7 @@ class DecodeStep:
         places, block_ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for (group, row), (first, last) in self._stale.items():
             line = group * (self.num_rows + 1) + row
-            places.append(np.arange(first, last) + line * self.tables.shape[2])
+            places.append(np.arange(first, last) + line * self.held.tables.shape[2])
             block_ids.append(self._rows.block_tables[group, row, first:last])
         return np.concatenate(places), np.concatenate(block_ids)
 
@@ -153,11 +149,11 @@ class DecodeStep:
         )
         self.batch_rows[: len(padded)].copy_(sent[0])
         for target, at, values in (
-            (self.lengths, sent[1], sent[2]),
-            (self._rows.pool, sent[3], sent[4]),
-            (self.tables.view(-1), sent[5], sent[6]),
-            (self.columns, sent[7], sent[8]),
-            (self.seeds, sent[7], sent[9]),
+            (self.held.lengths, sent[1], sent[2]),
+            (self.held.pool, sent[3], sent[4]),
+            (self.held.tables.view(-1), sent[5], sent[6]),
+            (self.held.columns, sent[7], sent[8]),
+            (self.held.seeds, sent[7], sent[9]),
         ):
             if len(at):
                 target.index_copy_(-1, at, values)
@@ -169,45 +165,30 @@ class DecodeStep:
 
     def forward(self, size: int) -> tuple[torch.Tensor]:
         """The logits [size, V], in a buffer that all sizes share."""
-        rows = self.batch_rows[:size]
-        batch = self._batch(rows, self.lengths.index_select(0, rows))
+        inputs = self.held.gather(self.batch_rows[:size])
+        batch = Batch(
+            **inputs._asdict(),
+            query_start_loc=self._query_start_loc[: size + 1],
+            logits_indices=None,
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+        )
         batch.attention = self._prepare(batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
         return (self._logits_out[:size].copy_(self._logits(self._forward(batch))),)
 
     def pick(self, size: int, kind: Kind) -> Picked:
         """Tokens from the logits of `forward`; the rows advance by them."""
-        rows = self.batch_rows[:size]
-        packed = self.columns  # which greedy lines don't read
-        if kind is not Kind.GREEDY:
-            next_positions = self.lengths.index_select(0, rows) + 1
-            uniform = row_uniforms(self.seeds.index_select(0, rows), next_positions)
-            packed = torch.cat((self.columns.index_select(1, rows), uniform[None]))
-        token_ids, valid = pick(self._logits_out[:size], device_params(packed), kind)
-        self.advance(rows, token_ids)
+        params = device_params(self.held.draw_params[:, :size])
+        token_ids, valid = pick(self._logits_out[:size], params, kind)
+        self.held.advance(self.batch_rows[:size], token_ids)
         return token_ids, valid
 
-    def _batch(self, rows: torch.Tensor, positions: torch.Tensor) -> Batch:
-        tables = self.tables.index_select(1, rows)  # [G, S, M]
-        size, block_size = len(rows), self._rows.block_size
-        at = (positions // block_size).expand(len(tables), -1)[:, :, None]
-        blocks = tables.gather(2, at)[:, :, 0].long()
-        return Batch(
-            token_ids=self._rows.pool.index_select(0, rows),
-            positions=positions,
-            slot_mapping=blocks * block_size + positions % block_size,
-            query_start_loc=self._query_start_loc[: size + 1],
-            seq_lens=(positions + 1).int(),
-            block_tables=tables,
-            logits_indices=None,
-            num_decodes=size,
-            max_query_len=1,
-            max_seq_len=self._max_model_len,
-        )
 
-    def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The sampled tokens come next, each a position further; padding stays where it is."""
-        self._rows.pool.index_copy_(0, rows, token_ids)
-        self.lengths.index_copy_(0, rows, self.lengths.index_select(0, rows) + 1)
-        self._rows.pool[-1:].zero_()
-        self.lengths[-1:].zero_()
+def _rows_class(device: torch.device) -> type[DeviceRows]:
+    if device.type != "cuda":
+        return DeviceRows
+    from nanoengine.runner.triton_rows import TritonRows
+
+    return TritonRows

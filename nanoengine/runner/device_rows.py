@@ -1,0 +1,85 @@
+"""DeviceRows: what the device keeps of each row, a decode's inputs made from it, and its advance.
+
+    a line for each row; the last line belongs to padding, and stays 0
+        pool       the token that comes next            (`Rows.pool`)
+        lengths    its position                         tables    block ids
+        columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
+
+    rows of a batch ─► gather ─► forward, pick ─► advance
+
+Used by the DecodeStep. In torch the two are some forty kernels; on CUDA they are one each
+(`triton_rows.py`), whose twin is here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanoengine.runner.pick import row_uniforms
+
+
+class Gathered(NamedTuple):
+    """A decode's inputs, under the names that they have in a `Batch`.
+
+    Attributes:
+        token_ids, positions: [S] int64.
+        slot_mapping: [G, S] int64.
+        seq_lens: [S] int32.
+        block_tables: [G, S, M] int32.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class DeviceRows:
+    """The tensors of all rows.
+
+    Args:
+        pool: the next token of each row, and 0 for padding, [lines] int64; shared with `Rows`.
+        num_groups, num_blocks: shape of a row's block tables.
+        block_size: tokens of a block.
+
+    Attributes:
+        draw_params: those of `DrawParams` for the lines last gathered, [5, lines] float64.
+    """
+
+    def __init__(
+        self, pool: torch.Tensor, *, num_groups: int, num_blocks: int, block_size: int
+    ) -> None:
+        lines, device = len(pool), pool.device
+        self.pool, self.block_size = pool, block_size
+        self.lengths = torch.zeros(lines, dtype=torch.int64, device=device)
+        self.tables = torch.zeros((num_groups, lines, num_blocks), dtype=torch.int32, device=device)
+        self.columns = torch.zeros((4, lines), dtype=torch.float64, device=device)
+        self.seeds = torch.zeros(lines, dtype=torch.int64, device=device)
+        self.draw_params = torch.zeros((5, lines), dtype=torch.float64, device=device)
+
+    def gather(self, rows: torch.Tensor) -> Gathered:
+        """The inputs of a decode of these rows [S] int64; fills `draw_params`."""
+        positions = self.lengths.index_select(0, rows)
+        tables = self.tables.index_select(1, rows)  # [G, S, M]
+        at = (positions // self.block_size).expand(len(tables), -1)[:, :, None]
+        blocks = tables.gather(2, at)[:, :, 0].long()
+        self.draw_params[:4, : len(rows)] = self.columns.index_select(1, rows)
+        seeds = self.seeds.index_select(0, rows)
+        self.draw_params[4, : len(rows)] = row_uniforms(seeds, positions + 1)
+        return Gathered(
+            token_ids=self.pool.index_select(0, rows),
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            seq_lens=(positions + 1).int(),
+            block_tables=tables,
+        )
+
+    def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """These tokens [S] come next, each a position further; padding stays where it is."""
+        self.pool.index_copy_(0, rows, token_ids)
+        self.lengths.index_copy_(0, rows, self.lengths.index_select(0, rows) + 1)
+        self.pool[-1:].zero_()
+        self.lengths[-1:].zero_()

@@ -1,0 +1,49 @@
+"""TritonRows: a decode's inputs, and the advance of its rows, in one kernel each. What the
+DecodeStep has on CUDA; the twin in plain torch is `device_rows.py`, the arithmetic is in
+`kernels/triton_rows.py`.
+
+They have been run in Triton's interpreter and compiled ahead of time; they have not run on a GPU
+yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from nanoengine.kernels import triton_rows as kernels
+from nanoengine.runner.device_rows import DeviceRows, Gathered
+
+WIDTH = 512
+"""Entries of a block table copied at a time: 4 for each of 128 threads, 16 bytes."""
+
+ADVANCED = 128
+"""Rows that one program advances, one a thread."""
+
+
+class TritonRows(DeviceRows):
+    """As its twin, to the bit."""
+
+    def gather(self, rows: torch.Tensor) -> Gathered:
+        num_groups, lines, num_blocks = self.tables.shape
+        size, device = len(rows), rows.device
+        gathered = Gathered(
+            token_ids=torch.empty(size, dtype=torch.int64, device=device),
+            positions=torch.empty(size, dtype=torch.int64, device=device),
+            slot_mapping=torch.empty((num_groups, size), dtype=torch.int64, device=device),
+            seq_lens=torch.empty(size, dtype=torch.int32, device=device),
+            block_tables=self.tables.new_empty((num_groups, size, num_blocks)),
+        )
+        kernels.gather_kernel[(size, num_groups)](
+            *gathered, self.draw_params,
+            rows, self.pool, self.lengths, self.tables, self.columns, self.seeds,
+            LINES=lines, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
+            WIDTH=WIDTH, num_warps=4,
+        )  # fmt: skip
+        return gathered
+
+    def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        kernels.advance_kernel[(triton.cdiv(len(rows), ADVANCED),)](
+            self.pool, self.lengths, rows, token_ids, len(rows),
+            PADDING=len(self.pool) - 1, SIZE=ADVANCED, num_warps=4,
+        )  # fmt: skip
