@@ -10,7 +10,7 @@ from nanoengine.runner.pick import Kind, device_params, pick
 from tests.attention_cases import DEVICE
 
 LINES, SIZE = 200, 151936
-KINDS = [Kind.GREEDY, Kind.DRAWN, Kind.FILTERED]
+KINDS = list(Kind)
 
 
 def lines(dtype):
@@ -25,7 +25,7 @@ def params(kind):
     rng, drawn, filters = np.random.default_rng(1), kind is not Kind.GREEDY, kind is Kind.FILTERED
     columns = [
         rng.choice([0.0, 0.7, 1.0, 2.0], LINES) * drawn,
-        rng.choice([100, 5000, SIZE], LINES) if filters else np.full(LINES, SIZE),
+        rng.choice([20, 100, 5000, SIZE], LINES) if filters else np.full(LINES, SIZE),
         rng.choice([0.5, 0.95, 1.0], LINES) if filters else np.ones(LINES),
         rng.choice([0.0, 0.01], LINES) if filters else np.zeros(LINES),
         uniforms(np.arange(LINES), np.full(LINES, 5)),
