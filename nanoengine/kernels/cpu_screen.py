@@ -36,10 +36,11 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanoengine.kernels.cpu_linear import FASTMATH, PANEL, last_outputs, tile
+from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
 from nanoengine.kernels.cpu_quantized import FLOATS, I8, I32, PAIRS, SUMS, Integers, lines
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import PANEL, tile
 
 MAX_ROWS = 4  # of a tile: 8 sums, a weight, 4 inputs and a product fill the registers
 LINE = 64  # bytes of a panel that go with 4 inputs: two pairs of 16 outputs

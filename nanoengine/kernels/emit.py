@@ -18,7 +18,7 @@ class Emit:
     """Writes the vector instructions of one register tile, `bits` a vector."""
 
     def __init__(self, context, builder, array_type, bits=CURRENT.vector_bits):
-        self.context, self.builder = context, builder
+        self.context, self.builder, self.isa = context, builder, CURRENT
         scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
         self.vector = ir.VectorType(scalar, bits // array_type.dtype.bitwidth)
         self.scalar, self.width = self.vector.element, self.vector.count
@@ -42,6 +42,60 @@ class Emit:
         pointer = self.builder.bitcast(pointer, value.type.as_pointer())
         self.builder.store(value, pointer, align=self.align)
 
+    def get(self, kind, pointer, offset=0):
+        """A vector of this type, `offset` numbers of the pointer's type further on."""
+        pointer = self.at(pointer, ir.IntType(64)(offset))
+        return self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=1)
+
+    def rows(self, pointer, stride, count):
+        """Pointers to `count` rows, `stride` numbers apart."""
+        pointers = [pointer]
+        while len(pointers) < count:
+            pointers.append(self.at(pointers[-1], stride))
+        return pointers
+
+    def call(self, name, result, *arguments):
+        """One of LLVM's own functions."""
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def loop(self, count, turn, unroll=1):
+        """Writes `turn(i)` for i < count, `unroll` of them each time round, and keeps LLVM from
+        writing out more: it does not count registers when it does."""
+        builder, word = self.builder, count.type
+        rounds = builder.udiv(count, word(unroll))
+
+        def several(index):
+            first = builder.mul(index, word(unroll))
+            for i in range(unroll):
+                turn(builder.add(first, word(i)))
+
+        self._plain_loop(word(0), rounds, several)
+        if unroll > 1:
+            self._plain_loop(builder.mul(rounds, word(unroll)), count, turn)
+
+    def _plain_loop(self, start, stop, turn):
+        builder, entry = self.builder, self.builder.block
+        body, done = builder.append_basic_block(), builder.append_basic_block()
+        builder.cbranch(builder.icmp_unsigned("<", start, stop), body, done)
+        builder.position_at_end(body)
+        index = builder.phi(start.type)
+        index.add_incoming(start, entry)
+        turn(index)
+        following = builder.add(index, start.type(1))
+        index.add_incoming(following, builder.block)
+        again = builder.cbranch(builder.icmp_unsigned("<", following, stop), body, done)
+        again.set_metadata("llvm.loop", self._never_unrolled())
+        builder.position_at_end(done)
+
+    def _never_unrolled(self):
+        """What marks a loop for LLVM: a node that names itself, then what it says."""
+        module = self.builder.module
+        node = ir.MDValue(module, [], name=str(len(module.metadata)))
+        node.operands = (node, module.add_metadata(["llvm.loop.unroll.disable"]))
+        return node
+
     def prefetch(self, pointer, *, level=1, write=False):
         """Asks for the cache line at an address, down to the L1 or L2 cache; harmless where there
         is no memory."""
@@ -57,6 +111,18 @@ class Emit:
         self.builder.store(value, cell)
         return cell
 
+    def counter(self, start):
+        """A mutable number or pointer, in a register too."""
+        cell = cgutils.alloca_once(self.builder, start.type)
+        self.builder.store(start, cell)
+        return cell
+
+    def moved(self, cell, step):
+        """The pointer in a cell, which moves `step` numbers on."""
+        pointer = self.builder.load(cell)
+        self.builder.store(self.at(pointer, step), cell)
+        return pointer
+
     def broadcast(self, pointer):
         return self.splat(self.builder.load(pointer))
 
@@ -66,14 +132,35 @@ class Emit:
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, [a, b, c])
 
+    def widen_halves(self, bits):
+        """float32 of a vector of float16's bits."""
+        if self.isa.halves:
+            halves = ir.VectorType(ir.HalfType(), bits.type.count)
+            return self.builder.fpext(self.builder.bitcast(bits, halves), self.vector)
+        # Why by hand: without an instruction LLVM would call a function for each number.
+        build, wide = self.builder, ir.VectorType(ir.IntType(32), bits.type.count)
+
+        def every(number):
+            return ir.Constant(wide, [number] * wide.count)
+
+        number = build.zext(bits, wide)
+        size = build.shl(build.and_(number, every(0x7FFF)), every(13))
+        # 2 ** 112 moves the exponent's bias from 15 to 127, and makes subnormal numbers normal.
+        scale = build.bitcast(every(0x77800000), self.vector)
+        finite = build.bitcast(build.fmul(build.bitcast(size, self.vector), scale), wide)
+        beyond = build.icmp_unsigned(">=", size, every(0x7C00 << 13))
+        size = build.select(beyond, build.or_(size, every(0x7F800000)), finite)
+        sign = build.shl(build.and_(number, every(0x8000)), every(16))
+        return build.bitcast(build.or_(size, sign), self.vector)
+
     def constant(self, value):
         return ir.Constant(self.vector, [value] * self.width)
 
-    def splat(self, scalar):
-        first = self.builder.insert_element(
-            ir.Constant(self.vector, ir.Undefined), scalar, ir.IntType(32)(0)
-        )
-        return self.shuffle(first, first, [0] * self.width)
+    def splat(self, scalar, kind=None):
+        """The number in all lanes of a vector; floats of the tile's width if no type is given."""
+        undefined = ir.Constant(kind or self.vector, ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+        return self.shuffle(first, first, [0] * first.type.count)
 
     def maximum(self, a, b):
         """The larger of each lane; of a NaN and a number, either."""

@@ -63,7 +63,7 @@ class PackedLinear(LinearMethod):
         if not self.is_packed:
             # Why a view kept: asking a tensor for one takes about as long as a small row's work.
             self.panels = self.weight.detach().view(-1).numpy()
-            kernels.pack(self.panels, self.shape[1], self.shape[0])
+            kernels.pack(self.panels.view(np.uint32), self.shape[1], self.shape[0], False)
             self.is_packed = True
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,297 @@
+"""tile: rows of inputs times panels of weights, all sums in registers; the core of `cpu_linear`.
+
+    panel, line after line of 64 bytes      16 outputs side by side
+    float32            input k                   line k
+    float16            inputs 2 k, 2 k + 1       half a line each
+    bfloat16, pairs    inputs 2 k, 2 k + 1       the high and the low half of 32 bits an output
+
+A tile of `rows` x `panels` reads one line of each panel a turn and adds its products with one or
+two inputs of each row. **Each sum is one chain of fused multiply-adds over the inputs in order**,
+whatever the tile and however wide its vectors, so a row has the same bits in any of them.
+
+16-bit weights become float32 in registers, exactly. `pairs` are bfloat16 weights for inputs that
+are bfloat16 too, both 32 bits wide: `vdpbf16ps` adds the product of the high halves to a sum, then
+that of the low halves, each with one rounding, so the order of the layout is that of the chain. Its
+sums are those of `bfloat16` weights and the same inputs as float32, but that it takes numbers below
+1e-38 as zeros.
+
+How many rows and panels make a tile is a matter of registers: `ROWS` and `PANELS`. Each tile is a
+function of its own, so that its loop has all registers and it is compiled once, whoever calls it.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.isa import CURRENT, ISA
+
+PANEL = 16  # outputs side by side
+LINE = 64  # bytes of a panel that a tile reads each turn
+
+I8, I32, I64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def tile_rows(isa: ISA) -> int:
+    """Rows of the largest tile: sums, the weights of a turn and an input fill the registers."""
+    vectors = PANEL * 32 // isa.vector_bits * tile_panels(isa)
+    # Why 8: more rows of 512 bits are no faster.
+    return min(8, (isa.registers - vectors - 1) // vectors)
+
+
+def tile_panels(isa: ISA) -> int:
+    """Panels of a tile of many rows: a register holds a whole line at 512 bits, so that one panel
+    would have a load for each multiplication."""
+    return 2 if isa.vector_bits == 8 * LINE else 1
+
+
+def few_rows(isa: ISA) -> dict[int, int]:
+    """Panels of a tile by its number of rows, where these are so few that one panel would leave the
+    multipliers waiting for their own sums."""
+    if tile_panels(isa) == 2:
+        return {1: 2}
+    vectors, most = PANEL * 32 // isa.vector_bits, isa.registers // 4 * 3  # sums in registers
+    return {r: 4 if 4 * r * vectors < most else 2 for r in (1, 2) if 2 * r * vectors <= most}
+
+
+def tile_shapes(isa: ISA) -> list[tuple[int, int]]:
+    """(rows, panels) of every tile."""
+    shapes = {(r, p) for r in range(1, tile_rows(isa) + 1) for p in (1, tile_panels(isa))}
+    return sorted(shapes | set(few_rows(isa).items()))
+
+
+ROWS, PANELS = tile_rows(CURRENT), tile_panels(CURRENT)
+FEW = few_rows(CURRENT)
+
+
+def kind_of(array_type) -> str:
+    """What the numbers of a packed weight are.
+
+    numba has no 16-bit floats on a CPU, so their bits come as whole numbers: int16 is float16,
+    uint16 bfloat16, uint32 pairs of the latter.
+    """
+    names = {types.float32: "float32", types.int16: "float16", types.uint16: "bfloat16"}
+    return names.get(array_type.dtype, "pairs")
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+class FloatTile(Emit):
+    """Writes the turns of a tile: what a line of weights and an input are."""
+
+    def __init__(self, builder, isa: ISA, kind: str):
+        super().__init__(None, builder, types.Array(types.float32, 1, "C"), isa.vector_bits)
+        self.isa, self.kind = isa, kind
+        self.raw = ir.VectorType(I32, self.width)
+        self.inputs = 1 if kind in ("float32", "pairs") else 2  # of a row, each turn
+
+    def weights(self, line) -> list:
+        """The vectors of one line for each input of a turn."""
+        vectors = PANEL // self.width
+        if self.kind == "float16":
+            halves = ir.VectorType(ir.IntType(16), self.width)
+            return [
+                [
+                    self.widen_halves(self.get(halves, line, (k * vectors + v) * self.width * 2))
+                    for v in range(vectors)
+                ]
+                for k in range(2)
+            ]
+        step = self.width * 4
+        if self.kind == "float32":
+            return [[self.get(self.vector, line, v * step) for v in range(vectors)]]
+        pairs = [self.get(self.raw, line, v * step) for v in range(vectors)]
+        if self.kind == "pairs":
+            return [pairs]
+        return [[self.half_of(pair, k) for pair in pairs] for k in range(2)]
+
+    def values(self, row, turn) -> list:
+        """The inputs of a row for a turn, each in all lanes."""
+        if self.kind == "pairs":
+            return [self.splat(self.builder.load(self.at(row, turn)), self.raw)]
+        first = self.builder.mul(turn, I64(self.inputs))
+        return [self.broadcast(self.at(row, first, I64(k))) for k in range(self.inputs)]
+
+    def multiply(self, weight, value, total):
+        """total + weight * value."""
+        if weight.type == self.vector:
+            return self.fma(value, weight, total)
+        kind = ir.VectorType(BFloat(), 2 * self.width)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
+        weight, value = (self.builder.bitcast(pair, kind) for pair in (weight, value))
+        return self.call(name, self.vector, total, weight, value)
+
+    def half_of(self, pairs, k: int):
+        """The first (high) or second (low) bfloat16 of each pair, as float32."""
+        if k == 0:
+            bits = self.builder.and_(pairs, ir.Constant(self.raw, [0xFFFF0000] * self.width))
+        else:
+            bits = self.builder.shl(pairs, ir.Constant(self.raw, [16] * self.width))
+        return self.builder.bitcast(bits, self.vector)
+
+
+def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
+    """The function of one tile, made where the module has none yet:
+
+        (float* x, x_stride, byte* w, w_stride, turns, float* start, start_stride, float* out,
+         out_stride, ahead, ahead_stride)
+
+    out[r, 16 p + j] = start[r, 16 p + j] + sum over all inputs k of x[r, k] * w[p, k, j]. Strides
+    of w and what is `ahead` are bytes, the others numbers. With each turn it prefetches the byte
+    `ahead` + turn * `ahead_stride` after each panel's first.
+    """
+    name = f"nanoengine_{kind}_{rows}x{panels}_{isa.name}"
+    if name in module.globals:
+        return module.globals[name]
+    x_type = I32 if kind == "pairs" else FLOAT
+    at_x, at_w, real = (kind.as_pointer() for kind in (x_type, I8, FLOAT))
+    arguments = [at_x, I64, at_w, I64, I64, real, I64, real, I64, I64, I64]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
+    function.linkage = "linkonce_odr"  # Why: kernels that are compiled together share it
+    function.attributes.add("noinline")
+    x, x_stride, w, w_stride, turns, start, start_stride, out, out_stride, ahead, ahead_step = (
+        function.args
+    )
+    builder = ir.IRBuilder(function.append_basic_block())
+    tile = FloatTile(builder, isa, kind)
+    inputs = tile.rows(x, x_stride, rows)
+    # Why moving places, and the second panel as a distance: pointers fill all other registers.
+    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    outputs = tile.rows(out, out_stride, rows)
+    lanes = [I64(i) for i in range(0, PANEL * panels, tile.width)]
+    for line in outputs:
+        tile.prefetch(line, write=True)
+    sums = [
+        [tile.variable(tile.load(tile.at(line, lane))) for lane in lanes]
+        for line in tile.rows(start, start_stride, rows)
+    ]
+
+    def step(turn):
+        for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+            tile.prefetch(line, level=2)
+        lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+        of_panels = [tile.weights(line) for line in lines]
+        for row, cells in zip(inputs, sums, strict=True):
+            for k, value in enumerate(tile.values(row, turn)):
+                vectors = [vector for of_panel in of_panels for vector in of_panel[k]]
+                for weight, cell in zip(vectors, cells, strict=True):
+                    builder.store(tile.multiply(weight, value, builder.load(cell)), cell)
+
+    tile.loop(turns, step, unroll=unrolled(isa, kind, rows, panels))
+    for line, cells in zip(outputs, sums, strict=True):
+        for cell, lane in zip(cells, lanes, strict=True):
+            tile.store(builder.load(cell), tile.at(line, lane))
+    builder.ret_void()
+    return function
+
+
+def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
+    """Turns of a tile's loop that are written out. Why few where sums fill the registers: LLVM
+    would load the weights of all turns first, and keep sums in memory meanwhile."""
+    full = rows * panels * (PANEL * 32 // isa.vector_bits) >= isa.registers // 2
+    if kind == "float32" and isa.vector_bits < 512:
+        return 4
+    return 1 if full else 4 if kind in ("float32", "pairs") else 2
+
+
+@intrinsic
+def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
+         out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
+    """out[r, p * 16 + j] = start[r, p * 16 + j] + sum over k < size of x[r, k] * w[p, k, j], for
+    `rows` x `panels` * 16 results, a shape of `tile_shapes`.
+
+    `start` is the bias (stride 0), or `out`. All places, strides and the size count numbers of
+    their arrays, and `ahead` those of w; see `float_tile`.
+    """
+    signature = types.void(x, x_at, x_stride, w, w_at, w_stride, size, start, start_at,
+                           start_stride, out, out_at, out_stride, ahead, ahead_stride,
+                           rows, panels)  # fmt: skip
+    kind, itemsize = kind_of(w), w.dtype.bitwidth // 8
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, start)
+
+        def in_bytes(number):
+            return builder.mul(number, I64(itemsize))
+
+        weights = builder.bitcast(emit.pointer(w, args[3], args[4]), I8.as_pointer())
+        operands = [
+            emit.pointer(x, args[0], args[1]), args[2], weights, in_bytes(args[5]),
+            builder.udiv(in_bytes(args[6]), I64(LINE // PANEL)),
+            emit.pointer(start, args[7], args[8]), args[9],
+            emit.pointer(out, args[10], args[11]), args[12],
+            in_bytes(args[13]), in_bytes(args[14]),
+        ]  # fmt: skip
+        unknown, done = builder.append_basic_block(), builder.append_basic_block()
+        shape = builder.add(builder.mul(args[15], I64(PANEL)), args[16])
+        switch = builder.switch(shape, unknown)
+        for count, of_panels in tile_shapes(CURRENT):
+            block = builder.append_basic_block()
+            switch.add_case(I64(count * PANEL + of_panels), block)
+            builder.position_at_end(block)
+            function = float_tile(builder.module, CURRENT, kind, count, of_panels)
+            builder.call(function, operands)
+            builder.branch(done)
+        builder.position_at_end(unknown)
+        builder.unreachable()
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def number(typing, array, at):
+    """The number at a place, as float32: of weights in any form, and of inputs in pairs."""
+    kind = kind_of(array)
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, types.Array(types.float32, 1, "C"))
+        data = emit.pointer(array, args[0], I64(0))
+        if kind == "float32":
+            return builder.load(emit.at(data, args[1]))
+        half = ir.IntType(16)
+        bits = builder.load(emit.at(builder.bitcast(data, half.as_pointer()), args[1]))
+        if kind == "float16":
+            one = emit.widen_halves(builder.insert_element(
+                ir.Constant(ir.VectorType(half, emit.width), None), bits, I32(0)))  # fmt: skip
+            return builder.extract_element(one, I32(0))
+        return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
+
+    return types.float32(array, at), codegen
+
+
+def place(w, k, j, width):
+    """Where input k of output j is in a panel of `width` outputs, in numbers of 16 bits or more."""
+    raise TypeError("place is for compiled code")
+
+
+@overload(place)
+def _place(w, k, j, width):
+    if kind_of(w) in ("float32", "float16"):
+        return lambda w, k, j, width: k * width + j
+    return lambda w, k, j, width: (k // 2 * width + j) * 2 + 1 - k % 2
+
+
+def inputs_in(x):
+    """How many inputs one number of x stands for."""
+    raise TypeError("inputs_in is for compiled code")
+
+
+@overload(inputs_in)
+def _inputs_in(x):
+    count = 1 if x.dtype == types.float32 else 2
+    return lambda x: count
