@@ -13,6 +13,17 @@ from nanoengine.runner.batch import Batch
 CPU = torch.device("cpu")
 
 
+def as_lines(plain: torch.Tensor, *, of_keys: bool) -> torch.Tensor:
+    """Keys or values [..., P, D] of a head of a block, as the CPU's kernels hold them."""
+    if of_keys:  # tiles of tokens, in each the tokens innermost
+        lines = plain.unflatten(-2, (-1, min(plain.shape[-2], 64))).transpose(-1, -2)
+    else:
+        lines = plain.unsqueeze(-3)
+    if plain.dtype == torch.bfloat16:  # two lines side by side, the first in the high half
+        lines = lines.unflatten(-2, (-1, 2)).flip(-2).transpose(-1, -2)
+    return lines.clone().reshape(plain.shape)
+
+
 @dataclass(kw_only=True)
 class Paged:
     """A batch of `lengths` = (query_len, seq_len), one-token sequences first.
@@ -89,8 +100,9 @@ class Paged:
         parts = self.fused.split([n * self.head_dim for n in sizes], dim=-1)
         return tuple(x.unflatten(1, (-1, self.head_dim)) for x in parts)
 
-    def cache(self, layout: str) -> torch.Tensor:
-        """[2, B, ...] of one layer of a cache of three: contexts filled in, NaN elsewhere."""
+    def cache(self, layout: str, *, after: bool = False) -> torch.Tensor:
+        """[2, B, ...] of one layer of a cache of three: contexts filled in, NaN elsewhere; `after`:
+        with what this step writes."""
         heads, k_heads = self.spec.num_heads, self.num_kv_heads
         shape = (2, 3, self.num_blocks, self.block_size, k_heads, self.head_dim)
         cache = torch.full(shape, float("nan"), dtype=self.dtype)
@@ -98,13 +110,16 @@ class Paged:
         for numbers, slots, (query_len, seq_len) in zip(
             self.dense, self.slots, self.lengths, strict=True
         ):
-            written = seq_len - query_len
+            written = seq_len if after else seq_len - query_len
             layer[0, slots[:written]] = numbers[:written, heads : heads + k_heads]
             layer[1, slots[:written]] = numbers[:written, heads + k_heads :]
         # Why: what a parent computes in this very step is not there before it.
-        layer[:, self.batch.slot_mapping[1]] = float("nan")
+        if not after:
+            layer[:, self.batch.slot_mapping[1]] = float("nan")
         if layout == "KPD":
             cache = cache.transpose(3, 4).contiguous()
+            cache[0] = as_lines(cache[0], of_keys=True)
+            cache[1] = as_lines(cache[1], of_keys=False)
         return cache[:, 1]
 
     def run(self, name: str) -> torch.Tensor:

@@ -187,19 +187,18 @@ def test_a_nan_stays_in_its_sequence():
     assert torch.equal(out[2:], clean[2:])
 
 
-def test_stores_keys_and_values_where_the_slots_say():
-    paged = Paged(lengths=[(1, 20), (3, 30)], dtype=torch.float32)
-    q, k, v = paged.qkv()
-    backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_stores_keys_and_values_where_the_slots_say(block_size):
+    paged = Paged(lengths=[(1, 20), (3, 130)], dtype=torch.float32, block_size=block_size)
+    backend = make_backend(
+        "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size
+    )
     k_cache, v_cache = paged.cache("KPD")
-    before = k_cache.clone()
     paged.batch.attention = backend.prepare(paged.batch)
-    backend.forward(q, k, v, k_cache, v_cache, paged.batch, paged.spec)
-    slots = paged.batch.slot_mapping[1]
-    assert torch.equal(k_cache[slots // 16, :, slots % 16], k)
-    assert torch.equal(v_cache[slots // 16, :, slots % 16], v)
-    before[slots // 16, :, slots % 16] = k
-    assert torch.equal(before.nan_to_num(9), k_cache.nan_to_num(9))
+    backend.forward(*paged.qkv(), k_cache, v_cache, paged.batch, paged.spec)
+    expected = paged.cache("KPD", after=True)
+    assert torch.equal(k_cache.nan_to_num(9), expected[0].nan_to_num(9))
+    assert torch.equal(v_cache.nan_to_num(9), expected[1].nan_to_num(9))
 
 
 def test_heads_that_do_not_lie_side_by_side():

@@ -133,10 +133,14 @@ def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
     qk, v = projected.split((heads, spec.num_kv_heads), dim=1)
     expected, k = rotate(qk, rotation, norm).split((spec.num_heads, spec.num_kv_heads), dim=1)
     torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
-    slots = batch.slot_mapping[spec.group]
-    stored = k_cache[slots // 16, :, slots % 16]
-    torch.testing.assert_close(stored, k, rtol=1e-5, atol=1e-5)
-    assert torch.equal(v_cache[slots // 16, :, slots % 16], v)
+    starts = batch.query_start_loc.tolist()
+    for i, (query_len, _) in enumerate(lengths):
+        new = slice(starts[i], starts[i + 1])
+        paged.dense[i][-query_len:, spec.num_heads : heads] = k[new]
+        paged.dense[i][-query_len:, heads:] = v[new]
+    stored, expected = (k_cache, v_cache), paged.cache("KPD", after=True)
+    torch.testing.assert_close(stored[0], expected[0], rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(stored[1], expected[1], rtol=0, atol=0, equal_nan=True)
 
 
 needs_avx2 = pytest.mark.skipif(not has_avx2(), reason="the kernels are made of AVX2 instructions")

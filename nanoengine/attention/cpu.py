@@ -98,6 +98,7 @@ class CPUBackend(AttentionBackend):
                 f" {block_size}"
             )
         self.block_size, self._views = block_size, Views()
+        self.operand = np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
         share_threads_with_torch()
 
     def prepare(self, batch: Batch) -> CPUStep:
@@ -180,7 +181,7 @@ class CPUBackend(AttentionBackend):
         result = np.empty(queries.shape, queries.dtype)
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
-            real(spec.scale), real(spec.softcap or 0), window,
+            real(spec.scale), real(spec.softcap or 0), window, self.operand,
             result, plan.partial_out, plan.partial_stats,
         )  # fmt: skip
         if len(plan.merges):

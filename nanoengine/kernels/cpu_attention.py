@@ -7,13 +7,21 @@ A *task* is one KV head of one sequence, a tile of its queries and a range of it
 heads and queries together are the *rows* of the tile, so each key and value is loaded once for all
 of them. A task walks the block table in steps of `KV_TILE` tokens with an online softmax:
 
-    tile [rows, D] x keys of a run [n, D]     -> scores [rows, KV_TILE]     run: tokens in one block
+    queries [rows, D] x keys of a run [D, n]   -> scores [rows, KV_TILE]    run: tokens in one block
     softmax of the scores against the running maximum of each row
-    scores [rows, KV_TILE] x values of a run  -> added to output [rows, D]
+    scores [rows, KV_TILE] x values of a run [n, D]  -> added to output [rows, D]
 
-Products and softmax are register tiles written as vector instructions (`_score_tile`, `_weigh`,
-`_value_tile`), so their speed does not hang on the loop vectorizer, and the sum of one row never
-depends on the rows beside it: a sequence's result has the same bits in any batch.
+Both products are the same register tile (`_tile`): numbers of a row, each broadcast, times lines of
+the cache. So the cache holds keys and values as these lines, and nothing is packed or transposed
+when it is read (`store_head`):
+
+    one head of a block    keys    tiles of L = min(P, KV_TILE) tokens, in each tile [D, L]
+                           values  [P, D]
+    in bfloat16            words of two numbers that follow each other in a sum, the first in the
+                           high half: keys [D / 2, L] words, values [P / 2, D] words
+
+Each sum is one chain in a fixed order, however wide vectors are and whatever rows are beside it: a
+sequence's result has the same bits in any batch.
 
 Source: online softmax and tiling from FlashAttention (Dao et al. 2022, section 3); splitting the
 context of a decode from Flash-Decoding (Dao et al. 2023); block tables from PagedAttention (Kwon et
@@ -25,20 +33,31 @@ size.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
+from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 
 KV_TILE = 64  # tokens between two updates of the running maximum
-ROW_TILE = 32  # rows a task may hold: queries times query heads of one KV head
+ROW_TILE = 32  # rows a task of few queries may hold: queries times query heads of one KV head
+CHUNK_ROWS = 128  # the same of a prompt's chunk: each key and value comes from memory once for all
+TASKS_A_WORKER = 16  # of a chunk, where its rows allow: what is uneven is one task at most
 SPLIT = 256  # tokens of context a task of a lone query tile covers; fixed, so results are too
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
+LN2 = math.log(2)
+
+# Rows and vectors of the largest register tile: sums, the cache's line and a number of a row.
+ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
+HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
+VECTOR_BYTES = CURRENT.vector_bits // 8
 
 # Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
 # "arcp": it lets LLVM divide in one variant of a loop and multiply by the reciprocal in another,
@@ -50,135 +69,246 @@ SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
 # Columns of a merge: its parts, and the tile that they are parts of.
 FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
 
+I16, I32 = ir.IntType(16), ir.IntType(32)
+
+
+class CacheTile(Emit):
+    """Writes what tiles do with lines of the cache: floats, or words of two bfloat16 numbers."""
+
+    def __init__(self, context, builder, real, *, half=False):
+        super().__init__(context, builder, real, CURRENT.vector_bits // (2 if half else 1))
+        self.words = ir.VectorType(I32, self.width)
+
+    def every(self, number):
+        return ir.Constant(self.words, [number] * self.width)
+
+    def line(self, pointer, *, paired, dots, mask):
+        """The vectors that a row's numbers are multiplied with, one after the other."""
+        if not paired:
+            return [self.load(pointer)]
+        pairs = self.builder.load(
+            self.builder.bitcast(pointer, self.words.as_pointer()), align=self.align
+        )
+        if mask is not None:
+            pairs = self.builder.and_(pairs, self.every(mask))
+        return [pairs] if dots and HAS_DOTS else self.halves(pairs)
+
+    def halves(self, pairs):
+        """The first and the second number of each pair, as floats."""
+        first = self.builder.and_(pairs, self.every(0xFFFF0000))
+        second = self.builder.shl(pairs, self.every(16))
+        return [self.builder.bitcast(bits, self.vector) for bits in (first, second)]
+
+    def numbers(self, pointer, turn, *, paired, dots):
+        """A row's numbers of a turn, each in all lanes."""
+        if dots:
+            word = self.builder.load(self.at(pointer, turn))
+            first = self.builder.insert_element(self.every(0), word, I32(0))
+            pairs = self.shuffle(first, first, [0] * self.width)
+            return [pairs] if HAS_DOTS else self.halves(pairs)
+        count = 2 if paired else 1
+        first = self.builder.mul(turn, turn.type(count))
+        return [self.broadcast(self.at(pointer, first, turn.type(j))) for j in range(count)]
+
+    def add_product(self, total, number, numbers):
+        """total + number * numbers: of floats with one rounding, of pairs with one each."""
+        if number.type == self.vector:
+            return self.fma(number, numbers, total)
+        kind = ir.VectorType(BFloat(), 2 * self.width)
+        of = ir.FunctionType(self.vector, [self.vector, kind, kind])
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
+        function = cgutils.get_or_insert_function(self.builder.module, of, name)
+        pairs = [self.builder.bitcast(x, kind) for x in (number, numbers)]
+        return self.builder.call(function, [total, *pairs])
+
+    def pairs(self, floats):
+        """Words of a vector's numbers two by two, rounded to bfloat16; of a NaN anything."""
+        build = self.builder
+        bits = build.bitcast(floats, self.words)
+        last = build.and_(build.lshr(bits, self.every(16)), self.every(1))
+        bits = build.add(build.add(bits, self.every(0x7FFF)), last)
+        first = self.shuffle(bits, bits, range(0, self.width, 2))
+        second = self.shuffle(bits, bits, range(1, self.width, 2))
+        half = ir.VectorType(I32, self.width // 2)
+        high = build.and_(first, ir.Constant(half, [0xFFFF0000] * half.count))
+        return build.or_(high, build.lshr(second, ir.Constant(half, [16] * half.count)))
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+def numbers_a_word(array):
+    """2 of an array of pairs of bfloat16 numbers, 1 of floats."""
+    raise TypeError("numbers_a_word is for compiled code")
+
+
+@overload(numbers_a_word)
+def _numbers_a_word(array):
+    count = 2 if array.dtype in (types.uint16, types.uint32) else 1
+    return lambda array: count
+
+
+def words_of(cache):
+    """A flat cache as `_tile` reads it: bfloat16 numbers two by two, floats as they are."""
+    raise TypeError("words_of is for compiled code")
+
+
+@overload(words_of)
+def _words_of(cache):
+    if cache.dtype == types.uint16:
+        return lambda cache: cache.view(np.uint32)
+    return lambda cache: cache
+
+
+def stored(x, cache):
+    """A number as a cache holds it: rounded to bfloat16, half to even, or as it is."""
+    raise TypeError("stored is for compiled code")
+
+
+@overload(stored)
+def _stored(x, cache):
+    if cache.dtype != types.uint16:
+        return lambda x, cache: x
+    return lambda x, cache: np.uint16(bfloat16(x))
+
+
+@compiled(fastmath=())
+def bfloat16(x):
+    """The bits of a float32 rounded to bfloat16, half to even; NaN stays NaN."""
+    bits = np.float32(x).view(np.uint32)
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint32(0x7FC0)
+    last = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint32(bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
+
 
 @intrinsic(prefer_literal=True)
-def _score_tile(typing, q, q_at, k, k_at, scores, scores_at, head_dim, rows):
-    """scores[r, t] = q[r] . k[t] for `rows` x 4 tokens, held in registers over the head dim."""
-    num_rows, num_tokens = rows.literal_value, 4
-    signature = types.void(q, q_at, k, k_at, scores, scores_at, head_dim, rows)
+def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
+          factors, factors_at, asked, asked_stride, rows, vectors):  # fmt: skip
+    """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, q, 256)
-        dim = args[6]
-        word = dim.type
-        q_rows = [emit.pointer(q, args[0], args[1])]
-        k_rows = [emit.pointer(k, args[2], args[3])]
-        for _ in range(num_rows - 1):
-            q_rows.append(emit.at(q_rows[-1], dim))
-        for _ in range(num_tokens - 1):
-            k_rows.append(emit.at(k_rows[-1], dim))
-        zero = ir.Constant(emit.vector, [0.0] * emit.width)
-        sums = [[emit.variable(zero) for _ in k_rows] for _ in q_rows]
-        with cgutils.for_range(builder, builder.udiv(dim, word(emit.width))) as loop:
-            d = builder.mul(loop.index, word(emit.width))
-            keys = [emit.load(emit.at(pointer, d)) for pointer in k_rows]
-            for q_row, cells in zip(q_rows, sums, strict=True):
-                query = emit.load(emit.at(q_row, d))
-                for key, cell in zip(keys, cells, strict=True):
-                    builder.store(emit.fma(query, key, builder.load(cell)), cell)
-        target = emit.pointer(scores, args[4], args[5])
-        for r, cells in enumerate(sums):
-            four = emit.sums_of_four(*[builder.load(cell) for cell in cells])
-            emit.store(four, emit.at(target, word(r * KV_TILE)))
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic(prefer_literal=True)
-def _value_tile(typing, p, p_at, v, v_at, num_tokens, out, out_at, head_dim, rows, vectors):
-    """out[r, :] += sum over t of p[r, t] * v[t, :] for `rows` rows and `vectors` vectors of it."""
+    For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers.
+    With 0 as factors c is not read. b may hold pairs of bfloat16 numbers i and i + 1, which become
+    float32 in registers; if a holds such pairs as well, one instruction adds both products.
+    With each line of b it prefetches as many from `asked` on, `asked_stride` further each time.
+    """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
-    signature = types.void(p, p_at, v, v_at, num_tokens, out, out_at, head_dim, rows, vectors)
+    signature = types.void(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
+                           factors, factors_at, asked, asked_stride, rows, vectors)  # fmt: skip
+    paired, dots = b.dtype == types.uint32, a.dtype == types.uint32
+    fresh = not isinstance(factors, types.Array)
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, v, 256)
-        dim = args[7]
-        word = dim.type
-        weights = emit.pointer(p, args[0], args[1])
-        values = emit.pointer(v, args[2], args[3])
-        targets = [emit.pointer(out, args[5], args[6])]
-        for _ in range(num_rows - 1):
-            targets.append(emit.at(targets[-1], dim))
-        lanes = [word(i * emit.width) for i in range(num_vectors)]
-        cells = [
-            [emit.variable(emit.load(emit.at(target, lane))) for lane in lanes]
-            for target in targets
-        ]
-        with cgutils.for_range(builder, args[4]) as loop:
-            row_of_v = emit.at(values, builder.mul(loop.index, dim))
-            loaded = [emit.load(emit.at(row_of_v, lane)) for lane in lanes]
-            for r in range(num_rows):
-                weight = emit.broadcast(emit.at(weights, loop.index, word(r * KV_TILE)))
-                for value, cell in zip(loaded, cells[r], strict=True):
-                    builder.store(emit.fma(weight, value, builder.load(cell)), cell)
-        for row, target in zip(cells, targets, strict=True):
-            for cell, lane in zip(row, lanes, strict=True):
-                emit.store(builder.load(cell), emit.at(target, lane))
+        emit = CacheTile(context, builder, c, half=not num_vectors)
+        word = args[6].type
+        lanes = [word(i * emit.width) for i in range(num_vectors or 1)]
+
+        def lines(kind, array, at, stride):
+            pointers = [emit.pointer(kind, array, at)]
+            while len(pointers) < num_rows:
+                pointers.append(emit.at(pointers[-1], stride))
+            return pointers
+
+        a_rows, c_rows = lines(a, *args[:3]), lines(c, *args[7:10])
+        b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
+        cells = []
+        for r, line in enumerate(c_rows):
+            starts = [emit.constant(0.0) for _ in lanes]
+            if not fresh:
+                place = builder.add(args[11], word(r))
+                factor = emit.broadcast(emit.pointer(factors, args[10], place))
+                starts = [builder.fmul(factor, emit.load(emit.at(line, lane))) for lane in lanes]
+            cells.append([emit.variable(start) for start in starts])
+
+        def step(i, mask=None):
+            line, asks = (
+                emit.at(pointer, builder.mul(i, stride))
+                for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
+            )
+            of_lanes = [
+                emit.line(emit.at(line, lane), paired=paired, dots=dots, mask=mask)
+                for lane in lanes
+            ]
+            for lane in lanes:
+                emit.prefetch(emit.at(asks, lane))
+            for row, sums in zip(a_rows, cells, strict=True):
+                for j, number in enumerate(emit.numbers(row, i, paired=paired, dots=dots)):
+                    for numbers, cell in zip(of_lanes, sums, strict=True):
+                        total = emit.add_product(builder.load(cell), number, numbers[j])
+                        builder.store(total, cell)
+
+        turns = builder.lshr(args[6], word(1)) if paired else args[6]
+        with cgutils.for_range(builder, turns) as loop:
+            step(loop.index)
+        if paired:
+            # Why masked: what lies behind the last number may be anything, and 0 * NaN is not 0.
+            odd = builder.trunc(args[6], ir.IntType(1))
+            with builder.if_then(odd):
+                step(turns, 0xFFFF0000)
+        for line, sums in zip(c_rows, cells, strict=True):
+            for cell, lane in zip(sums, lanes, strict=True):
+                emit.store(builder.load(cell), emit.at(line, lane))
         return context.get_dummy_value()
 
     return signature, codegen
 
 
 @compiled(fastmath=FASTMATH)
-def _scores_of_run(q_tile, rows, k, k_at, num_tokens, scores, column, head_dim):
-    """Scores of all rows against the keys of one run, into columns from `column`."""
-    for r in range(0, rows - 1, 2):
-        at = r * KV_TILE + column
-        for t in range(0, num_tokens, 4):
-            _score_tile(q_tile, r * head_dim, k, k_at + t * head_dim, scores, at + t, head_dim, 2)
-    if rows % 2:
-        r = rows - 1
-        at = r * KV_TILE + column
-        for t in range(0, num_tokens, 4):
-            _score_tile(q_tile, r * head_dim, k, k_at + t * head_dim, scores, at + t, head_dim, 1)
+def _few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
+              factors, factors_at, asked, asks, rows, lanes, room):  # fmt: skip
+    """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.
 
-
-@compiled(fastmath=FASTMATH)
-def _values_of_run(weights, column, rows, v, v_at, num_tokens, out, out_at, head_dim):
-    """Adds the weighted values of one run to all rows of `out`."""
-    width = 32 // v.itemsize
-    vectors = head_dim // width
-    r = 0
-    while r < rows:
-        p_at, o_at = r * KV_TILE + column, out_at + r * head_dim
-        i = 0
-        if rows - r >= 4:
-            while vectors - i >= 2:
-                d = i * width
-                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 4, 2)
-                i += 2
-            if i < vectors:
-                d = i * width
-                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 4, 1)
-            r += 4
-        elif rows - r >= 2:
-            while vectors - i >= 4:
-                d = i * width
-                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 2, 4)
-                i += 4
-            while i < vectors:
-                d = i * width
-                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 2, 1)
-                i += 1
-            r += 2
+    Rows are taken by twos or fours: a, c and factors go on behind the last.
+    """
+    width = VECTOR_BYTES // c.itemsize
+    ahead = depth // numbers_a_word(b)
+    at = 0
+    while at < lanes:
+        ask = asked + at * ahead
+        if lanes - at > (VECTORS - 1) * width and room - at >= VECTORS * width:
+            step = asks * VECTORS * width
+            if rows > 2:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, ROWS, VECTORS)  # fmt: skip
+            else:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, 2, VECTORS)  # fmt: skip
+            at += VECTORS * width
+        elif room - at >= width:
+            step = asks * width
+            if rows > 2:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, ROWS, 1)  # fmt: skip
+            else:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, 2, 1)  # fmt: skip
+            at += width
         else:
-            while vectors - i >= 8:
-                d = i * width
-                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 1, 8)
-                i += 8
-            while i < vectors:
-                d = i * width
-                _value_tile(weights, p_at, v, v_at + d, num_tokens, out, o_at + d, head_dim, 1, 1)
-                i += 1
-            r += 1
+            step = asks * width // 2
+            if rows > 2:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, ROWS, 0)  # fmt: skip
+            else:
+                _tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
+                      factors, factors_at, ask, step, 2, 0)  # fmt: skip
+            at += width // 2
 
 
 @compiled(fastmath=FASTMATH)
-def _mask(scores, rows, group_size, tile_start, position, window):
+def _mask(scores, first_row, rows, group_size, tile_start, position, window):
     """Sets the scores that a row may not see (its future, or before its window) to MASKED."""
     masked = scores.dtype.type(MASKED)
-    for r in range(rows):
+    for r in range(first_row, rows):
         p = position + r // group_size
         first, stop = max(0, p - window + 1 - tile_start), max(0, p + 1 - tile_start)
         scores[r, : min(first, KV_TILE)] = masked
@@ -186,123 +316,187 @@ def _mask(scores, rows, group_size, tile_start, position, window):
 
 
 @intrinsic
-def _weigh(typing, scores, at, start):
-    """(highest, total): highest = max(start, a row of KV_TILE scores from `at`); the scores become
-    weights e ** (score - highest), whose sum is `total`. With a NaN among the scores, highest is
-    any of them and total NaN."""
-    signature = types.UniTuple(scores.dtype, 2)(scores, at, start)
+def _weigh(typing, scores, at, start, weights, weights_at):
+    """(highest, total): highest = max(start, a row of KV_TILE scores from `at`); weights become
+    2 ** (score - highest), whose sum is `total`. With a NaN among the scores, highest is any of
+    them and total NaN. `weights` are floats, maybe the scores' own place, or pairs of bfloat16."""
+    signature = types.UniTuple(scores.dtype, 2)(scores, at, start, weights, weights_at)
+    paired = weights.dtype == types.uint32
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, scores, 256)
+        emit = CacheTile(context, builder, scores)
         line, word = emit.pointer(scores, args[0], args[1]), args[1].type
-        places = [emit.at(line, word(i)) for i in range(0, KV_TILE, emit.width)]
-        values = [emit.load(place) for place in places]
+        target = emit.pointer(weights, args[3], args[4])
+        starts = range(0, KV_TILE, emit.width)
+        values = [emit.load(emit.at(line, word(i))) for i in starts]
         first = emit.maximum(values[0], emit.splat(args[2]))
         highest = emit.across([first, *values[1:]], emit.maximum)
         lowered = emit.splat(highest)
-        weights = [emit.exp(builder.fsub(value, lowered)) for value in values]
-        for weight, place in zip(weights, places, strict=True):
-            emit.store(weight, place)
-        total = emit.across(weights, builder.fadd)
+        powers = [emit.exp2(builder.fsub(value, lowered)) for value in values]
+        for i, power in zip(starts, powers, strict=True):
+            if paired:
+                emit.store(emit.pairs(power), emit.at(target, word(i // 2)))
+            else:
+                emit.store(power, emit.at(target, word(i)))
+        total = emit.across(powers, builder.fadd)
         return context.make_tuple(builder, sig.return_type, (highest, total))
 
     return signature, codegen
 
 
 @compiled(fastmath=FASTMATH)
-def _softmax_step(scores, rows, maximum, total, out):
-    """Turns the scores of each row into weights and rescales what the row has summed so far."""
-    for r in range(rows):
+def _softmax_step(scores, first_row, rows, maximum, total, factors, weights):
+    """Turns the scores of each row into weights; by factors[r] the row's sums so far shrink."""
+    one, ln2 = scores.dtype.type(1), scores.dtype.type(LN2)
+    lines, flat, stride = scores.reshape(-1), weights.reshape(-1), weights.shape[1]
+    for r in range(first_row, rows):
         old = maximum[r]
-        new, added = _weigh(scores, r * KV_TILE, old)
-        if new != old:
-            factor = exp(old - new)
-            total[r] *= factor
-            maximum[r] = new
-            summed = out[r]  # Why: a loop over a slice vectorizes, over out[r, d] it does not.
-            for d in range(len(summed)):
-                summed[d] *= factor
-        total[r] += added
+        new, added = _weigh(lines, r * KV_TILE, old, flat, r * stride)
+        factors[r] = exp((old - new) * ln2) if new != old else one
+        maximum[r] = new
+        total[r] = total[r] * factors[r] + added
 
 
 @compiled(fastmath=FASTMATH)
-def _softcap(scores, rows, softcap):
-    """scores = softcap * tanh(scores / softcap), by way of exp of what is not positive."""
+def _softcap(scores, first_row, rows, softcap):
+    """scores = softcap * tanh(scores / softcap) / ln 2, by way of exp of what is not positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
-    for r in range(rows):
+    cap = softcap / scores.dtype.type(LN2)
+    for r in range(first_row, rows):
         row = scores[r]
         for t in range(KV_TILE):
             x = row[t] / softcap
             e = exp(-two * abs(x))
-            row[t] = np.copysign(softcap * (one - e) / (one + e), x)
+            row[t] = np.copysign(cap * (one - e) / (one + e), x)
+
+
+def take_query(tile, r, q, at, scale):
+    """tile[r] = the query from `at`, scaled; rounded, if the tile is of pairs."""
+    raise TypeError("take_query is for compiled code")
+
+
+@overload(take_query, jit_options={"fastmath": set(FASTMATH)})
+def _take_query(tile, r, q, at, scale):
+    def floats(tile, r, q, at, scale):
+        line = tile[r]
+        for d in range(len(line)):
+            line[d] = q[at + d] * scale
+
+    def pairs(tile, r, q, at, scale):
+        line = tile[r]
+        for i in range(len(line)):
+            first, second = q[at + 2 * i] * scale, q[at + 2 * i + 1] * scale
+            line[i] = bfloat16(first) << np.uint32(16) | bfloat16(second)
+
+    return pairs if tile.dtype == types.uint32 else floats
 
 
 @compiled(fastmath=FASTMATH)
 def _run_task(
-    task, table, q, q_stride, k, v, sizes, scale, softcap, window, tile, scores, maximum, total, out
-):
-    """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch."""
+    task, table, following, next_table, q, q_stride, k, v, sizes, scale, softcap, window,
+    tile, scores, weights, out, maximum, total, factors,
+):  # fmt: skip
+    """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
+
+    Scores are in units of ln 2, so that weights are powers of 2. While it scores a run, it asks for
+    the run's values; while it adds these up, for the next run's keys, maybe the `following` task's.
+    """
     num_heads, num_kv_heads, head_dim, block_size = sizes
     group_size = num_heads // num_kv_heads
-    rows = task[NUM_QUERIES] * group_size
-    head, stop = task[HEAD], task[KV_STOP]
+    rows, head, position = task[NUM_QUERIES] * group_size, task[HEAD], task[POSITION]
+    if softcap == 0:
+        scale = scale / q.dtype.type(LN2)
     for r in range(rows):
         token = task[QUERY] + r // group_size
         at = token * q_stride + (head * group_size + r % group_size) * head_dim
-        for d in range(head_dim):
-            tile[r, d] = q[at + d] * scale
-            out[r, d] = 0
+        take_query(tile, r, q, at, scale)
         maximum[r] = MASKED
         total[r] = 0
+    out[: -(-rows // ROWS) * ROWS] = 0
 
-    step = min(block_size, KV_TILE)
-    tile_start = task[KV_START] // KV_TILE * KV_TILE
-    while tile_start < stop:
-        start, end = max(tile_start, task[KV_START]), min(tile_start + KV_TILE, stop)
-        first = start // step * step
-        for begin in range(first, end, step):
-            # Why: whole fours of tokens; what is beyond start and end is in the block, and masked.
-            lo, hi = max(begin, start // 4 * 4), min(begin + step, end)
-            offset = lo % block_size
-            at = ((table[lo // block_size] * num_kv_heads + head) * block_size + offset) * head_dim
-            _scores_of_run(tile, rows, k, at, hi - lo, scores, lo - tile_start, head_dim)
+    per, lanes = numbers_a_word(k), min(block_size, KV_TILE)
+    per_weight = numbers_a_word(weights)
+    of_head = block_size * head_dim // per
+    of_block = num_kv_heads * of_head
+    queries, lines, shares, sums = (
+        tile.reshape(-1), scores.reshape(-1), weights.reshape(-1), out.reshape(-1)
+    )  # fmt: skip
+    start, stop = task[KV_START], task[KV_STOP]
+    for tile_start in range(start // KV_TILE * KV_TILE, stop, KV_TILE):
+        end = min(tile_start + KV_TILE, stop)
+        first = max(tile_start, start // lanes * lanes)
+        # Rows of queries before the tile see nothing of it.
+        first_row = max(0, tile_start - position) * group_size // ROWS * ROWS
+        for begin in range(first, end, lanes):
+            at = table[begin // block_size] * of_block + head * of_head
+            at += begin % block_size * head_dim // per
+            for r in range(first_row, rows, ROWS):
+                seen = position + 1 - begin + (r + ROWS - 1) // group_size
+                _few_rows(
+                    queries, r * tile.shape[1], tile.shape[1], k, at, lanes, head_dim,
+                    lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
+                    at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
+                )  # fmt: skip
         if softcap > 0:
-            _softcap(scores, rows, softcap)
-        _mask(scores, rows, group_size, tile_start, task[POSITION], window)
-        _softmax_step(scores, rows, maximum, total, out)
-        for begin in range(first, end, step):
-            lo, hi = max(begin, start), min(begin + step, end)
-            offset = lo % block_size
-            at = ((table[lo // block_size] * num_kv_heads + head) * block_size + offset) * head_dim
-            _values_of_run(scores, lo - tile_start, rows, v, at, hi - lo, out, 0, head_dim)
-        tile_start += KV_TILE
+            _softcap(scores, first_row, rows, softcap)
+        last = position + task[NUM_QUERIES] - 1
+        if tile_start + KV_TILE - 1 > position or tile_start + window <= last:
+            _mask(scores, first_row, rows, group_size, tile_start, position, window)
+        _softmax_step(scores, first_row, rows, maximum, total, factors, weights)
+        for begin in range(first, end, lanes):
+            at = table[begin // block_size] * of_block + head * of_head
+            at += begin % block_size * head_dim // per
+            after = begin + lanes
+            if after < stop:
+                next_at = table[after // block_size] * of_block + head * of_head
+            else:
+                after = following[KV_START] // lanes * lanes
+                next_at = next_table[after // block_size] * of_block + following[HEAD] * of_head
+            next_at += after % block_size * head_dim // per
+            for r in range(first_row, rows, ROWS):
+                seen = position + 1 - begin + (r + ROWS - 1) // group_size
+                _few_rows(
+                    shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
+                    weights.shape[1], v, at, head_dim, min(seen, end - begin, lanes),
+                    sums, r * head_dim, head_dim, factors, r,
+                    next_at, int(r == 0), rows - r, head_dim, head_dim,
+                )  # fmt: skip
+            if begin + lanes < end:  # sums shrink once a tile
+                factors[:rows] = 1
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def attend(
-    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window,
+    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand,
     out_rows, partial_out, partial_stats,
 ):  # fmt: skip
     """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers.
 
-    Worker w takes tasks bounds[w] ... bounds[w + 1] - 1.
+    Worker w takes tasks bounds[w] ... bounds[w + 1] - 1. `operand` is an empty array of what
+    queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
+    pairs of bfloat16 numbers, which need a cache of bfloat16.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
-    k, v = k_cache.reshape(-1), v_cache.reshape(-1)
+    k, v = words_of(k_cache.reshape(-1)), words_of(v_cache.reshape(-1))
+    room = max(ROW_TILE, group_size)
+    space = -(-max(CHUNK_ROWS, group_size) // ROWS) * ROWS
+    per = numbers_a_word(operand)
     for worker in prange(len(bounds) - 1):
-        room = max(ROW_TILE, group_size)
-        tile = np.empty((room, head_dim), q.dtype)
-        out = np.empty((room, head_dim), q.dtype)
-        scores = np.empty((room, KV_TILE), q.dtype)
-        maximum = np.empty(room, q.dtype)
-        total = np.empty(room, q.dtype)
+        tile = np.zeros((space, head_dim // per), operand.dtype)
+        scores = np.zeros((space, KV_TILE), q.dtype)
+        weights = np.zeros((space, KV_TILE // per), operand.dtype)
+        out = np.empty((space, head_dim), q.dtype)
+        maximum = np.empty(space, q.dtype)
+        total = np.empty(space, q.dtype)
+        factors = np.ones(space, q.dtype)
         for i in range(bounds[worker], bounds[worker + 1]):
-            task = tasks[i]
+            task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
             _run_task(
-                task, tables[task[SEQ]], q, q_stride, k, v, sizes, scale, softcap, window,
-                tile, scores, maximum, total, out,
+                task, tables[task[SEQ]], following, tables[following[SEQ]],
+                q, q_stride, k, v, sizes, scale, softcap, window,
+                tile, scores, weights, out, maximum, total, factors,
             )  # fmt: skip
             rows = task[NUM_QUERIES] * group_size
             if task[PARTIAL] < 0:
@@ -325,13 +519,14 @@ def attend(
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
-    """Joins the splits of each tile: result = sum of e^(m_i - m) out_i / sum of e^(m_i - m) l_i.
+    """Joins the splits of each tile: result = sum of 2^(m_i - m) out_i / sum of 2^(m_i - m) l_i.
 
     merges, parts: as `plan_tasks` made them.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     result = out_rows.reshape(-1)
+    ln2 = result.dtype.type(LN2)  # maxima are in units of it
     for i in prange(len(merges)):
         merge = merges[i]
         rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
@@ -346,7 +541,8 @@ def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
                 line[d] = 0
             for s in range(len(rows_of)):
                 row = rows_of[s] + r
-                weight, part = exp(partial_stats[row, 0] - highest), partial_out[row]
+                weight = exp((partial_stats[row, 0] - highest) * ln2)
+                part = partial_out[row]
                 total += weight * partial_stats[row, 1]
                 for d in range(head_dim):
                     line[d] += weight * part[d]
@@ -358,15 +554,26 @@ def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
 @compiled(parallel=True, fastmath=FASTMATH)
 def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
     """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
-    _, num_kv_heads, head_dim, block_size = sizes
+    _, num_kv_heads, head_dim, _ = sizes
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
     for t in prange(len(slots)):
-        block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(num_kv_heads):
-            at = ((block * num_kv_heads + h) * block_size + offset) * head_dim
-            for d in range(head_dim):
-                k_cache[at + d] = k[t * k_stride + h * head_dim + d]
-                v_cache[at + d] = v[t * v_stride + h * head_dim + d]
+            k_line = k[t * k_stride + h * head_dim : t * k_stride + (h + 1) * head_dim]
+            v_line = v[t * v_stride + h * head_dim : t * v_stride + (h + 1) * head_dim]
+            store_head(k_line, v_line, slots[t], h, k_cache, v_cache, sizes)
+
+
+@compiled(fastmath=FASTMATH)
+def store_head(key, value, slot, head, k_cache, v_cache, sizes):
+    """Writes the key and value [D] of one head of the token at `slot`."""
+    _, num_kv_heads, head_dim, block_size = sizes
+    per, lanes, offset = numbers_a_word(k_cache), min(block_size, KV_TILE), slot % block_size
+    first = (slot // block_size * num_kv_heads + head) * block_size * head_dim + per - 1
+    k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per
+    v_at = first + offset // per * per * head_dim - offset % per
+    for d in range(head_dim):
+        k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
+        v_cache[v_at + d * per] = stored(value[d], v_cache)
 
 
 @compiled(fastmath=FASTMATH)
@@ -390,6 +597,20 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
 
 
 @compiled(fastmath=FASTMATH)
+def _chunk_rows(query_start, queries_per_tile, num_heads, num_workers):
+    """Rows of a chunk's tasks: as many as pay, and few enough to share out evenly."""
+    total = 0
+    for s in range(len(query_start) - 1):
+        n = query_start[s + 1] - query_start[s]
+        if n > queries_per_tile:
+            total += n * num_heads
+    rows = CHUNK_ROWS
+    while rows > ROW_TILE and total < TASKS_A_WORKER * rows * num_workers:
+        rows //= 2
+    return rows
+
+
+@compiled(fastmath=FASTMATH)
 def plan_tasks(
     query_start, seq_lens, tables, group_size, num_kv_heads, block_size, window, num_workers
 ):
@@ -407,6 +628,8 @@ def plan_tasks(
     """
     queries_per_tile = max(1, ROW_TILE // group_size)
     room = max(ROW_TILE, group_size)
+    of_chunks = _chunk_rows(query_start, queries_per_tile, group_size * num_kv_heads, num_workers)
+    queries_of_chunks = max(1, of_chunks // group_size)
     shared = _shared_splits(query_start, seq_lens, tables, block_size, window)
     count, most_splits = 0, 1
     for s in range(len(seq_lens)):
@@ -425,8 +648,9 @@ def plan_tasks(
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
         for head in range(num_kv_heads):
-            for query in range(0, n, queries_per_tile):
-                num_queries = min(queries_per_tile, n - query)
+            most = queries_per_tile if n <= queries_per_tile else queries_of_chunks
+            for query in range(0, n, most):
+                num_queries = min(most, n - query)
                 position = seq_lens[s] - n + query
                 start, stop = max(0, position - window + 1), position + num_queries
                 # Why: a lone tile is split over its context, so that one sequence keeps all cores

@@ -63,11 +63,11 @@ def attention_half(x, residual, step, k_cache, v_cache, half, workers):
         x, residual: [T, N], what the layer before added, and what was there before it.
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
-        half: three groups: the weights norm [N], qkv, norm of heads [H + K, D]; (H, K, D, P), the
-            window, whether heads are normed; the epsilons of the layer's and the heads' norms, the
-            scale and softcap of scores.
+        half: three groups: the weights norm [N], qkv, norm of heads [H + K, D], and attention's
+            operand; (H, K, D, P), the window, whether heads are normed; the epsilons of the layer's
+            and the heads' norms, the scale and softcap of scores.
     """
-    (norm, qkv, head_norm), (heads_and_dims, window, normed), numbers = half
+    (norm, qkv, head_norm, operand), (heads_and_dims, window, normed), numbers = half
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
@@ -83,7 +83,7 @@ def attention_half(x, residual, step, k_cache, v_cache, half, workers):
     )  # fmt: skip
     attended = np.empty(q.shape, x.dtype)
     attend(
-        q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window,
+        q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
         attended, partial_out, partial_stats,
     )  # fmt: skip
     if len(merges):

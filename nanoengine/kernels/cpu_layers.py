@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
 
@@ -159,20 +160,16 @@ def _turn(x, cos, sin, weight, eps, normed, out):
 
 @compiled(fastmath=FASTMATH)
 def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
-    num_heads, num_kv_heads, head_dim, block_size = sizes
-    half = head_dim // 2
+    num_heads, num_kv_heads, head_dim, _ = sizes
+    half, key = head_dim // 2, np.empty(head_dim, q.dtype)
     for t in range(lo, hi):
         cos, sin = table[t, :half], table[t, half:]
         for h in range(num_heads):
             _turn(heads[t, h], cos, sin, weight[h], eps, normed, q[t, h])
-        block, offset = slots[t] // block_size, slots[t] % block_size
         for h in range(num_kv_heads):
-            at = ((block * num_kv_heads + h) * block_size + offset) * head_dim
-            key, row = heads[t, num_heads + h], weight[num_heads + h]
-            _turn(key, cos, sin, row, eps, normed, k_cache[at : at + head_dim])
-            value, line = heads[t, num_heads + num_kv_heads + h], v_cache[at : at + head_dim]
-            for d in range(head_dim):  # Why: numba's own copy takes a second to compile
-                line[d] = value[d]
+            row, value = weight[num_heads + h], heads[t, num_heads + num_kv_heads + h]
+            _turn(heads[t, num_heads + h], cos, sin, row, eps, normed, key)
+            store_head(key, value, slots[t], h, k_cache, v_cache, sizes)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
@@ -194,7 +191,7 @@ def rotate_and_store(
         heads: [T, H + 2 K, D], query, key and value heads.
         table: [T, D], cos then sin of each token's angles.
         weight: [H + K, D], read only if `normed`.
-        slots: [T] int64; k_blocks, v_blocks: contiguous, [B, K, P, D].
+        slots: [T] int64; k_blocks, v_blocks: contiguous, [B, K, P, D], see `cpu_attention`.
         sizes: (H, K, D, P).
     """
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from nanoengine.kernels.exp import COEFFICIENTS, LN2_HIGH, LN2_LOW, LOG2_E, LOWEST
+from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2
 from nanoengine.kernels.isa import CURRENT
 
 
@@ -166,35 +166,38 @@ class Emit:
         """The larger of each lane; of a NaN and a number, either."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def exp(self, x):
-        """e ** x for x <= 0, as `kernels.exp.exp`; NaN stays NaN."""
+    def exp2(self, x):
+        """2 ** x for x <= 0, exactly 0 below the smallest normal number; NaN stays NaN."""
         build = self.builder
         if self.scalar == ir.DoubleType():
-            kind = ir.FunctionType(self.vector, [self.vector])
-            name = f"llvm.exp.{self.suffix}"
-            return build.call(cgutils.get_or_insert_function(build.module, kind, name), [x])
+            return self._each("llvm.exp2", x)
         numbers = ir.VectorType(ir.IntType(32), self.width)
-        lowest = self.constant(LOWEST)
+        lowest = self.constant(LOWEST_2)
         too_low = build.fcmp_ordered("<", x, lowest)
         clamped = build.select(too_low, lowest, x)
-        kind = ir.FunctionType(self.vector, [self.vector])
-        floor = cgutils.get_or_insert_function(build.module, kind, f"llvm.floor.{self.suffix}")
-        n = build.call(floor, [self.fma(clamped, self.constant(LOG2_E), self.constant(0.5))])
-        r = self.fma(n, self.constant(-LN2_HIGH), clamped)
-        r = self.fma(n, self.constant(-LN2_LOW), r)
-        tail = self.constant(COEFFICIENTS[0])
-        for coefficient in COEFFICIENTS[1:]:
-            tail = self.fma(tail, r, self.constant(coefficient))
-        value = build.fadd(self.fma(build.fmul(tail, r), r, r), self.constant(1.0))
+        n = self._each("llvm.rint", clamped)
+        r = build.fsub(clamped, n)
+        value = self.constant(COEFFICIENTS_2[0])
+        for coefficient in COEFFICIENTS_2[1:]:
+            value = self.fma(value, r, self.constant(coefficient))
         exponent = build.add(build.fptosi(n, numbers), ir.Constant(numbers, [127] * self.width))
         power = build.shl(exponent, ir.Constant(numbers, [23] * self.width))
         value = build.fmul(value, build.bitcast(power, self.vector))
         return build.select(too_low, self.constant(0.0), value)
 
+    def _each(self, name, x):
+        """A function of LLVM's of each lane."""
+        kind = ir.FunctionType(self.vector, [self.vector])
+        name = f"{name}.{self.suffix}"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, [x])
+
     def across(self, vectors, combine):
-        """One number of all lanes of all vectors: pairs of vectors first, then halves of lanes."""
+        """One number of all lanes of all vectors: the first half with the second, until one lane
+        is left. So the order is that of the lanes, however many of them a vector has."""
         while len(vectors) > 1:
-            vectors = [combine(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+            half = len(vectors) // 2
+            vectors = [combine(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
         (vector,) = vectors
         half = self.width // 2
         while half:
@@ -206,22 +209,3 @@ class Emit:
     def shuffle(self, a, b, lanes):
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.builder.shuffle_vector(a, b, mask)
-
-    def fold(self, a, b, lanes, step):
-        """Adds the lanes `lanes` of (a, b) to those `step` further on."""
-        other = self.shuffle(a, b, [lane + step for lane in lanes])
-        return self.builder.fadd(self.shuffle(a, b, lanes), other)
-
-    def sums_of_four(self, a, b, c, d):
-        """[sum(a), sum(b), sum(c), sum(d)], as one tree for all: a third of the work of four."""
-        width, half, quarter = self.width, self.width // 2, self.width // 4
-        firsts = [*range(half), *range(width, width + half)]
-        x, y = self.fold(a, b, firsts, half), self.fold(c, d, firsts, half)
-        starts = (0, width, half, width + half)  # of the partial sums of a, c, b, d
-        z = self.fold(x, y, [s + i for s in starts for i in range(quarter)], quarter)
-        while quarter > 1:
-            quarter //= 2
-            z = self.fold(
-                z, z, [2 * quarter * s + i for s in range(4) for i in range(quarter)], quarter
-            )
-        return self.shuffle(z, z, [0, 2, 1, 3])

@@ -75,7 +75,7 @@ class FusedLayer:
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
         self.first: tuple[Any, ...] = (
-            (norm, qkv, of_heads),
+            (norm, qkv, of_heads, backend.operand),
             (heads_and_dims, window, parts.head_norm is not None),
             (real(parts.norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
