@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import os
 import threading
 import time
@@ -365,11 +366,11 @@ class LLMEngine:
         self._num_arrived += 1
         request = Request(
             request_id,
-            list(prompt_token_ids),
+            [int(token_id) for token_id in prompt_token_ids],
             params,
             arrival=arrival,
             arrival_time=time.perf_counter(),
-            priority=params.priority if priority is None else priority,
+            priority=params.priority if priority is None else int(priority),
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
             make_sink=make_sink,
@@ -567,7 +568,7 @@ class LLMEngine:
         for block_id in block_ids:
             if not _is_int(block_id) or not 1 <= block_id <= last:
                 raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
-        return self.scheduler.block_manager.evict(block_ids)
+        return self.scheduler.block_manager.evict(map(int, block_ids))
 
     # --- the rest -----------------------------------------------------------------------------
 
@@ -631,7 +632,8 @@ class LLMEngine:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    # Perf: the abstract class is asked for NumPy's integers alone.
+    return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
 
 
 def _check_salt(cache_salt: object) -> None:

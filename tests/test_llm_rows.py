@@ -246,6 +246,18 @@ def test_wrong_types_at_the_doors_of_an_engine_are_errors_of_the_tree(
         engine.step()
 
 
+def test_numpys_integers_are_integers_at_every_door(llm: LLM) -> None:
+    """3.12: ids, priorities and block ids; what is queued holds plain ones."""
+    (output,) = llm.generate([ids("one")], LONG, False, priority=[np.int64(3)])  # type: ignore[list-item]
+    held = range(1, 9)
+    assert output.outputs[0].text == ANSWERS["one"]
+    assert llm.evict(np.array(held)) == llm.evict(held) + 1  # type: ignore[arg-type]
+    numbers: Any = [np.int64(5), np.uint8(6)]
+    request = llm.engine.add_request("own", numbers, LONG, priority=np.int32(1))  # type: ignore[arg-type]
+    assert {type(token_id) for token_id in request.prompt_token_ids} == {int}
+    assert type(request.priority) is int
+
+
 def test_a_prompt_refused_because_of_the_watermark_says_so() -> None:
     """3.12: "needs 19 KV blocks, the pool has 22" explained nothing."""
     engine = make_engine(num_blocks=23, watermark_frac=0.2)
