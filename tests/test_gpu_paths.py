@@ -171,6 +171,30 @@ def test_a_step_waits_for_its_own_copies_alone(gpu):
     assert gpu.host_clock[down] == done[down] < down.clock[down]
 
 
+def test_a_store_or_load_that_is_cut_off_keeps_both_buffers(gpu, monkeypatch):
+    kv = torch.randn(2, 3, 9, 4, 2, 8, device=CUDA)
+    storage, before = HostStorage(kv, 9), kv.cpu()
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_tiers, "ship", lambda *_: 1 / 0)
+        for cut_off in (storage.store, storage.load):
+            with pytest.raises(ZeroDivisionError):
+                cut_off([1], [1])
+    storage.store([1, 2], [5, 6])()
+    kv.zero_()
+    storage.load([5, 6], [2, 1])
+    assert torch.equal(kv[:, :, 2].cpu(), before[:, :, 1])
+
+
+def test_a_cache_made_in_inference_mode_is_loaded_outside_of_it():
+    with EmulatedGPU():
+        for device in ("cpu", CUDA):
+            with torch.inference_mode():
+                kv = torch.ones(2, 3, 9, 4, 2, 8, device=device)
+            storage = HostStorage(kv, 9)
+            storage.store([1], [2])()
+            storage.load([2], [3])
+
+
 @pytest.mark.parametrize(("gib", "block_bytes"), [(20, 7_340_032), (70, 5_242_880), (0.01, 40_000)])
 def test_a_host_tier_pins_its_size_and_not_the_next_power_of_two(gib, block_bytes):
     num_blocks = int(gib * 2**30) // block_bytes

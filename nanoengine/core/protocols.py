@@ -84,7 +84,7 @@ class Observer(Protocol):
 class TierStorage(Protocol):
     """Moves blocks between the device and one tier, in the order of plans."""
 
-    def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> Callable[[], object]:
+    def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> Callable[[], None]:
         """Copies device blocks to the tier, as they are after all work issued so far, whatever
         comes after it; what it returns waits until they are there."""
 

@@ -80,6 +80,9 @@ class HostStorage:
         num_blocks: of the tier, its null block included.
     """
 
+    # Why inference mode: tensors made in it, as the cache is, can't be written outside.
+
+    @torch.inference_mode()
     def __init__(self, kv: torch.Tensor, num_blocks: int) -> None:
         # Why bytes: index_select does not know fp8.
         kv = kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
@@ -105,7 +108,8 @@ class HostStorage:
         flat = [chunk.view(len(chunk), -1).view(torch.uint8).numpy() for chunk in self.chunks]
         return [block for blocks in flat for block in blocks]
 
-    def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], object]:
+    @torch.inference_mode()
+    def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
         """Copies device blocks to the tier; they are there when what it returns has been called."""
         if not self._on_gpu:
             # Why one by one: an integer index is a view, which copy_ writes through; indexing by a
@@ -115,7 +119,7 @@ class HostStorage:
             return lambda: None
         main = torch.cuda.current_stream(self._kv.device)
         for src, dst in self._pieces(src_ids, dst_ids):
-            buffer, free = self._staging.popleft()
+            buffer, free = self._staging[0]
             main.wait_event(free)
             (ids,) = ship(self._kv.device, np.array(src))
             torch.index_select(self._kv, 0, ids, out=buffer[: len(src)])
@@ -125,9 +129,14 @@ class HostStorage:
                     blocks = self._host_blocks(dst[first], last - first)
                     blocks.copy_(buffer[first:last], non_blocking=True)
             arrived = self._down.record_event()
-            self._staging.append((buffer, arrived))
-        return arrived.synchronize
+            self._pass_on(buffer, arrived)
 
+        def wait() -> None:
+            arrived.synchronize()
+
+        return wait
+
+    @torch.inference_mode()
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
         """Copies the tier's blocks to the device; returns the seconds that this took, without what
         the device had to do before."""
@@ -137,7 +146,7 @@ class HostStorage:
                 self._kv[dst].copy_(self._host_blocks(src, 1)[0])
             return time.perf_counter() - started
         for src, dst in self._pieces(src_ids, dst_ids):
-            buffer, free = self._staging.popleft()
+            buffer, free = self._staging[0]
             free.synchronize()
             started = time.perf_counter()
             with torch.cuda.stream(self._up):
@@ -148,8 +157,13 @@ class HostStorage:
             seconds += time.perf_counter() - started
             (ids,) = ship(self._kv.device, np.array(dst))
             self._kv.index_copy_(0, ids, buffer[: len(dst)])
-            self._staging.append((buffer, self._main_event()))
+            self._pass_on(buffer, self._main_event())
         return seconds
+
+    def _pass_on(self, buffer: torch.Tensor, free: torch.cuda.Event) -> None:
+        """The other buffer is the next to take; this one may be written after `free`."""
+        self._staging[0] = (buffer, free)
+        self._staging.rotate(-1)
 
     def _main_event(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self._kv.device).record_event()

@@ -52,7 +52,7 @@ class LaunchedStep:
     scores: list[PromptScores] = field(default_factory=list)
     download: Download | None = None
     stopwatch: Stopwatch | None = None
-    stores: list[Callable[[], object]] = field(default_factory=list)
+    stores: list[Callable[[], None]] = field(default_factory=list)
     _result: StepResult | None = None
 
     def result(self) -> StepResult:
