@@ -99,9 +99,10 @@ class EngineConfig:
     """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     kv_tiers: tuple[Tier, ...] = ()
     """Where KV blocks live on below the device: a HostTier, or one and a DiskTier below it."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """auto: the model's dtype. fp8: e4m3 with a scale a layer, from the checkpoint or 1; half the
-    memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """auto: the model's dtype. bfloat16: beside float32, half of its memory and traffic, at 7 bits
+    of mantissa (backends cpu and naive). fp8: e4m3 with a scale a layer, from the checkpoint or 1;
+    half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
 

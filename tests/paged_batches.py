@@ -40,6 +40,7 @@ class Paged:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float64
+    kv_dtype: torch.dtype | None = None
     sliding_window: int | None = None
     softcap: float | None = None
     seeds: list[int] | None = None
@@ -105,14 +106,14 @@ class Paged:
         with what this step writes."""
         heads, k_heads = self.spec.num_heads, self.num_kv_heads
         shape = (2, 3, self.num_blocks, self.block_size, k_heads, self.head_dim)
-        cache = torch.full(shape, float("nan"), dtype=self.dtype)
+        cache = torch.full(shape, float("nan"), dtype=self.kv_dtype or self.dtype)
         layer = cache[:, 1].view(2, -1, k_heads, self.head_dim)
         for numbers, slots, (query_len, seq_len) in zip(
             self.dense, self.slots, self.lengths, strict=True
         ):
             written = seq_len if after else seq_len - query_len
-            layer[0, slots[:written]] = numbers[:written, heads : heads + k_heads]
-            layer[1, slots[:written]] = numbers[:written, heads + k_heads :]
+            keys, values = numbers[:written, heads:].to(cache.dtype).split(k_heads, dim=1)
+            layer[0, slots[:written]], layer[1, slots[:written]] = keys, values
         # Why: what a parent computes in this very step is not there before it.
         if not after:
             layer[:, self.batch.slot_mapping[1]] = float("nan")
@@ -125,8 +126,9 @@ class Paged:
     def run(self, name: str) -> torch.Tensor:
         """One forward of the named backend, [T, H, D]."""
         backend = make_backend(
-            name, device=CPU, dtype=self.dtype, head_dim=self.head_dim, block_size=self.block_size
-        )
+            name, device=CPU, dtype=self.dtype, head_dim=self.head_dim, block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
         batch = replace(self.batch, attention=backend.prepare(self.batch))
         k_cache, v_cache = self.cache(backend_class(name).kv_layout)
         return backend.forward(*self.qkv(), k_cache, v_cache, batch, self.spec)

@@ -68,6 +68,41 @@ def test_softcap(dtype):
     check(softcap=1.5, sliding_window=30, dtype=dtype)
 
 
+BF16 = {"dtype": torch.float32, "kv_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 1}, {"group_size": 5}, {"group_size": 40},
+        {"head_dim": 8}, {"head_dim": 80}, {"head_dim": 128},
+        {"block_size": 8}, {"block_size": 128},
+        {"sliding_window": 1}, {"sliding_window": 6}, {"sliding_window": 101}, {"softcap": 1.5},
+    ],
+)  # fmt: skip
+def test_a_cache_of_bfloat16_beside_float32(options):
+    """As exact as one of float32 over the same, rounded numbers."""
+    check(**BF16, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"group_size": 5}, {"head_dim": 80}, {"block_size": 8}])
+def test_bfloat16_is_off_by_its_roundings(options):
+    """Queries and weights are rounded as well: scores by 2 ** -8, of which half are near 0."""
+    paged = Paged(lengths=LENGTHS, **BF16, **options)
+    exact = paged.run("naive")
+    paged.dtype = torch.bfloat16
+    out = paged.run("cpu")
+    assert out.dtype == torch.float32
+    error = (out - exact).abs()
+    assert 1e-4 < error.max() < 0.02
+
+
+def test_a_cache_of_another_dtype_is_refused():
+    options = {"device": CPU, "dtype": torch.float64, "head_dim": 64, "block_size": 16}
+    with pytest.raises(ConfigError, match="cpu keeps no bfloat16 beside float64 KV cache"):
+        make_backend("cpu", **options, kv_dtype=torch.bfloat16)
+
+
 def test_shared_blocks():
     check(lengths=[(1, 90), (1, 70), (20, 84)], shared={1: (0, 4), 2: (0, 4)})
 
@@ -90,13 +125,16 @@ def test_random_batches():
         )
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("sliding_window", [None, 50])
-def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window):
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, dtypes):
     def run(chosen):
         lengths = [LENGTHS[i] for i in chosen]
+        dtype, kv_dtype = dtypes
         out = Paged(
-            lengths=lengths, seeds=chosen, dtype=torch.float32, sliding_window=sliding_window
-        ).run("cpu")
+            lengths=lengths, seeds=chosen, dtype=dtype, kv_dtype=kv_dtype,
+            sliding_window=sliding_window,
+        ).run("cpu")  # fmt: skip
         return dict(zip(chosen, out.split([q for q, _ in lengths]), strict=True))
 
     together = run(list(range(len(LENGTHS))))
@@ -177,8 +215,10 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, 
     assert torch.equal(torch.cat(alone), whole)
 
 
-def test_a_nan_stays_in_its_sequence():
-    paged = Paged(lengths=[(1, 20), (1, 300), (5, 70)], dtype=torch.float32)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_stays_in_its_sequence(kv_dtype):
+    lengths = [(1, 20), (1, 300), (5, 70)]
+    paged = Paged(lengths=lengths, dtype=torch.float32, kv_dtype=kv_dtype)
     clean = paged.run("cpu")
     paged.dense[1][7] = float("nan")  # in the context that the cache already holds
     out = paged.run("cpu")
@@ -187,9 +227,15 @@ def test_a_nan_stays_in_its_sequence():
     assert torch.equal(out[2:], clean[2:])
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-def test_stores_keys_and_values_where_the_slots_say(block_size):
-    paged = Paged(lengths=[(1, 20), (3, 130)], dtype=torch.float32, block_size=block_size)
+def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
+    """In bfloat16 rounded to nearest, half to even, as torch rounds."""
+    paged = Paged(
+        lengths=[(1, 20), (3, 130)], dtype=torch.float32, kv_dtype=kv_dtype, block_size=block_size
+    )
+    paged.dense[1][-1, 4:, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf])
+    paged.fused = torch.cat([paged.dense[0][-1:], paged.dense[1][-3:]]).flatten(1)
     backend = make_backend(
         "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size
     )
@@ -224,7 +270,6 @@ def test_leaves_torch_its_thread_count():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": torch.bfloat16}, "dtype='float32'"),
         ({"dtype": torch.float16}, "dtype='float32'"),
         ({"device": torch.device("meta")}, "attention_backend='auto'"),
         ({"head_dim": 20}, "multiple of 8"),

@@ -194,18 +194,20 @@ def test_backends_without_fp8_refuse_it():
             checkpoint("qwen3"), dtype="float32", attention_backend="auto", kv_cache_dtype="fp8"
         )
     options = {"device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
-    make_backend("naive", **options, fp8_cache=True)
+    make_backend("naive", **options, kv_dtype=FP8)
 
 
 def test_gpus_before_ada_refuse_it():
     backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
     backend.arch = 80
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 or newer, got 8\.0"):
-        backend.check_fp8()
+        backend.check_cache(FP8, torch.float32)
     backend.arch = 89
-    backend.check_fp8()
+    backend.check_cache(FP8, torch.float32)
 
 
 def test_an_unknown_cache_dtype_is_refused():
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, fp8, got 'int8'"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, got 'int8'"
+    ):
         EngineConfig(model="m", kv_cache_dtype="int8")

@@ -57,13 +57,13 @@ def make_backend(
     dtype: torch.dtype,
     head_dim: int,
     block_size: int,
-    fp8_cache: bool = False,
+    kv_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> AttentionBackend:
     """Builds a resolved backend for one engine.
 
     Args:
-        fp8_cache: the KV cache will be fp8.
+        kv_dtype: of the KV cache; None: `dtype`.
         deterministic: a token's result must have the same bits however it is computed.
 
     Raises:
@@ -82,6 +82,6 @@ def make_backend(
     backend = backend_class(name)(
         device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options
     )
-    if fp8_cache:
-        backend.check_fp8()
+    if kv_dtype not in (None, dtype):
+        backend.check_cache(kv_dtype, dtype)
     return backend

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
 from nanoengine.errors import ConfigError
 from nanoengine.runner.batch import Batch
@@ -59,8 +60,9 @@ class AttentionBackend(ABC):
 
     An instance is made by `attention.make_backend` and serves all layers of one engine; it keeps no
     state between steps, so two batches may be in flight. In what follows k_cache and v_cache are
-    one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`; of the model's dtype, or fp8 if
-    `check_fp8` allows it.
+    one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`; of the model's dtype, or of
+    another that `check_cache` allows. How numbers lie inside a block is the backend's own: others
+    move whole blocks.
     """
 
     name: ClassVar[str]
@@ -68,11 +70,15 @@ class AttentionBackend(ABC):
     default_block_size: ClassVar[int]
     graph_safe: ClassVar[bool]
 
-    def check_fp8(self) -> None:
-        """Raises ConfigError unless caches may be fp8: see `attention.fp8`."""
+    def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+        """Raises ConfigError unless a model of `dtype` may have a cache of this other dtype."""
+        if kv_dtype == FP8:
+            kind, other = "fp8", "'triton' on a GPU, 'naive' elsewhere"
+        else:
+            kind, other = f"{kv_dtype} beside {dtype}".replace("torch.", ""), "'cpu' or 'naive'"
         raise ConfigError(
-            f"attention backend {self.name} keeps no fp8 KV cache: set kv_cache_dtype='auto', or"
-            " attention_backend='triton' on a GPU, 'naive' elsewhere"
+            f"attention backend {self.name} keeps no {kind} KV cache: set kv_cache_dtype='auto', or"
+            f" attention_backend={other}"
         )
 
     @abstractmethod

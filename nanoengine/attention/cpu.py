@@ -1,4 +1,7 @@
-"""CPUBackend: paged attention on the CPU in float32 and float64, over kernels compiled by numba.
+"""CPUBackend: paged attention on the CPU, over kernels compiled by numba.
+
+It computes in float32 or float64. A cache of bfloat16 beside float32 becomes float32 in registers.
+A model in bfloat16 has its queries and weights rounded as well, and sums in float32.
 
 Made by `attention.make_backend`. It turns torch tensors into flat numpy views without a copy, plans
 the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula serves
@@ -29,7 +32,8 @@ from nanoengine.kernels.views import Views
 from nanoengine.runner.batch import Batch
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
-DTYPES = (torch.float32, torch.float64)
+DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}
+"""What numbers are made before they are multiplied; uint32: pairs of bfloat16."""
 
 
 class _Tasks(NamedTuple):
@@ -84,8 +88,8 @@ class CPUBackend(AttentionBackend):
             )
         if dtype not in DTYPES:
             raise ConfigError(
-                f"attention_backend='cpu' computes in float32 or float64, got dtype={dtype}: set"
-                " dtype='float32', which is also faster on a CPU, or attention_backend='naive'"
+                f"attention_backend='cpu' computes in float32, float64 or bfloat16, got"
+                f" dtype={dtype}: set dtype='float32', or attention_backend='naive'"
             )
         if head_dim % 8:
             raise ConfigError(
@@ -98,8 +102,14 @@ class CPUBackend(AttentionBackend):
                 f" {block_size}"
             )
         self.block_size, self._views = block_size, Views()
-        self.operand = np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
+        self.operand = np.empty(0, DTYPES[dtype])
+        self._real = torch.float64 if dtype == torch.float64 else torch.float32
         share_threads_with_torch()
+
+    def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+        """Raises ConfigError unless it is bfloat16 beside float32."""
+        if (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
+            super().check_cache(kv_dtype, dtype)
 
     def prepare(self, batch: Batch) -> CPUStep:
         """Views the step's tensors as numpy arrays; cheap enough for every step."""
@@ -124,8 +134,8 @@ class CPUBackend(AttentionBackend):
         batch: Batch,
         spec: AttentionSpec,
     ) -> None:
-        k_flat, k_stride = _flat(k)
-        v_flat, v_stride = _flat(v)
+        k_flat, k_stride = _flat(k.to(self._real))
+        v_flat, v_stride = _flat(v.to(self._real))
         slots, caches = (
             batch.attention.slots[spec.group],
             (self._views(k_cache), self._views(v_cache)),
@@ -144,10 +154,12 @@ class CPUBackend(AttentionBackend):
     ) -> torch.Tensor:
         """One pass over the projection; see `AttentionBackend.rotate_and_store`."""
         step: CPUStep = batch.attention
-        source = heads.contiguous().numpy()
+        source = heads.to(self._real).contiguous().numpy()
         q = np.empty((source.shape[0], spec.num_heads, spec.head_dim), source.dtype)
         # Why: numba's first argument types decide the compilation, so "no norm" needs an array too.
-        weight = source[0, : -spec.num_kv_heads] if norm is None else self._views(norm.weight)
+        weight = source[0, : -spec.num_kv_heads]
+        if norm is not None:
+            weight = norm.weight.to(self._real).numpy()
         cpu_layers.rotate_and_store(
             source,
             self._angles(step, rotation),
@@ -161,7 +173,7 @@ class CPUBackend(AttentionBackend):
             self._sizes(spec),
             step.num_workers,
         )
-        return torch.from_numpy(q)
+        return torch.from_numpy(q).to(heads.dtype)
 
     def attend(
         self,
@@ -175,7 +187,8 @@ class CPUBackend(AttentionBackend):
         step: CPUStep = batch.attention
         sizes = self._sizes(spec)
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        queries, keys, values = q.contiguous().numpy(), self._views(k_cache), self._views(v_cache)
+        queries = q.to(self._real).contiguous().numpy()
+        keys, values = self.views(k_cache, v_cache)
         plan = self._tasks(step, spec, window, queries.dtype)
         real = queries.dtype.type
         result = np.empty(queries.shape, queries.dtype)
@@ -188,7 +201,7 @@ class CPUBackend(AttentionBackend):
             kernels.combine(
                 plan.merges, plan.parts, sizes, result, plan.partial_out, plan.partial_stats
             )
-        return torch.from_numpy(result)
+        return torch.from_numpy(result).to(q.dtype)
 
     def step_arrays(
         self, rotation: Rotation, batch: Batch, spec: AttentionSpec, dtype: np.dtype
@@ -214,7 +227,7 @@ class CPUBackend(AttentionBackend):
         if id(halves) not in step.angles:
             num_tokens, _, half = halves.shape
             whole = halves.as_strided((num_tokens, 2 * half), (2 * half, 1))
-            step.angles[id(halves)] = whole.numpy()
+            step.angles[id(halves)] = whole.to(self._real).numpy()
         return step.angles[id(halves)]
 
     def _sizes(self, spec: AttentionSpec) -> tuple[int, int, int, int]:

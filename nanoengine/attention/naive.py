@@ -41,7 +41,7 @@ class NaiveBackend(AttentionBackend):
         # Why: 16-bit scores would lose more than the kernels under test; float64 stays float64.
         self.math_dtype = torch.float32 if dtype.itemsize < 4 else dtype
 
-    def check_fp8(self) -> None:
+    def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Nothing to refuse: plain torch converts on any device."""
 
     def prepare(self, batch: Batch) -> list[tuple[int, int, int]]:
@@ -61,8 +61,8 @@ class NaiveBackend(AttentionBackend):
         slots = batch.slot_mapping[spec.group]
         if k_cache.dtype == FP8:
             k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
-        k_cache[slots // self.block_size, slots % self.block_size] = k
-        v_cache[slots // self.block_size, slots % self.block_size] = v
+        k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
+        v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
 
     def attend(
         self,

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.runner.batch import Batch
@@ -210,12 +211,14 @@ class TritonBackend(AttentionBackend):
             self.arch = 10 * properties.major + properties.minor
             self.num_sms = properties.multi_processor_count
 
-    def check_fp8(self) -> None:
-        """Raises ConfigError on GPUs before Ada and Hopper.
+    def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+        """Raises ConfigError unless it is fp8, and for that on GPUs before Ada and Hopper.
 
         Why: only from compute capability 8.9 on does the hardware convert fp8, and converting by
         integer arithmetic would take a decode longer than the memory traffic that it saves.
         """
+        if kv_dtype != FP8:
+            super().check_cache(kv_dtype, dtype)
         if self.arch < 89:
             raise ConfigError(
                 "an fp8 KV cache needs a GPU of compute capability 8.9 or newer, got"

@@ -51,11 +51,11 @@ def main(args: InfoArgs) -> None:
     dtype = resolve_dtype(args.dtype, model.dtype, device)
     _print_section("versions", versions())
     _print_section("device", device_lines(device))
+    kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     _print_section(
         f"attention backends ({device.type}, {_name(dtype)}, head_dim {model.head_dim})",
-        backend_lines(device, dtype, model.head_dim, fp8_cache=args.kv_cache_dtype == "fp8"),
+        backend_lines(device, dtype, model.head_dim, kv_dtype),
     )
-    kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
     if args.load:
         from nanoengine.build import build_engine
@@ -105,7 +105,7 @@ def device_lines(device: torch.device) -> list[str]:
 
 
 def backend_lines(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, fp8_cache: bool = False
+    device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
 ) -> list[str]:
     """Each attention backend: chosen by auto, available, or why not."""
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
@@ -116,7 +116,7 @@ def backend_lines(
             block_size = backend_class(name).default_block_size
             make_backend(
                 name, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size,
-                fp8_cache=fp8_cache,
+                kv_dtype=kv_dtype,
             )  # fmt: skip
             state = f"available, {block_size} tokens a block"
         except (NanoEngineError, ImportError) as error:

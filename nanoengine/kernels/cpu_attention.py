@@ -127,8 +127,8 @@ class CacheTile(Emit):
         bits = build.bitcast(floats, self.words)
         last = build.and_(build.lshr(bits, self.every(16)), self.every(1))
         bits = build.add(build.add(bits, self.every(0x7FFF)), last)
-        first = self.shuffle(bits, bits, range(0, self.width, 2))
-        second = self.shuffle(bits, bits, range(1, self.width, 2))
+        first = self.shuffle(bits, bits, [*range(0, self.width, 2)])
+        second = self.shuffle(bits, bits, [*range(1, self.width, 2)])
         half = ir.VectorType(I32, self.width // 2)
         high = build.and_(first, ir.Constant(half, [0xFFFF0000] * half.count))
         return build.or_(high, build.lshr(second, ir.Constant(half, [16] * half.count)))
@@ -457,7 +457,7 @@ def _run_task(
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 _few_rows(
                     shares, r * weights.shape[1] + (begin - tile_start) // per_weight,
-                    weights.shape[1], v, at, head_dim, min(seen, end - begin, lanes),
+                    weights.shape[1], v, at, head_dim, max(0, min(seen, end - begin, lanes)),
                     sums, r * head_dim, head_dim, factors, r,
                     next_at, int(r == 0), rows - r, head_dim, head_dim,
                 )  # fmt: skip

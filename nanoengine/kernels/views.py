@@ -19,5 +19,11 @@ class Views:
     def __call__(self, tensor: torch.Tensor) -> np.ndarray:
         known = self._known.get(id(tensor))
         if known is None:
-            known = self._known[id(tensor)] = (tensor, tensor.detach().numpy())
+            known = self._known[id(tensor)] = (tensor, _view(tensor.detach()))
         return known[1]
+
+
+def _view(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory; bfloat16, which numpy has not, as its bits."""
+    bits = tensor.dtype == torch.bfloat16
+    return tensor.view(torch.uint16).numpy() if bits else tensor.numpy()

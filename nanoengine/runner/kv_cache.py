@@ -49,7 +49,7 @@ def block_bytes(
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
-    return FP8 if kv_cache_dtype == "fp8" else dtype
+    return {"fp8": FP8, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
 
 
 def num_blocks_for_bytes(num_bytes: int, bytes_a_block: int) -> int:

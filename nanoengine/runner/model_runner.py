@@ -138,16 +138,16 @@ class ModelRunner:
         self._directory = directory
         default = backend_class(backend).default_block_size
         self.block_size = config.block_size or default
+        self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
         self.backend = make_backend(
             backend,
             device=device,
             dtype=dtype,
             head_dim=model_config.head_dim,
             block_size=self.block_size,
-            fp8_cache=config.kv_cache_dtype == "fp8",
+            kv_dtype=self.kv_dtype,
             deterministic=config.deterministic,
         )
-        self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
         self.groups = make_kv_groups(model_config.sliding_windows)
         self.load_s = 0.0
         self.num_parameters = 0

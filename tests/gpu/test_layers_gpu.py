@@ -9,6 +9,7 @@ import torch
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.layers.ops import GATES, TorchOps, make_ops
 from tests.attention_cases import DEVICE, make_case
@@ -63,7 +64,12 @@ def test_rotation_and_store(norm, fp8):
         num_kv_heads=8, group_size=2, block_size=64, fp8=fp8,
     )  # fmt: skip
     backend = make_backend(
-        "triton", device=DEVICE, dtype=torch.bfloat16, head_dim=128, block_size=64, fp8_cache=fp8
+        "triton",
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        head_dim=128,
+        block_size=64,
+        kv_dtype=FP8 if fp8 else None,
     )
     angles = case.batch.positions[:, None].float() * 0.5 ** torch.arange(64, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), -1).bfloat16().unsqueeze(1)
@@ -90,7 +96,7 @@ def test_attention_over_fp8():
         *decodes, *prefills, dtype=torch.bfloat16, head_dim=128, num_kv_heads=2, group_size=2,
         block_size=64, fp8=True,
     )  # fmt: skip
-    options = {"head_dim": 128, "block_size": 64, "fp8_cache": True}
+    options = {"head_dim": 128, "block_size": 64, "kv_dtype": FP8}
     case.check(make_backend("triton", device=DEVICE, dtype=torch.bfloat16, **options))
 
 
