@@ -4,12 +4,13 @@
 
 Alternatives take turns call by call, so a busy machine slows all of them alike. With one thread,
 CPU time is measured instead of the clock, which other programs disturb less. One JSON line a case:
-the 10th percentile and the median in ms.
+the 10th percentile and the median in ms, for attention also GB/s or GFLOP/s at the median.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -19,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch.ao.quantization import quantize_dynamic
 
-from nanoengine.attention import backend_class, make_backend
+from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import GROUP_SIZE
 from nanoengine.runner.batch import Batch
+from nanoengine.runner.kv_cache import zeros
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim
     "small": (640, 1920, 10, 5, 64),
@@ -34,8 +36,13 @@ SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim
 CPU = torch.device("cpu")
 
 
-def compare(calls: dict[str, Callable[[], object]], seconds: float, **labels: object) -> None:
-    """Times the calls in turn and prints one line."""
+def compare(
+    calls: dict[str, Callable[[], object]],
+    seconds: float,
+    work: dict[str, int] | None = None,
+    **labels: object,
+) -> None:
+    """Times the calls in turn and prints one line; with their work (bytes, FLOPs) also 1e9 a s."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -50,13 +57,19 @@ def compare(calls: dict[str, Callable[[], object]], seconds: float, **labels: ob
     for name, taken in times.items():
         taken.sort()
         line[name] = [round(taken[len(taken) // 10], 3), round(taken[len(taken) // 2], 3)]
+        if work is not None:
+            line[name].append(round(work[name] / line[name][1] / 1e6, 1))
     print(json.dumps(line), flush=True)
 
 
 def attention_call(
-    shape: str, name: str, lengths: list[tuple[int, int]], block_size: int, layers: int
-) -> Callable[[], object]:
-    """One layer's forward; each call takes the next of `layers` caches, to read from memory."""
+    shape: str, lengths: list[tuple[int, int]], block_size: int, layers: int,
+    dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype = torch.float32,
+) -> Callable[[], object]:  # fmt: skip
+    """One layer's forward; each call takes the next of `layers` caches, to read from memory.
+
+    Numbers of the queries are float32; a `dtype` of bfloat16 rounds them for the products.
+    """
     _, _, heads, k_heads, head_dim = SHAPES[shape]
     count = [-(-seq_len // block_size) for _, seq_len in lengths]
     order = (1 + torch.randperm(sum(count))).int().split(count)
@@ -76,11 +89,11 @@ def attention_call(
         max_query_len=max(q for q, _ in lengths), max_seq_len=max(n for _, n in lengths),
     )  # fmt: skip
     backend = make_backend(
-        name, device=CPU, dtype=torch.float32, head_dim=head_dim, block_size=block_size
+        "cpu", device=CPU, dtype=dtype, head_dim=head_dim, block_size=block_size, kv_dtype=kv_dtype
     )
     batch.attention = backend.prepare(batch)
-    inside = (k_heads, block_size) if backend.kv_layout == "KPD" else (block_size, k_heads)
-    caches = torch.full((layers, 2, sum(count) + 1, *inside, head_dim), 0.01)
+    caches = zeros((layers, 2, sum(count) + 1, k_heads, block_size, head_dim), kv_dtype, CPU)
+    caches.fill_(0.01)
     q, k, v = torch.randn(tokens, heads + 2 * k_heads, head_dim).split([heads, k_heads, k_heads], 1)
     spec = AttentionSpec(
         num_heads=heads, num_kv_heads=k_heads, head_dim=head_dim, scale=head_dim**-0.5
@@ -94,30 +107,38 @@ def attention_call(
     return call
 
 
+KINDS = {  # what a model computes in, and what its cache holds
+    "float32": (torch.float32, torch.float32),
+    "float32, KV bf16": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+}
+
+
 def decode(shape: str, seconds: float) -> None:
-    """Decodes with each block size."""
-    for batch, context in ((1, 256), (8, 256), (2, 1024)):
+    """Decodes by each kind of numbers: ms, and GB/s of the keys and values that are read."""
+    _, _, _, k_heads, head_dim = SHAPES[shape]
+    for batch, context in itertools.product((1, 8, 32), (256, 1024, 4096)):
+        numbers = 2 * batch * context * k_heads * head_dim
+        layers = max(2, min(16, 2**26 // numbers))
         calls = {
-            f"block {size}": attention_call(shape, "cpu", [(1, context)] * batch, size, 16)
-            for size in (16, 32, 64, 128)
+            name: attention_call(shape, [(1, context)] * batch, 64, layers, *kind)
+            for name, kind in KINDS.items()
         }
-        compare(calls, seconds, what="decode", shape=shape, batch=batch, context=context)
+        work = {name: numbers * kind[1].itemsize for name, kind in KINDS.items()}
+        compare(calls, seconds, work, what="decode", shape=shape, batch=batch, context=context)
 
 
 def prefill(shape: str, seconds: float) -> None:
-    """A whole prompt, paged, against torch's attention on dense tensors with heads repeated."""
-    _, _, heads, k_heads, head_dim = SHAPES[shape]
-    for length in (256, 512):
-        q = torch.randn(1, heads, length, head_dim)
-        k, v = torch.randn(2, 1, k_heads, length, head_dim).repeat_interleave(heads // k_heads, 2)
+    """The last 1,024 tokens of a prompt: ms, and GFLOP/s of what is not masked."""
+    _, _, heads, _, head_dim = SHAPES[shape]
+    for context in (1024, 4096, 16384):
         calls = {
-            f"paged {size}": attention_call(shape, "cpu", [(length, length)], size, 1)
-            for size in (16, backend_class("cpu").default_block_size)
+            name: attention_call(shape, [(1024, context)], 64, 1, *kind)
+            for name, kind in KINDS.items()
         }
-        calls["dense SDPA"] = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        )
-        compare(calls, seconds, what="prefill", shape=shape, length=length)
+        flops = 4 * heads * head_dim * sum(range(context - 1023, context + 1))
+        work = dict.fromkeys(calls, flops)
+        compare(calls, seconds, work, what="prefill", shape=shape, chunk=1024, context=context)
 
 
 def loaded(method: LinearMethod, weight: torch.Tensor) -> LinearMethod:

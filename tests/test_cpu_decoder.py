@@ -42,15 +42,20 @@ def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Te
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization"),
-    [(family, None) for family in FAMILIES] + [("qwen2", kind) for kind in QUANTIZATIONS[1:]],
+    ("family", "quantization", "kv_cache_dtype"),
+    [(family, None, "auto") for family in FAMILIES]
+    + [("qwen2", kind, "auto") for kind in QUANTIZATIONS[1:]]
+    + [("qwen3", None, "bfloat16")],
 )
-def test_a_fused_layer_gives_the_bits_of_its_parts(family, quantization, monkeypatch):
+def test_a_fused_layer_gives_the_bits_of_its_parts(
+    family, quantization, kv_cache_dtype, monkeypatch
+):
     options = {
         "max_num_batched_tokens": 128,
         "max_num_seqs": 8,
         "max_model_len": 512,
         "num_kv_blocks": 64,
+        "kv_cache_dtype": kv_cache_dtype,
     }
     with LLM(
         checkpoint(family),

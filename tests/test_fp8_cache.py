@@ -1,4 +1,5 @@
-"""The fp8 KV cache: its rounding, how far attention and logits move, and whom it is refused to."""
+"""KV caches of fp8 and of bfloat16 beside float32: their rounding, how far attention and logits
+move, and whom they are refused to."""
 
 import pytest
 import torch
@@ -105,6 +106,13 @@ def test_log_probabilities_of_a_model_move_little_and_blocks_are_a_quarter():
     assert (info.kv_cache_dtype, plain.kv_cache_dtype) == ("float8_e4m3fn", "float32")
 
 
+CACHES = [
+    {"kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "bfloat16", "dtype": "float32", "attention_backend": "cpu"},
+]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["fp8", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,10 +126,10 @@ def test_log_probabilities_of_a_model_move_little_and_blocks_are_a_quarter():
         },
     ],
 )
-def test_features_stay_invisible(options):
+def test_features_stay_invisible(options, cache):
     directory = checkpoint("qwen3")
     prompts = random_prompts(3, [40, 33]) + random_prompts(3, [40, 33])
-    common = {"kv_cache_dtype": "fp8", "max_model_len": 100}
+    common = {"max_model_len": 100, "block_size": 16, **cache}
     found = []
     for extra in ({}, options):
         engine = make_engine(directory, **common, **extra)
@@ -132,10 +140,11 @@ def test_features_stay_invisible(options):
     assert found[0] == found[1]
 
 
-def test_a_fork_copies_its_block():
+@pytest.mark.parametrize("cache", CACHES, ids=["fp8", "bfloat16"])
+def test_a_fork_copies_its_block(cache):
     directory = checkpoint("qwen3")
     (prompt,) = random_prompts(1, [21])
-    engine = make_engine(directory, kv_cache_dtype="fp8")
+    engine = make_engine(directory, **cache)
     params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
     forked = tokens(run(engine, [prompt], params))[0]
     again = tokens(run(engine, [prompt], params))[0]
@@ -180,6 +189,22 @@ def test_scales_mean_nothing_to_a_cache_of_the_model_s_dtype(tmp_path):
         found.append(tokens(run(engine, prompts, greedy(8))))
         engine.close()
     assert found[0] == found[1]
+
+
+def test_a_cache_of_bfloat16_halves_the_blocks_and_the_cpu_backend_reads_what_naive_does():
+    directory, prompts = checkpoint("qwen3"), random_prompts(4, [40, 70])
+    exact, plain = logprobs_of(directory, prompts, attention_backend="cpu")
+    options = {"kv_cache_dtype": "bfloat16", "long_prefill_threshold": 33}
+    ours, info = logprobs_of(directory, prompts, attention_backend="cpu", **options)
+    oracle, _ = logprobs_of(directory, prompts, attention_backend="naive", **options)
+    assert info.block_bytes * 2 == plain.block_bytes
+    assert info.num_kv_blocks > 1.95 * plain.num_kv_blocks
+    assert info.kv_cache_dtype == "bfloat16"
+    moved = (oracle - exact).abs()
+    assert 1e-4 < moved.mean() < 0.01, "a 16th of what fp8 moves: four more bits of mantissa"
+    # Far less than what rounding moves, so both read the same rounded numbers. Not nothing: float32
+    # differs in its last bits, so that some key falls to its other neighbour in bfloat16.
+    assert (ours - oracle).abs().mean() < 0.2 * moved.mean()
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
