@@ -80,7 +80,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             f"{budget} must be at least max_model_len={memory.max_model_len}"
         )
     files = [directory / "config.json"]
-    if config.load_format == "auto":
+    if config.kv_tiers and config.load_format == "auto":
         files += checkpoint_files(directory)
     tiers, runner.tier_storage = make_tiers(
         config.kv_tiers,

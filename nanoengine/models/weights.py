@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanoengine.checks import MOST_SHOWN, check_value
+from nanoengine.checks import MOST_SHOWN, check_value, shown
 from nanoengine.errors import WeightLoadError
 from nanoengine.json_file import read_object
 from nanoengine.layers.linear import LinearMethod
@@ -187,9 +187,11 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """
     index = directory / INDEX_NAME
     if os.path.lexists(index):
-        where, kind = f"{index}: weight_map", dict[str, str]
-        raw = read_object(index, WeightLoadError)
-        weight_map = check_value(raw.get("weight_map"), kind, where, WeightLoadError)
+        where, raw = f"{index}: weight_map", read_object(index, WeightLoadError)
+        weight_map = check_value(raw.get("weight_map"), dict, where, WeightLoadError)
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str):  # Perf: a MoE has 20,000, at 7 us for `check_value`.
+                check_value(name, str, f"{where}[{shown(tensor)}]", WeightLoadError)
         names = sorted(set(weight_map.values()))
         paths = {name: PurePosixPath(name) for name in names}
         outside = [name for name, path in paths.items() if path.is_absolute() or ".." in path.parts]
