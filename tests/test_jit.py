@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from nanoengine.kernels.isa import CURRENT
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = """
 from nanoengine.kernels.jit import compiled
@@ -65,7 +67,8 @@ def test_a_torn_file_of_compiled_code_is_compiled_again(
     suffix: str, left: int, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(source).triple(14) == 42
-    assert caplog.records == []
+    assert "damaged" not in caplog.text
+    caplog.clear()
     files = sorted((source.parent / "__pycache__").glob(f"*{suffix}"))
     assert len(files) == 2
     for file in files:
@@ -93,3 +96,24 @@ def test_a_disk_that_takes_no_compiled_code_is_a_warning(
     monkeypatch.setattr(type(module.triple._cache._cache_file), "_save_data", full)
     assert module.triple(14) == 42
     assert "No space left" in caplog.text and "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_a_process_that_compiles_says_so_once_and_one_that_finds_the_code_is_silent(
+    source: Path,
+) -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{source.parent}"}
+    env["NUMBA_CACHE_DIR"] = str(source.parent / "cache")
+
+    def stderr_of(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        return done.stderr
+
+    assert stderr_of("import kernel") == ""
+    first = stderr_of("import kernel; kernel.triple(14); kernel.double(4)")
+    assert first.splitlines() == [first.strip()], first
+    assert f"compiling kernels for this CPU ({CURRENT.name}): once" in first
+    assert env["NUMBA_CACHE_DIR"] in first
+    assert stderr_of("import kernel; kernel.triple(14); kernel.double(4)") == ""
+    assert "compiling" in stderr_of("import kernel; kernel.double(1.5)")  # other types

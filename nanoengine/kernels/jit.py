@@ -70,11 +70,14 @@ class KernelCache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled code for these types; None: it must be compiled."""
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception as error:  # Why: a torn pickle raises nearly anything.
             self._forget()
             _warn(f"{self.cache_path} has damaged files ({error})")
-            return None
+            found = None
+        if found is None:
+            _tell(self.cache_path)
+        return found
 
     def _index_key(self, *of_call: Any) -> tuple[Any, ...]:
         """Why with the instruction set: code for two of them is kept side by side."""
@@ -92,6 +95,16 @@ class KernelCache(FunctionCache):
         """Why: an index without its new data would name the data of an older source."""
         with contextlib.suppress(OSError):
             Path(self._cache_file._index_path).unlink(missing_ok=True)
+
+
+@functools.cache
+def _tell(directory: str) -> None:
+    """Once in a process that compiles anything: half a minute of silence looks like a hang."""
+    log.warning(
+        "compiling kernels for this CPU (%s): once, some ten seconds; the code is kept in %s",
+        CURRENT.name,
+        directory,
+    )
 
 
 @functools.cache
