@@ -1,12 +1,13 @@
 """One decoder layer on the CPU as one call: the kernels of its parts, in order.
 
-    x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─     `attention_half`
-                  o ─ norm ─ gate_up ─ gate ─ down ─ x, residual  `mlp_half`
+    x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─
+                  o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Why
-two halves: in the last layer not all rows go on from attention (`models/decoder.py`). Each kernel
-is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
-readable form is `DecoderLayer.forward`, `tests/test_cpu_decoder.py` compares them.
+one function, not one of halves: numba optimizes all code below a function with it, so that each
+level costs seconds at the first start. Each kernel is the one that the layer's parts call by
+themselves, so the results are the same bit for bit; the readable form is `DecoderLayer.forward`,
+`tests/test_cpu_decoder.py` compares them.
 
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
 named ones. A weight is a tuple too, whose form says what it is:
@@ -56,18 +57,26 @@ def _multiply(x, weight, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def attention_half(x, residual, step, k_cache, v_cache, half, workers):
-    """Up to attention: [T, H * D]. The residual grows by x, and x is overwritten.
+def decoder_layer(
+    x, residual, all_rows, rows, step, k_cache, v_cache, first, second, workers
+):  # fmt: skip
+    """In place: x becomes what this layer adds last, the residual grows by what came before it.
+
+    In the last layer not all rows go on from attention (`models/decoder.py`): those that do are
+    then the first of both.
 
     Args:
         x, residual: [T, N], what the layer before added, and what was there before it.
+        all_rows, rows: whether all go on; if not, which: [L] int64.
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
-        half: three groups: the weights norm [N], qkv, norm of heads [H + K, D], and attention's
+        first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], and attention's
             operand; (H, K, D, P), the window, whether heads are normed; the epsilons of the layer's
             and the heads' norms, the scale and softcap of scores.
+        second: three groups: the weights o, norm [N], gate_up, down; I, whether the gate is GELU;
+            the norm's epsilon.
     """
-    (norm, qkv, head_norm, operand), (heads_and_dims, window, normed), numbers = half
+    (norm, qkv, head_norm, operand), (heads_and_dims, window, normed), numbers = first
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
@@ -81,38 +90,32 @@ def attention_half(x, residual, step, k_cache, v_cache, half, workers):
         projected.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
         head_eps, normed, slots, k_cache, v_cache, q, heads_and_dims, workers,
     )  # fmt: skip
-    attended = np.empty(q.shape, x.dtype)
+    of_heads = np.empty(q.shape, x.dtype)
     attend(
         q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
-        attended, partial_out, partial_stats,
+        of_heads, partial_out, partial_stats,
     )  # fmt: skip
     if len(merges):
-        combine(merges, parts, heads_and_dims, attended, partial_out, partial_stats)
-    return attended.reshape(tokens, num_heads * head_dim)
+        combine(merges, parts, heads_and_dims, of_heads, partial_out, partial_stats)
+    attended = of_heads.reshape(tokens, num_heads * head_dim)
 
-
-@compiled(fastmath=FASTMATH)
-def mlp_half(attended, x, residual, half, workers):
-    """From attention on: x becomes what the MLP adds, the residual grows by what attention adds.
-
-    Args:
-        attended: [L, H * D], all rows of `attention_half`'s result, or some.
-        x, residual: [L, N]; what x holds is not read.
-        half: three groups: the weights o, norm [N], gate_up, down; I, whether the gate is GELU; the
-            norm's epsilon.
-    """
-    (o, norm, gate_up, down), (inner, gelu), eps = half
+    if not all_rows:
+        tokens = len(rows)
+        kept = np.empty((tokens, attended.shape[1]), x.dtype)
+        for i in range(tokens):  # Why loops: numba's own copies take seconds to compile
+            for d in range(attended.shape[1]):
+                kept[i, d] = attended[rows[i], d]
+            for d in range(x.shape[1]):
+                x[i, d] = residual[rows[i], d]
+        for i in range(tokens):
+            for d in range(x.shape[1]):
+                residual[i, d] = x[i, d]
+        attended, x, residual = kept, x[:tokens], residual[:tokens]
+    (o, mlp_norm, gate_up, down), (inner, gelu), mlp_eps = second
     multiply(attended, o, x, workers)
-    add_rms_norm(x, residual, norm, eps, workers)
-    both = np.empty((len(x), 2 * inner), x.dtype)
+    add_rms_norm(x, residual, mlp_norm, mlp_eps, workers)
+    both = np.empty((tokens, 2 * inner), x.dtype)
     multiply(x, gate_up, both, workers)
-    gated = np.empty((len(x), inner), x.dtype)
+    gated = np.empty((tokens, inner), x.dtype)
     gate(both, gelu, gated, workers)
     multiply(gated, down, x, workers)
-
-
-@compiled(fastmath=FASTMATH)
-def decoder_layer(x, residual, step, k_cache, v_cache, first, second, workers):
-    """Both halves over the same rows, in place: x becomes what this layer adds last."""
-    attended = attention_half(x, residual, step, k_cache, v_cache, first, workers)
-    mlp_half(attended, x, residual, second, workers)

@@ -22,6 +22,7 @@ from nanoengine.kernels.jit import compiled
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
 SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
+FIRST = np.int64(0)  # Why not 0: numba compiles a function once more for a literal
 
 
 @compiled(fastmath=FASTMATH)
@@ -89,7 +90,7 @@ def _norm_rows_parallel(x, weight, eps, out, workers):
 def rms_norm(x, weight, eps, out, workers):
     """out[t] = x[t] / rms(x[t]) * weight; x, out [T, N], weight [N]."""
     if x.size <= SMALL:
-        _norm_rows(x, weight, eps, out, 0, len(x))
+        _norm_rows(x, weight, eps, out, FIRST, len(x))
     else:
         _norm_rows_parallel(x, weight, eps, out, workers)
 
@@ -110,7 +111,7 @@ def _add_norm_rows_parallel(x, residual, weight, eps, workers):
 def add_rms_norm(x, residual, weight, eps, workers):
     """In place: residual += x, then x = residual / rms(residual) * weight; all [T, N]."""
     if x.size <= SMALL:
-        _add_norm_rows(x, residual, weight, eps, 0, len(x))
+        _add_norm_rows(x, residual, weight, eps, FIRST, len(x))
     else:
         _add_norm_rows_parallel(x, residual, weight, eps, workers)
 
@@ -134,7 +135,7 @@ def _gate_rows_parallel(gate_up, gelu, out, workers):
 def gate(gate_up, gelu, out, workers):
     """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; silu, or gelu in its tanh form."""
     if out.size <= SMALL:
-        _gate_rows(gate_up, gelu, out, 0, len(out))
+        _gate_rows(gate_up, gelu, out, FIRST, len(out))
     else:
         _gate_rows_parallel(gate_up, gelu, out, workers)
 
@@ -197,7 +198,18 @@ def rotate_and_store(
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
     if heads.size <= SMALL:
         _rotate_tokens(
-            heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, 0, len(q)
+            heads,
+            table,
+            weight,
+            eps,
+            normed,
+            slots,
+            k_cache,
+            v_cache,
+            q,
+            sizes,
+            FIRST,
+            len(q),
         )
     else:
         _rotate_tokens_parallel(

@@ -1,5 +1,4 @@
-"""FusedLayer: a decoder layer that runs as one compiled call on the CPU; as two where some of its
-rows end at attention.
+"""FusedLayer: a decoder layer that runs as one compiled call on the CPU.
 
 Why: one token through a small model is hundreds of calls from Python, and they take a fifth of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
@@ -16,7 +15,7 @@ import torch
 
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.kernels.cpu_decoder import attention_half, decoder_layer, mlp_half
+from nanoengine.kernels.cpu_decoder import decoder_layer
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
@@ -24,6 +23,8 @@ from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.runner.batch import Batch
+
+NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +102,11 @@ class FusedLayer:
             self.backend.step_arrays(rotation, batch, attention.spec, values.dtype),
             *self.backend.views(attention.k_cache, attention.v_cache),
         )
-        if rows is None:
-            decoder_layer(values, residual.numpy(), *step, self.first, self.second, workers)
-            return x, residual
-        attended = attention_half(values, residual.numpy(), *step, self.first, workers)
-        residual = residual.index_select(0, rows)
-        x = torch.empty_like(residual)
-        mlp_half(attended[rows.numpy()], x.numpy(), residual.numpy(), self.second, workers)
-        return x, residual
+        on = NO_ROWS if rows is None else rows.numpy()
+        decoder_layer(
+            values, residual.numpy(), rows is None, on, *step, self.first, self.second, workers
+        )
+        return (x, residual) if rows is None else (x[: len(on)], residual[: len(on)])
 
 
 def _has_kernel(linear: MergedLinear | RowParallelLinear) -> bool:
