@@ -63,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([9, 14, 21, 33, 49]),
         block_size=st.sampled_from([2, 4, 4, 8]),
         windows=st.sampled_from([(None,), (None,), (5,), (None, 4), (3, None, 9)]),
-        max_num_seqs=st.sampled_from([2, 3, 4, 5, 6]),
+        max_num_seqs=st.integers(3, 6),
         budget=st.sampled_from([6, 9, 16, 64]),
         caching=st.sampled_from([True, True, True, False]),
         chunked=st.sampled_from([True, True, False]),
