@@ -1,5 +1,8 @@
 """The numba kernels against the naive backend, and bit for bit against themselves."""
 
+import itertools
+from dataclasses import replace
+
 import numba
 import pytest
 import torch
@@ -281,3 +284,39 @@ def test_refuses_what_it_cannot_compute(options, message):
     good = {"device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
     with pytest.raises(ConfigError, match=message):
         make_backend("cpu", **{**good, **options})
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_workers_changes_no_bit(kv_dtype):
+    """More than there are cores, too; a chunk's tasks have fewer rows where there are many."""
+    paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)
+    backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
+    found = []
+    for workers in (1, 3, 64):
+        batch = replace(paged.batch, attention=backend.prepare(paged.batch))
+        batch.attention.num_workers = workers
+        found.append(backend.forward(*paged.qkv(), *paged.cache("KPD"), batch, paged.spec))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "at_64"),
+    [
+        ([(1024, 1024)], 1.35),  # the causal half: tasks of unequal cost
+        ([(1024, 4096)], 1.2),
+        ([(1, 64 + 8 * i) for i in range(32)], 1.4),  # 200 tasks for 64 workers
+        ([(1, 1024)] * 64, 1.05),
+    ],
+)
+def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
+    """Costs of the busiest worker beside the mean, 10 and 5 heads, at 2 to 64 workers."""
+    starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int().numpy()
+    seq_lens = torch.tensor([n for _, n in lengths]).int().numpy()
+    tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()
+    for workers, most in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
+        tasks, bounds, *_ = kernels.plan_tasks(starts, seq_lens, tables, 2, 5, 64, 1 << 62, workers)
+        rows = 2 * tasks[:, kernels.NUM_QUERIES]
+        costs = (tasks[:, kernels.KV_STOP] - tasks[:, kernels.KV_START] + 16) * (rows + 8)
+        shares = [costs[lo:hi].sum() for lo, hi in itertools.pairwise(bounds)]
+        assert max(shares) <= most * costs.sum() / workers
