@@ -19,7 +19,7 @@ from nanoengine.attention.rotate import HeadNormWeights, rotate
 from nanoengine.kernels import cpu_decoder
 from nanoengine.kernels.jit import stamp
 from nanoengine.layers.cpu_ops import CPUOps
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, has_avx2
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.ops import GATES, TorchOps
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
@@ -143,9 +143,6 @@ def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
     torch.testing.assert_close(stored[1], expected[1], rtol=0, atol=0, equal_nan=True)
 
 
-needs_avx2 = pytest.mark.skipif(not has_avx2(), reason="the kernels are made of AVX2 instructions")
-
-
 def quantized_pair(
     bits: int, outputs: int, inputs: int, group_size: int, zeros: bool
 ) -> tuple[QuantizedLinear, QuantizedLinear]:
@@ -171,7 +168,6 @@ def quantized_pair(
     return made[0], made[1]
 
 
-@needs_avx2
 @pytest.mark.parametrize(
     ("bits", "outputs", "inputs", "group_size", "zeros"),
     [
@@ -195,7 +191,6 @@ def test_quantized_kernels_equal_the_plain_layer(bits, outputs, inputs, group_si
         assert torch.equal(fast.apply(x[:rows], None), whole[:rows]), "other bits in a batch"
 
 
-@needs_avx2
 def test_an_extreme_dot_product_is_exact():
     _, fast = quantized_pair(8, 16, 64, 64, zeros=False)
     fast.load_quantized(

@@ -12,7 +12,7 @@ import torch
 
 from nanoengine.kernels.isa import ISAS
 from nanoengine.kernels.tiles import PANEL, float_tile, tile_rows, tile_shapes
-from tests.tile_functions import RUNNABLE, Compiled
+from tests.tile_functions import RUNNABLE, Compiled, runnable
 
 INPUTS = 70
 ROWS = 8
@@ -24,14 +24,6 @@ X[3] *= 1e-30  # whose products are subnormal, or zero
 WEIGHT = RANDOM.standard_normal((4, INPUTS, PANEL)).astype(np.float32)  # of four panels
 WEIGHT[0, 5] = 1e-7  # subnormal in float16
 BIAS = RANDOM.standard_normal(4 * PANEL).astype(np.float32)
-
-
-def runnable(name: str):
-    """The instruction set of this name, or a skip where the CPU lacks it."""
-    for isa in RUNNABLE:
-        if isa.name == name:
-            return isa
-    pytest.skip(f"this CPU has no {name}")
 
 
 def bfloat16(numbers: np.ndarray) -> np.ndarray:

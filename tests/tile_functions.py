@@ -6,11 +6,20 @@ import ctypes
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from llvmlite import binding, ir
 
 from nanoengine.kernels.isa import ISA, available, cpu_features
 
 RUNNABLE: list[ISA] = available(cpu_features())
+
+
+def runnable(name: str) -> ISA:
+    """The instruction set of this name, or a skip where the CPU lacks it."""
+    for isa in RUNNABLE:
+        if isa.name == name:
+            return isa
+    pytest.skip(f"this CPU has no {name}")
 
 
 class Compiled:

@@ -9,8 +9,8 @@ A row reads every weight of the head, which is a quarter of a small model's. The
 panels in which the row's largest output can be. These are then computed by the tiles of
 `cpu_linear.linear`, so index and value are the ones it would give, **bit for bit**.
 
-Estimates are sums of whole numbers: weights in 8 bits times inputs in 16 (`vpmaddwd`), twice as
-fast as float32 and exact.
+Estimates are sums of whole numbers: weights in 8 bits times inputs in 16 (`byte_tiles.py`),
+faster than float32 and exact.
 
 Why nothing is missed: with w = scale * q + e and x = unit * z + d, an output differs from its
 estimate by e . x + scale * q . d, at most |e| |x| + |w - e| |d| (Cauchy and Schwarz); its float32
@@ -31,21 +31,17 @@ Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 i
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import prange, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from nanoengine.kernels.byte_tiles import most_rows, multiply16
 from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
-from nanoengine.kernels.cpu_quantized import FLOATS, I8, I32, PAIRS, SUMS, Integers, lines
 from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.tiles import PANEL, tile
+from nanoengine.kernels.tiles import LINE, PANEL, tile
 
-MAX_ROWS = 4  # of a tile: 8 sums, a weight, 4 inputs and a product fill the registers
-LINE = 64  # bytes of a panel that go with 4 inputs: two pairs of 16 outputs
-SHORT = ir.VectorType(I8, 16)
-PRODUCTS = "llvm.x86.avx2.pmadd.wd"  # neighbouring products of 16 bits, added in 32
+MAX_ROWS = most_rows(CURRENT)
 
 # Norms of x and of rows of w between which float32 neither overflows nor loses small terms: an
 # output is below 1e30, scale times unit a normal number. A product below those loses 1e-45, or
@@ -61,7 +57,7 @@ MOST_PANELS = 16  # one of so many may be looked at; with more left, computing a
 def quantize_outputs(w, values, scales, slack, num_inputs):
     """The int8 copy of packed panels: w = values * scale, within `slack`.
 
-    Inputs lie in pairs, as `vpmaddwd` takes them: a row of values [panels, K * 16] is [K / 2, 16,
+    Inputs lie in pairs, as a tile takes them: a row of values [panels, K * 16] is [K / 2, 16,
     2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
     """
     for p in prange(len(values)):
@@ -121,42 +117,6 @@ def _quantize_row(x, values):
     return unit, np.float32(norm * (1 + 1e-6))
 
 
-@intrinsic(prefer_literal=True)
-def _estimate_tile(typing, x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride,
-                   ahead, ahead_stride, rows):  # fmt: skip
-    """out[r, j] = x[r] . w[j] as floats for `rows` x 16 outputs, over 4 * turns inputs. Each turn
-    prefetches the byte `ahead` + turn * `ahead_stride` after the panel's first."""
-    num_rows = rows.literal_value
-    signature = types.void(x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride,
-                           ahead, ahead_stride, rows)  # fmt: skip
-
-    def codegen(context, builder, sig, args):
-        emit = Integers(context, builder)
-        word = args[1].type
-        inputs = lines(emit, x, args[0], args[1], args[2], num_rows)
-        weights = emit.pointer(w, args[3], args[4])
-        outputs = lines(emit, out, args[6], args[7], args[8], num_rows)
-        cells = [[emit.cell(SUMS) for _ in range(2)] for _ in inputs]
-        with cgutils.for_range(builder, args[5]) as loop:
-            at = emit.at(weights, builder.mul(loop.index, word(LINE)))
-            emit.prefetch(emit.at(weights, args[9], builder.mul(loop.index, args[10])))
-            first = builder.mul(loop.index, word(4))
-            for pair in range(2):
-                four = [emit.get(I32, emit.at(row, first, word(2 * pair))) for row in inputs]
-                values = [builder.bitcast(emit.splat(value, 8), PAIRS) for value in four]
-                for v in range(2):
-                    weight = emit.get(SHORT, emit.at(at, word(32 * pair + 16 * v)))
-                    wide = builder.sext(weight, PAIRS)
-                    for value, of_row in zip(values, cells, strict=True):
-                        emit.add(of_row[v], emit.call(PRODUCTS, SUMS, wide, value))
-        for of_row, line in zip(cells, outputs, strict=True):
-            for v, cell in enumerate(of_row):
-                emit.put(builder.sitofp(builder.load(cell), FLOATS), emit.at(line, word(8 * v)))
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
 @compiled(parallel=True, fastmath=FASTMATH)
 def _estimate(values, copy, out, workers):
     """out[L, N] = values[L, K] times the copy, in units of both; each worker takes its panels."""
@@ -170,19 +130,8 @@ def _estimate(values, copy, out, workers):
             for t in range(tiles):
                 r = num_rows * t // tiles
                 m, o = num_rows * (t + 1) // tiles - r, r * num_outputs + p * PANEL
-                ahead = PANEL * size + t * share * turns
-                if m == 4:
-                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
-                                   ahead, share, 4)  # fmt: skip
-                elif m == 3:
-                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
-                                   ahead, share, 3)  # fmt: skip
-                elif m == 2:
-                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
-                                   ahead, share, 2)  # fmt: skip
-                else:
-                    _estimate_tile(x, r * size, size, w, at, turns, flat, o, num_outputs,
-                                   ahead, share, 1)  # fmt: skip
+                multiply16(x, r * size, size, w, at, turns, flat, o, num_outputs,
+                           PANEL * size + t * share * turns, share, m)  # fmt: skip
 
 
 @intrinsic

@@ -143,6 +143,35 @@ class FloatTile(Emit):
         return self.builder.bitcast(bits, self.vector)
 
 
+def new_function(module, name: str, arguments: list):
+    """(a function of the module, where to write it); (the function, None) if it is there already.
+
+    Why functions: kernels that are compiled together share one, and its loop has all registers.
+    """
+    name = f"nanoengine_{name}"
+    if name in module.globals:
+        return module.globals[name], None
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
+    function.linkage = "linkonce_odr"
+    function.attributes.add("noinline")
+    return function, ir.IRBuilder(function.append_basic_block())
+
+
+def switched(builder, rows, panels, shapes, make, operands):
+    """Calls the tile of this many rows and panels, one of `shapes`: `make(rows, panels)`."""
+    unknown, done = builder.append_basic_block(), builder.append_basic_block()
+    switch = builder.switch(builder.add(builder.mul(rows, I64(PANEL)), panels), unknown)
+    for shape in shapes:
+        block = builder.append_basic_block()
+        switch.add_case(I64(shape[0] * PANEL + shape[1]), block)
+        builder.position_at_end(block)
+        builder.call(make(*shape), operands)
+        builder.branch(done)
+    builder.position_at_end(unknown)
+    builder.unreachable()
+    builder.position_at_end(done)
+
+
 def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
     """The function of one tile, made where the module has none yet:
 
@@ -153,19 +182,15 @@ def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
     of w and what is `ahead` are bytes, the others numbers. With each turn it prefetches the byte
     `ahead` + turn * `ahead_stride` after each panel's first.
     """
-    name = f"nanoengine_{kind}_{rows}x{panels}_{isa.name}"
-    if name in module.globals:
-        return module.globals[name]
     x_type = I32 if kind == "pairs" else FLOAT
     at_x, at_w, real = (kind.as_pointer() for kind in (x_type, I8, FLOAT))
     arguments = [at_x, I64, at_w, I64, I64, real, I64, real, I64, I64, I64]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
-    function.linkage = "linkonce_odr"  # Why: kernels that are compiled together share it
-    function.attributes.add("noinline")
+    function, builder = new_function(module, f"{kind}_{rows}x{panels}_{isa.name}", arguments)
+    if builder is None:
+        return function
     x, x_stride, w, w_stride, turns, start, start_stride, out, out_stride, ahead, ahead_step = (
         function.args
     )
-    builder = ir.IRBuilder(function.append_basic_block())
     tile = FloatTile(builder, isa, kind)
     inputs = tile.rows(x, x_stride, rows)
     # Why moving places, and the second panel as a distance: pointers fill all other registers.
@@ -235,19 +260,11 @@ def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, st
             emit.pointer(out, args[10], args[11]), args[12],
             in_bytes(args[13]), in_bytes(args[14]),
         ]  # fmt: skip
-        unknown, done = builder.append_basic_block(), builder.append_basic_block()
-        shape = builder.add(builder.mul(args[15], I64(PANEL)), args[16])
-        switch = builder.switch(shape, unknown)
-        for count, of_panels in tile_shapes(CURRENT):
-            block = builder.append_basic_block()
-            switch.add_case(I64(count * PANEL + of_panels), block)
-            builder.position_at_end(block)
-            function = float_tile(builder.module, CURRENT, kind, count, of_panels)
-            builder.call(function, operands)
-            builder.branch(done)
-        builder.position_at_end(unknown)
-        builder.unreachable()
-        builder.position_at_end(done)
+
+        def make(count, of_panels):
+            return float_tile(builder.module, CURRENT, kind, count, of_panels)
+
+        switched(builder, args[15], args[16], tile_shapes(CURRENT), make, operands)
         return context.get_dummy_value()
 
     return signature, codegen

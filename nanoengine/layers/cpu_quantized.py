@@ -1,5 +1,5 @@
-"""int8 and int4 weights on the CPU: with int8 activations by kernels for AVX2, with float ones by
-those of float32.
+"""int8 and int4 weights on the CPU: with int8 activations by kernels of their own, with float ones
+by those of float32.
 
 What they compute is `QuantizedLinear`, which packs and multiplies in plain torch;
 `tests/test_cpu_kernels.py` holds them to it. Chosen by `linear_method_for`.
@@ -7,24 +7,16 @@ What they compute is `QuantizedLinear`, which packs and multiplies in plain torc
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding
 
 from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
-from nanoengine.kernels.cpu_quantized import PANEL, UNIT
+from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight, row_factors
-
-
-@cache
-def has_avx2() -> bool:
-    """Whether this CPU has the instructions that the kernels are made of."""
-    return bool(binding.get_host_cpu_features().get("avx2"))
 
 
 class CPUQuantizedLinear(QuantizedLinear):
@@ -52,7 +44,7 @@ class CPUQuantizedLinear(QuantizedLinear):
         self.scales = _of_outputs(factors)
         self.register_buffer("group_scales", None)
         self.group_scales = _panels_of_groups(weight.scales / factors.unsqueeze(1))
-        self.zeros = torch.empty(0, dtype=torch.uint16)
+        self.zeros = torch.empty(0, dtype=torch.uint8)
         if weight.zeros is not None:
             self.zeros = _panels_of_groups(weight.zeros)
 

@@ -30,16 +30,10 @@ def linear_method_for(
         return exact
     kind = QuantizedLinear
     if device.type == "cpu" and dtype == torch.float32:
-        from nanoengine.layers.cpu_quantized import (
-            CPUQuantizedLinear,
-            CPUWeightOnlyLinear,
-            has_avx2,
-        )
+        from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
 
-        if quantization.activations == "float":
-            kind = CPUWeightOnlyLinear
-        elif has_avx2():
-            kind = CPUQuantizedLinear
+        floats = quantization.activations == "float"
+        kind = CPUWeightOnlyLinear if floats else CPUQuantizedLinear
     return partial(_quantized, quantization, exact, kind)
 
 
@@ -70,11 +64,9 @@ def _exact_method(device: torch.device, dtype: torch.dtype) -> Callable[[str], L
     """The fastest method that stores weights exactly: packed for float32 on a CPU, the head with a
     screen, and with gates of our own in 16 bits on a GPU."""
     if device.type == "cpu" and dtype == torch.float32:
-        from nanoengine.layers.cpu_quantized import has_avx2
         from nanoengine.layers.packed import PackedLinear, ScreenedHead
 
-        head = ScreenedHead if has_avx2() else PackedLinear
-        return lambda name: (head if name == "lm_head" else PackedLinear)(name)
+        return lambda name: (ScreenedHead if name == "lm_head" else PackedLinear)(name)
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
         from nanoengine.layers.triton_linear import GatedLinear
 

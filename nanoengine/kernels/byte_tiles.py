@@ -1,0 +1,423 @@
+"""Tiles of whole numbers: rows of int8 inputs times panels of int8 or int4 weights, exactly.
+
+    a line of 64 bytes    16 outputs, for each
+    int8                  4 inputs
+    int4                  8 inputs: the low halves of its 4 bytes, then the high halves
+    int16                 4 inputs in two pairs, one after the other, for inputs of 16 bits
+
+What multiplies bytes and adds neighbours differs from CPU to CPU (`isa.py`):
+
+    vpdpbusd     four unsigned by signed bytes, added to 32 bits. int8 weights + 128 are unsigned;
+                 128 times the row's sum is taken off before
+    vpmaddubsw   two, added in 16 bits: |w| times x with w's sign, at most 2 * 128 * 127, which
+                 fits. int4's w + 8 lies in 0..15, so eight such sums fit as well
+    generic      the even and the odd bytes of words of 16 bits, each multiplied as such
+
+All sums are exact, so **results have the same bits under each of them**.
+
+Source: `vpsignb` to feed `vpmaddubsw` with signed bytes, ggml's AVX2 dot products.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.isa import CURRENT, ISA
+from nanoengine.kernels.tiles import FLOAT, I8, I32, I64, LINE, PANEL, new_function, switched
+
+UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
+I16 = ir.IntType(16)
+
+
+def most_rows(isa: ISA) -> int:
+    """Rows of the largest tile of one panel: its sums fill half of the registers, or all of them
+    with the results of groups."""
+    return min(8, isa.registers * isa.byte_bits // 1024)
+
+
+def shapes8(isa: ISA) -> list[tuple[int, int]]:
+    """(rows, panels) of the tiles of int8 weights. One row takes four panels at once, or it would
+    wait for its own sums; many take two where a register holds a line."""
+    panels = 2 if isa.byte_bits == 8 * LINE else 1
+    rows = 6 if isa.byte_dots == "vpdpbusd" and panels == 1 else most_rows(isa)
+    return [(1, 4), *((r, p) for r in range(1, rows + 1) for p in {1, panels})]
+
+
+def shapes4(isa: ISA) -> list[tuple[int, int]]:
+    """(rows, panels) of the tiles of int4 weights."""
+    return [(1, 4), *((rows, 1) for rows in range(1, most_rows(isa) + 1))]
+
+
+def shapes16(isa: ISA) -> list[tuple[int, int]]:
+    """(rows, panels) of the tiles of the screen's estimates."""
+    return [(rows, 1) for rows in range(1, most_rows(isa) + 1)]
+
+
+class ByteTile(Emit):
+    """Writes dot products of bytes, in whatever way the CPU has."""
+
+    def __init__(self, builder, isa: ISA):
+        super().__init__(None, builder, types.Array(types.float32, 1, "C"), isa.byte_bits)
+        self.isa = isa
+        self.sums = ir.VectorType(I32, self.width)
+        self.pairs = ir.VectorType(I16, 2 * self.width)
+        self.bytes = ir.VectorType(I8, 4 * self.width)
+        self.vectors = PANEL // self.width  # of a panel
+
+    def every(self, kind, number):
+        return ir.Constant(kind, [number] * kind.count)
+
+    def four(self, pointer, offset=0):
+        """Four neighbouring bytes, for all lanes."""
+        word = self.get(I32, pointer, offset)
+        return self.builder.bitcast(self.splat(word, self.sums), self.bytes)
+
+    def prepared(self, weight):
+        """An int8 weight as `add8` takes it."""
+        if self.isa.byte_dots == "vpdpbusd":
+            return self.builder.xor(weight, self.every(self.bytes, -128))
+        if self.isa.byte_dots == "vpmaddubsw":
+            name, wraps = f"llvm.abs.v{self.bytes.count}i8", ir.IntType(1)(0)
+            return self.call(name, self.bytes, weight, wraps), weight
+        return weight
+
+    def add8(self, total, weight, value):
+        """total + the dot products of fours; of w + 128 with `vpdpbusd`."""
+        if self.isa.byte_dots == "vpdpbusd":
+            return self.dot(total, weight, value)
+        if self.isa.byte_dots == "vpmaddubsw":
+            positive, weight = weight
+            signed = self.call("llvm.x86.avx2.psign.b", self.bytes, value, weight)
+            return self.builder.add(total, self.widen(self.pairs_of(positive, signed)))
+        return self.builder.add(total, self.widen(self.pairs_of(weight, value)))
+
+    def dot(self, total, unsigned, signed):
+        name = f"llvm.x86.avx512.vpdpbusd.{self.isa.byte_bits}"
+        return self.call(name, self.sums, total, unsigned, signed)
+
+    def pairs_of(self, first, second):
+        """Neighbouring products added in 16 bits, which they fit; `first` is not below 0 unless the
+        dot products are generic."""
+        if self.isa.byte_dots == "vpmaddubsw":
+            return self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, first, second)
+        build, eight = self.builder, self.every(self.pairs, 8)
+        first, second = (build.bitcast(value, self.pairs) for value in (first, second))
+        odd = build.mul(build.ashr(first, eight), build.ashr(second, eight))
+        first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
+        return build.add(build.mul(first, second), odd)
+
+    def widen(self, pairs):
+        """Neighbouring numbers of 16 bits added in 32."""
+        if self.isa.byte_dots == "vpmaddubsw":
+            ones = self.every(self.pairs, 1)
+            return self.call("llvm.x86.avx2.pmadd.wd", self.sums, pairs, ones)
+        build, half = self.builder, self.every(self.sums, 16)
+        pairs = build.bitcast(pairs, self.sums)
+        return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
+
+    def add16(self, total, weight, value):
+        """total + neighbouring products of 16-bit numbers."""
+        if self.isa.byte_dots == "vpdpbusd":
+            name = f"llvm.x86.avx512.vpdpwssd.{self.isa.byte_bits}"
+            return self.call(name, self.sums, total, weight, value)
+        build, half = self.builder, self.every(self.sums, 16)
+        if self.isa.byte_dots == "vpmaddubsw":
+            return build.add(total, self.call("llvm.x86.avx2.pmadd.wd", self.sums, weight, value))
+        weight, value = (build.bitcast(number, self.sums) for number in (weight, value))
+        odd = build.mul(build.ashr(weight, half), build.ashr(value, half))
+        weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
+        return build.add(total, build.add(build.mul(weight, value), odd))
+
+    def finish(self, totals, factors, w_scales, bias, outputs):
+        """outputs[r] = totals[r] * (scale of the row * scale of the output) + bias."""
+        for of_row, factor, line in zip(totals, factors, outputs, strict=True):
+            factor = self.broadcast(factor)
+            for i, total in enumerate(of_row):
+                at = i * self.width
+                scale = self.builder.fmul(factor, self.get(self.vector, w_scales, at))
+                result = self.fma(total, scale, self.get(self.vector, bias, at))
+                self.store(result, self.at(line, I64(at)))
+
+
+def tile8(module, isa: ISA, rows: int, panels: int):
+    """The function of one tile of int8 weights:
+
+        (byte* x, x_stride, int* starts, float* x_scales, byte* w, w_stride, turns,
+         float* w_scales, float* bias, float* out, out_stride, ahead, ahead_step)
+
+    out[r, j] = (starts[r] + x[r] . w[j]) * x_scales[r] * w_scales[j] + bias[j], over 4 * turns
+    inputs. Strides are bytes, out's floats; each turn prefetches the byte `ahead` + turn *
+    `ahead_step` after a panel's first.
+    """
+    at_byte, at_int, real = (kind.as_pointer() for kind in (I8, I32, FLOAT))
+    arguments = [
+        at_byte, I64, at_int, real, at_byte, I64, I64, real, real, real, I64, I64, I64
+    ]  # fmt: skip
+    function, builder = new_function(module, f"int8_{rows}x{panels}_{isa.name}", arguments)
+    if builder is None:
+        return function
+    (x, x_stride, starts, x_scales, w, w_stride, turns, w_scales, bias, out, out_stride, ahead,
+     ahead_step) = function.args  # fmt: skip
+    tile = ByteTile(builder, isa)
+    inputs, outputs = tile.rows(x, x_stride, rows), tile.rows(out, out_stride, rows)
+    for line in outputs:
+        tile.prefetch(line, write=True)
+    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    cells = [
+        [
+            tile.counter(tile.splat(builder.load(start), tile.sums))
+            for _ in range(tile.vectors * panels)
+        ]
+        for start in tile.rows(starts, I64(1), rows)
+    ]
+
+    def turn(index):
+        for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+            tile.prefetch(line)
+        lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+        weights = [
+            tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
+            for line in lines
+            for v in range(tile.vectors)
+        ]
+        at = builder.mul(index, I64(4))
+        for row, of_row in zip(inputs, cells, strict=True):
+            value = tile.four(tile.at(row, at))
+            for weight, cell in zip(weights, of_row, strict=True):
+                builder.store(tile.add8(builder.load(cell), weight, value), cell)
+
+    tile.loop(turns, turn, unroll=2 if rows * panels * tile.vectors <= 8 else 1)
+    totals = [[builder.sitofp(builder.load(cell), tile.vector) for cell in row] for row in cells]
+    tile.finish(totals, tile.rows(x_scales, I64(1), rows), w_scales, bias, outputs)
+    builder.ret_void()
+    return function
+
+
+def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
+    """The function of one tile of int4 weights:
+
+        (byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, w_stride, units,
+         half* scales, half* zeros, scales_stride, units_a_group, float* w_scales, float* bias,
+         float* out, out_stride, ahead, ahead_step)
+
+    out[r, j] = x_scales[r] * w_scales[j] * sum over groups of scale[j] * (x . w - zero[j] * sum of
+    x) + bias[j]. `offsets` holds -8 times the sum of each unit of 32 inputs: w is stored plus 8.
+    All whole numbers here are below 2^24, so exact as floats. Each eight inputs prefetch a line's
+    `ahead_step` bytes, from `ahead` after a panel's first.
+    """
+    at_byte, at_int, real, half = (kind.as_pointer() for kind in (I8, I32, FLOAT, I16))
+    arguments = [
+        at_byte, I64, at_int, I64, real, at_byte, I64, I64, half, half, I64, I64, real, real,
+        real, I64, I64, I64,
+    ]  # fmt: skip
+    name = f"int4_{'zeros_' if zeroed else ''}{rows}x{panels}_{isa.name}"
+    function, builder = new_function(module, name, arguments)
+    if builder is None:
+        return function
+    (x, x_stride, offsets, offsets_stride, x_scales, w, w_stride, units, scales, zeros,
+     scales_stride, units_a_group, w_scales, bias, out, out_stride, ahead,
+     ahead_step) = function.args  # fmt: skip
+    tile = ByteTile(builder, isa)
+    halves = ir.VectorType(I16, tile.width)
+    inputs, outputs = tile.rows(x, x_stride, rows), tile.rows(out, out_stride, rows)
+    of_inputs = tile.rows(offsets, offsets_stride, rows)
+    for line in outputs:
+        tile.prefetch(line, write=True)
+    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    count = tile.vectors * panels
+    results = [[tile.variable(tile.constant(0.0)) for _ in range(count)] for _ in inputs]
+    low, four = tile.every(tile.bytes, 15), tile.every(tile.pairs, 4)
+    # A group's place, and the units left in it: a division in this loop would cost as much as half
+    # of its work.
+    group, left = tile.counter(I64(0)), tile.counter(units_a_group)
+    exact = isa.byte_dots == "vpdpbusd"
+
+    def turn(unit):
+        at = builder.mul(unit, I64(UNIT))
+        starts = [tile.splat(builder.load(tile.at(line, unit)), tile.sums) for line in of_inputs]
+        for _ in range(UNIT // 8):
+            for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+                tile.prefetch(line)
+        lines = tile.rows(tile.moved(place, I64(LINE * UNIT // 8)), w_stride, panels)
+        for p, line in enumerate(lines):  # Why one by one: all sums of one fit the registers
+            sums = [[start if exact else None] * tile.vectors for start in starts]
+            for eight in range(UNIT // 8):
+                values = [
+                    [tile.four(tile.at(row, at), 8 * eight + 4 * k) for k in range(2)]
+                    for row in inputs
+                ]
+                for v in range(tile.vectors):
+                    both = tile.get(tile.bytes, line, eight * LINE + v * tile.bytes.count)
+                    shifted = builder.lshr(builder.bitcast(both, tile.pairs), four)
+                    first = builder.and_(both, low)
+                    second = builder.and_(builder.bitcast(shifted, tile.bytes), low)
+                    for of_row, of_sums in zip(values, sums, strict=True):
+                        for weight, value in zip((first, second), of_row, strict=True):
+                            known = of_sums[v]
+                            if exact:
+                                of_sums[v] = tile.dot(known, weight, value)
+                                continue
+                            more = tile.pairs_of(weight, value)
+                            of_sums[v] = more if known is None else builder.add(known, more)
+            for v in range(tile.vectors):
+                numbers = builder.add(builder.load(group), builder.mul(scales_stride, I64(p)))
+                numbers = builder.add(numbers, I64(v * tile.width))
+                scale = tile.widen_halves(tile.get(halves, tile.at(scales, numbers)))
+                if zeroed:
+                    zero = tile.widen_halves(tile.get(halves, tile.at(zeros, numbers)))
+                    zero = builder.fmul(zero, tile.constant(0.125))
+                for start, of_sums, of_row in zip(starts, sums, results, strict=True):
+                    total = of_sums[v] if exact else builder.add(tile.widen(of_sums[v]), start)
+                    total = builder.sitofp(total, tile.vector)
+                    if zeroed:
+                        total = tile.fma(builder.sitofp(start, tile.vector), zero, total)
+                    cell = of_row[p * tile.vectors + v]
+                    builder.store(tile.fma(total, scale, builder.load(cell)), cell)
+        remaining = builder.sub(builder.load(left), I64(1))
+        ended = builder.icmp_signed("==", remaining, I64(0))
+        builder.store(builder.select(ended, units_a_group, remaining), left)
+        step = builder.select(ended, I64(PANEL), I64(0))
+        builder.store(builder.add(builder.load(group), step), group)
+
+    tile.loop(units, turn)
+    totals = [[builder.load(cell) for cell in of_row] for of_row in results]
+    tile.finish(totals, tile.rows(x_scales, I64(1), rows), w_scales, bias, outputs)
+    builder.ret_void()
+    return function
+
+
+def tile16(module, isa: ISA, rows: int, panels: int):
+    """The function of one tile of the screen's estimates:
+
+        (short* x, x_stride, byte* w, w_stride, turns, float* out, out_stride, ahead, ahead_step)
+
+    out[r, j] = x[r] . w[j] as floats over 4 * turns inputs; the rest as in `tile8`.
+    """
+    at_byte, at_short, real = (kind.as_pointer() for kind in (I8, I16, FLOAT))
+    arguments = [at_short, I64, at_byte, I64, I64, real, I64, I64, I64]
+    function, builder = new_function(module, f"int16_{rows}x{panels}_{isa.name}", arguments)
+    if builder is None:
+        return function
+    x, x_stride, w, w_stride, turns, out, out_stride, ahead, ahead_step = function.args
+    tile = ByteTile(builder, isa)
+    short = ir.VectorType(I8, tile.pairs.count)
+    inputs = tile.rows(x, x_stride, rows)
+    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    cells = [
+        [tile.counter(tile.every(tile.sums, 0)) for _ in range(tile.vectors * panels)]
+        for _ in inputs
+    ]
+
+    def turn(index):
+        for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+            tile.prefetch(line)
+        lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+        first = builder.mul(index, I64(4))
+        for pair in range(2):
+            values = []
+            for row in inputs:
+                two = builder.bitcast(tile.at(row, first, I64(2 * pair)), I32.as_pointer())
+                value = tile.splat(builder.load(two, align=2), tile.sums)
+                values.append(builder.bitcast(value, tile.pairs))
+            for i in range(tile.vectors * panels):
+                at = LINE // 2 * pair + i % tile.vectors * short.count
+                weight = builder.sext(tile.get(short, lines[i // tile.vectors], at), tile.pairs)
+                for value, of_row in zip(values, cells, strict=True):
+                    total = tile.add16(builder.load(of_row[i]), weight, value)
+                    builder.store(total, of_row[i])
+
+    tile.loop(turns, turn, unroll=2)
+    for of_row, line in zip(cells, tile.rows(out, out_stride, rows), strict=True):
+        for i, cell in enumerate(of_row):
+            total = builder.sitofp(builder.load(cell), tile.vector)
+            tile.store(total, tile.at(line, I64(i * tile.width)))
+    builder.ret_void()
+    return function
+
+
+@intrinsic
+def multiply8(typing, x, x_at, x_stride, starts, x_scales, row, w, w_at, w_stride, turns,
+              w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride, rows,
+              panels):  # fmt: skip
+    """`tile8` for rows from `row` and outputs from `column`; a shape of `shapes8`."""
+    signature = types.void(x, x_at, x_stride, starts, x_scales, row, w, w_at, w_stride, turns,
+                           w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride,
+                           rows, panels)  # fmt: skip
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, out)
+        operands = [
+            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(starts, args[3], args[5]),
+            emit.pointer(x_scales, args[4], args[5]), emit.pointer(w, args[6], args[7]), args[8],
+            args[9], emit.pointer(w_scales, args[10], args[12]),
+            emit.pointer(bias, args[11], args[12]), emit.pointer(out, args[13], args[14]), args[15],
+            args[16], args[17],
+        ]  # fmt: skip
+
+        def make(count, of_panels):
+            return tile8(builder.module, CURRENT, count, of_panels)
+
+        switched(builder, args[18], args[19], shapes8(CURRENT), make, operands)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def multiply4(typing, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w,
+              w_at, w_stride, units, scales, zeros, scales_at, scales_stride, units_a_group,
+              w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride, rows,
+              panels):  # fmt: skip
+    """`tile4` for rows from `row` and outputs from `column`; a shape of `shapes4`. There are zeros
+    if they are of 16 bits."""
+    signature = types.void(x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w,
+                           w_at, w_stride, units, scales, zeros, scales_at, scales_stride,
+                           units_a_group, w_scales, bias, column, out, out_at, out_stride, ahead,
+                           ahead_stride, rows, panels)  # fmt: skip
+    zeroed = zeros.dtype == types.uint16
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, out)
+        half = I16.as_pointer()
+        operands = [
+            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(offsets, args[3], args[4]),
+            args[5], emit.pointer(x_scales, args[6], args[7]), emit.pointer(w, args[8], args[9]),
+            args[10], args[11], emit.pointer(scales, args[12], args[14]),
+            builder.bitcast(emit.pointer(zeros, args[13], args[14]), half), args[15], args[16],
+            emit.pointer(w_scales, args[17], args[19]), emit.pointer(bias, args[18], args[19]),
+            emit.pointer(out, args[20], args[21]), args[22], args[23], args[24],
+        ]  # fmt: skip
+
+        def make(count, of_panels):
+            return tile4(builder.module, CURRENT, zeroed, count, of_panels)
+
+        switched(builder, args[25], args[26], shapes4(CURRENT), make, operands)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def multiply16(typing, x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride, ahead,
+               ahead_stride, rows):  # fmt: skip
+    """`tile16` for one panel."""
+    signature = types.void(x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride, ahead,
+                           ahead_stride, rows)  # fmt: skip
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, out)
+        operands = [
+            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(w, args[3], args[4]), I64(0),
+            args[5], emit.pointer(out, args[6], args[7]), args[8], args[9], args[10],
+        ]  # fmt: skip
+
+        def make(count, of_panels):
+            return tile16(builder.module, CURRENT, count, of_panels)
+
+        switched(builder, args[11], I64(1), shapes16(CURRENT), make, operands)
+        return context.get_dummy_value()
+
+    return signature, codegen
