@@ -89,3 +89,19 @@ def test_info_shows_it():
     import torch
 
     assert f"kernels for {CURRENT}" in device_lines(torch.device("cpu"))
+
+
+def test_info_says_how_many_threads_and_why(monkeypatch):
+    import numba
+    import torch
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
+    assert "2 threads (torch's choice, of 3 cores" in device_lines(cpu)[0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "2 threads (OMP_NUM_THREADS=2)" in device_lines(cpu)[0]
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 1)
+    assert "1 threads (NUMBA_NUM_THREADS, or" in device_lines(cpu)[0]

@@ -97,8 +97,10 @@ def device_lines(device: torch.device) -> list[str]:
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
         return [f"{device}: {name}, {free / gib:.1f} of {total / gib:.1f} GiB free"]
+    from nanoengine.kernels.threads import num_workers, why_so_many
+
     return [
-        f"cpu: {torch.get_num_threads()} threads of torch, {free_cpu_bytes() / gib:.1f} GiB free,"
+        f"cpu: {num_workers()} threads ({why_so_many()}), {free_cpu_bytes() / gib:.1f} GiB free,"
         f" {torch.backends.cpu.get_cpu_capability()}",
         f"kernels for {CURRENT}",
     ]

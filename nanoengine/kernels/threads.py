@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 
 import numba
@@ -29,6 +30,16 @@ def share_threads_with_torch() -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def why_so_many() -> str:
+    """What decides `num_workers`, for people."""
+    if torch.get_num_threads() > numba.config.NUMBA_NUM_THREADS:
+        return "NUMBA_NUM_THREADS, or as many as numba finds cores"
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"torch's choice, of {allowed} cores that this process may use; OMP_NUM_THREADS sets it"
 
 
 def num_workers() -> int:
