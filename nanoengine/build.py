@@ -54,7 +54,13 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     model_config = load_model_config(directory)
     device = resolve_device(config.device)
     config = share_of_memory(config, device)
-    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    dtype = resolve_dtype(
+        config.dtype,
+        model_config.dtype,
+        device,
+        backend=config.attention_backend,
+        quantized=bool(config.quantization or model_config.quantization),
+    )
     backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(
         config.quantization,
@@ -223,13 +229,21 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
     return replace(config, gpu_memory_utilization=None, memory_fraction=share)
 
 
-def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is the stored one, but float32 on a CPU for 16-bit weights.
+def resolve_dtype(
+    name: str, stored: str, device: torch.device, *, backend: str = "auto", quantized: bool = False
+) -> torch.dtype:
+    """The dtype to compute in; "auto" is the stored one, but on a CPU float32 for most 16-bit ones.
 
-    Why: a CPU without 16-bit arithmetic converts back and forth, three times slower and less exact.
+    There bfloat16 is taken where the CPU multiplies it, by the kernels of the backend "cpu", and
+    linear layers are not quantized. Why not elsewhere: without such products it is no faster.
     """
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float64 if stored == "float64" else torch.float32
-    return getattr(torch, stored)
+    if device.type != "cpu" or stored == "float64":
+        return getattr(torch, stored)
+    if stored == "bfloat16" and backend in ("auto", "cpu") and not quantized:
+        from nanoengine.kernels.isa import CURRENT
+
+        if CURRENT.bf16_dots != "generic":
+            return torch.bfloat16
+    return torch.float32

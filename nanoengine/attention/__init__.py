@@ -31,10 +31,10 @@ BACKENDS = {
 def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """The backend that `name` means on `device`; "auto" takes cpu on the CPU and triton on CUDA.
 
-    On a CPU it takes naive for the 16-bit dtypes, in which the kernels of cpu don't compute.
+    On a CPU it takes naive for float16, in which the kernels of cpu don't compute.
     """
     if name == "auto" and device.type == "cpu":
-        return "naive" if dtype.itemsize < 4 else "cpu"
+        return "naive" if dtype == torch.float16 else "cpu"
     if name == "auto":
         return "triton"
     if name not in BACKENDS:

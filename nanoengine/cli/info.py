@@ -48,7 +48,7 @@ def main(args: InfoArgs) -> None:
     config = EngineConfig(**engine_options(args))
     directory = resolve_model(config)
     model = load_model_config(directory)
-    dtype = resolve_dtype(args.dtype, model.dtype, device)
+    dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     _print_section("versions", versions())
     _print_section("device", device_lines(device))
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)

@@ -12,7 +12,8 @@ themselves, so the results are the same bit for bit; the readable form is `Decod
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
 named ones. A weight is a tuple too, whose form says what it is:
 
-    (panels, bias)                                            float32: `cpu_linear.linear`
+    (panels, bias)                                            floats: `cpu_linear.linear`, or of
+                                                              pairs `linear_of_rounded`
     (values, scales, bias)                                    int8: `cpu_quantized.linear8`
     (values, scales, group_scales, zeros, units, bias)        int4: `cpu_quantized.linear4`
     (values, bits, scales, zeros, group_size, bias)           weight-only: `linear_dequantized`
@@ -31,7 +32,7 @@ from numba.extending import overload
 
 from nanoengine.kernels.cpu_attention import attend, combine
 from nanoengine.kernels.cpu_layers import FASTMATH, add_rms_norm, gate, rotate_and_store
-from nanoengine.kernels.cpu_linear import linear, linear_dequantized
+from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
 from nanoengine.kernels.cpu_quantized import linear4, linear8
 from nanoengine.kernels.jit import compiled
 
@@ -44,6 +45,10 @@ def multiply(x, weight, out, workers):
 @overload(multiply)
 def _multiply(x, weight, out, workers):
     """Chooses the kernel when the caller is compiled."""
+    if len(weight) == 2 and weight[0].dtype == types.uint32:
+        return lambda x, weight, out, workers: linear_of_rounded(
+            x, weight[0], weight[1], out, workers
+        )
     if len(weight) == 2:
         return lambda x, weight, out, workers: linear(x, weight[0], weight[1], out, workers)
     if len(weight) == 3:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
@@ -113,6 +114,36 @@ def linear(x, w, bias, out, num_workers):
                     p += panels
         if worker == num_workers - 1 and num_outputs % PANEL:
             last_outputs(num_rows, inputs, w, bias, outputs, num_inputs * inputs_in(x), num_outputs)
+
+
+if CURRENT.bf16_dots == "vdpbf16ps":
+
+    @compiled(fastmath=FASTMATH)
+    def linear_of_rounded(x, w, bias, out, num_workers):
+        """`linear` of x [T, K] float32 rounded to bfloat16, added up in float32; w is flat uint32,
+        pairs of bfloat16."""
+        pairs = np.empty((len(x), x.shape[1] // 2), np.uint32)
+        pair_rows(x, pairs, num_workers)
+        linear(pairs, w, bias, out, num_workers)
+
+else:
+
+    @compiled(fastmath=FASTMATH)
+    def linear_of_rounded(x, w, bias, out, num_workers):
+        """The same on a CPU without products of bfloat16: both become float32 in registers."""
+        rounded = np.empty(x.shape, np.float32)
+        round_rows(x, rounded, num_workers)
+        linear(rounded, w.view(np.uint16), bias, out, num_workers)
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def round_rows(x, rounded, num_workers):
+    """rounded [T, K] = x rounded to bfloat16, as float32."""
+    for worker in prange(num_workers):
+        for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
+            row, bits = rounded[t].view(np.uint32), x[t].view(np.uint32)
+            for i in range(len(row)):
+                row[i] = _rounded(bits[i]) << np.uint32(16)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)

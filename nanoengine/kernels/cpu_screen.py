@@ -39,7 +39,7 @@ from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.tiles import LINE, PANEL, tile
+from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
 
@@ -66,7 +66,7 @@ def quantize_outputs(w, values, scales, slack, num_inputs):
         most, squares = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
         for k in range(num_inputs):
             for j in range(PANEL):
-                weight = panel[k * PANEL + j]
+                weight = number(panel, place(panel, k, j, PANEL))
                 most[j] = max(most[j], abs(weight))
                 squares[j] += np.float64(weight) * np.float64(weight)
         inverse, errors = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
@@ -78,7 +78,7 @@ def quantize_outputs(w, values, scales, slack, num_inputs):
         copy[:] = 0
         for k in range(num_inputs):
             for j in range(PANEL):
-                weight = panel[k * PANEL + j]
+                weight = number(panel, place(panel, k, j, PANEL))
                 value = np.rint(weight * inverse[j]) if inverse[j] > 0 else np.float32(0)
                 error = np.float64(weight) - np.float64(value) * np.float64(of_scale[j])
                 errors[j] += error * error

@@ -30,7 +30,11 @@ class ModelContext:
     """How and where a model is built.
 
     Attributes:
-        dtype, device: of parameters and activations.
+        dtype, device: of activations, and of parameters but for those below.
+        weight_dtype: of embeddings and the matrices of linear layers; None: `dtype`. Kernels on a
+            CPU make float32 of 16-bit weights as they read them.
+        keeps_weights: `weight_dtype` must hold what the checkpoint does, exactly; where it does
+            not, weights are stored in `dtype`.
         attention_backend: serves all attention layers.
         ops: norms and gates, plain or fused.
         shard: the part of the model that this rank holds.
@@ -50,3 +54,10 @@ class ModelContext:
     all_reduce: Callable[[torch.Tensor], torch.Tensor] = one_rank
     all_gather: Callable[[torch.Tensor], torch.Tensor] = one_rank
     max_positions: int | None = None
+    weight_dtype: torch.dtype | None = None
+    keeps_weights: bool = True
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What embeddings and the matrices of linear layers are stored in."""
+        return self.weight_dtype or self.dtype

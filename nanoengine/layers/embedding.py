@@ -29,11 +29,12 @@ class Embedding(Layer):
         self.all_reduce = context.all_reduce
         self.rows = self.shard.slice(vocab_size, "vocab_size")
         local = (self.rows.stop - self.rows.start, hidden_size)
-        self.weight = empty_parameter(local, context.dtype, context.device)
+        self.weight = empty_parameter(local, context.stored_dtype, context.device)
+        self.dtype = context.dtype
         self.lookup: Callable[[torch.Tensor], torch.Tensor] = self._plain_lookup
 
     def _plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self.weight).to(self.dtype)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.shard.world_size == 1:
@@ -62,7 +63,7 @@ class OutputHead(Layer):
         self.method.create(
             self.shape[1],
             self.rows.stop - self.rows.start,
-            dtype=context.dtype,
+            dtype=context.stored_dtype,
             device=context.device,
             weight=embedding.weight if tied else None,
         )

@@ -136,7 +136,9 @@ class MergedLinear(Layer):
         self.in_features, self.parts, self.shard = in_features, dict(parts), context.shard
         out_features = sum(self.shard.split(size, part) for part, size in parts.items())
         self.method = context.linear_method_factory(name)
-        self.method.create(in_features, out_features, dtype=context.dtype, device=context.device)
+        self.method.create(
+            in_features, out_features, dtype=context.stored_dtype, device=context.device
+        )
         self.bias = (
             empty_parameter((out_features,), context.dtype, context.device) if bias else None
         )
@@ -210,7 +212,7 @@ class RowParallelLinear(Layer):
         self.method.create(
             self.shard.split(in_features, name),
             out_features,
-            dtype=context.dtype,
+            dtype=context.stored_dtype,
             device=context.device,
         )
         self.bias = (

@@ -18,14 +18,22 @@ from nanoengine.models.quantization import Quantization
 
 
 def linear_method_for(
-    device: torch.device, dtype: torch.dtype, quantization: Quantization | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    *,
+    rounds_inputs: bool = False,
 ) -> Callable[[str], LinearMethod]:
     """A factory that makes the method of a linear layer, given its full name.
 
     Without quantization the fastest method that stores weights exactly; with it the quantized one
     for all layers, except those that the checkpoint stores as floats.
+
+    Args:
+        dtype: of activations.
+        rounds_inputs: on a CPU, multiply float32 activations as bfloat16.
     """
-    exact = _exact_method(device, dtype)
+    exact = _exact_method(device, dtype, rounds_inputs)
     if quantization is None:
         return exact
     kind = QuantizedLinear
@@ -60,13 +68,17 @@ def _quantized(
     return kind(name, bits=bits, group_size=group_size, activations=activations)
 
 
-def _exact_method(device: torch.device, dtype: torch.dtype) -> Callable[[str], LinearMethod]:
+def _exact_method(
+    device: torch.device, dtype: torch.dtype, rounds_inputs: bool
+) -> Callable[[str], LinearMethod]:
     """The fastest method that stores weights exactly: packed for float32 on a CPU, the head with a
     screen, and with gates of our own in 16 bits on a GPU."""
     if device.type == "cpu" and dtype == torch.float32:
         from nanoengine.layers.packed import PackedLinear, ScreenedHead
 
-        return lambda name: (ScreenedHead if name == "lm_head" else PackedLinear)(name)
+        return lambda name: (ScreenedHead if name == "lm_head" else PackedLinear)(
+            name, rounds_inputs=rounds_inputs
+        )
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
         from nanoengine.layers.triton_linear import GatedLinear
 

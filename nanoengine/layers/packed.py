@@ -1,4 +1,4 @@
-"""PackedLinear: float32 weights in panels, multiplied by kernels of our own; for CPUs.
+"""PackedLinear: weights of 16 or 32 bits in panels, multiplied by kernels of our own; for CPUs.
 
 Packed in place once at load, so a weight never exists twice; only a large head has an int8 copy
 beside it (`ScreenedHead`). Chosen by `linear_method_for`. The readable form is `UnquantizedLinear`,
@@ -28,12 +28,27 @@ Perf: 22 against 7 ms for one row of 1,024 times 151,936 outputs, 22 against 13 
 against 49 for 32 (two Zen 3 cores)."""
 
 
-class PackedLinear(LinearMethod):
-    """A float32 weight on the CPU, packed once all of its rows are loaded.
+PANEL_DTYPES = {
+    torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.int16
+}  # fmt: skip
+"""What numpy sees of a packed weight of each dtype, since it has no bfloat16 and numba no float16;
+the kernels tell the two apart by the sign: int16 is float16, uint16 bfloat16."""
 
-    A tied weight is packed in place too: the embedding then looks its rows up through `rows`. A
-    row's result has the same bits alone and in any batch.
+
+class PackedLinear(LinearMethod):
+    """A weight on the CPU, float32, bfloat16 or float16, packed once all of its rows are loaded.
+
+    16-bit weights become float32 in registers, so results have the bits of a float32 copy. A tied
+    weight is packed in place too: the embedding then looks its rows up through `rows`. A row's
+    result has the same bits alone and in any batch.
+
+    Args:
+        rounds_inputs: multiply inputs rounded to bfloat16 by bfloat16 weights, and add in float32.
     """
+
+    def __init__(self, name: str, *, rounds_inputs: bool = False) -> None:
+        super().__init__(name)
+        self.rounds_inputs = rounds_inputs
 
     def create(
         self,
@@ -44,8 +59,9 @@ class PackedLinear(LinearMethod):
         device: torch.device,
         weight: torch.Tensor | None = None,
     ) -> None:
-        assert dtype == torch.float32, dtype
-        assert device.type == "cpu", device
+        assert dtype in PANEL_DTYPES and device.type == "cpu", (dtype, device)
+        assert dtype == torch.bfloat16 or not self.rounds_inputs, dtype
+        assert dtype != torch.bfloat16 or in_features % 2 == 0, in_features
         self.shape = (out_features, in_features)
         self.is_packed, self.rows_left = False, out_features
         if weight is None:
@@ -61,26 +77,32 @@ class PackedLinear(LinearMethod):
 
     def finish(self) -> None:
         if not self.is_packed:
+            flat, dtype = self.weight.detach().view(-1), self.weight.dtype
             # Why a view kept: asking a tensor for one takes about as long as a small row's work.
-            self.panels = self.weight.detach().view(-1).numpy()
-            kernels.pack(self.panels.view(np.uint32), self.shape[1], self.shape[0], False)
+            self.panels = flat.view(PANEL_DTYPES[dtype]).numpy()
+            if dtype == torch.bfloat16:
+                self.panels = self.panels.view(np.uint16)
+            bits = self.panels.view(f"u{self.panels.itemsize}")
+            kernels.pack(bits, self.shape[1], self.shape[0], dtype == torch.bfloat16)
             self.is_packed = True
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
         out = np.empty((x.shape[0], self.shape[0]), np.float32)
-        kernels.linear(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
+        kernel = kernels.linear_of_rounded if self.rounds_inputs else kernels.linear
+        kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
 
     def operands(self, bias: torch.Tensor | None) -> tuple[np.ndarray, ...]:
         """What the kernel reads: the weight's panels and the bias, zeros if there is none."""
-        return self.panels, self.no_bias if bias is None else bias.numpy()
+        panels = self.panels.view(np.uint32) if self.rounds_inputs else self.panels
+        return panels, self.no_bias if bias is None else bias.numpy()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""
         if not self.is_packed:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self.weight).float()
         out = np.empty((ids.shape[0], self.shape[1]), np.float32)
         kernels.unpack_rows(self.panels, ids.numpy(), out, self.shape[0])
         return torch.from_numpy(out)
@@ -89,8 +111,8 @@ class PackedLinear(LinearMethod):
 class ScreenedHead(PackedLinear):
     """A packed weight with an int8 copy, and `argmax` by way of it, for few rows."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, *, rounds_inputs: bool = False) -> None:
+        super().__init__(name, rounds_inputs=rounds_inputs)
         for buffer in ("values", "scales", "slack"):
             self.register_buffer(buffer, None)
 
@@ -112,6 +134,8 @@ class ScreenedHead(PackedLinear):
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.values is None or len(x) > MOST_ROWS:
             return None
+        if self.rounds_inputs:
+            x = x.bfloat16().float()
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
         found = cpu_screen.largest_outputs(
             x.contiguous().numpy(), self.panels, *self._copy(), self.no_bias, ids, largest,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
@@ -19,6 +22,9 @@ from nanoengine.models.weights import (
     load_weights,
     stored_tensors,
 )
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
+"""How safetensors names what weights are kept in."""
 
 LONGEST_DEFAULT = 2**20
 """Longest context [tokens] that is taken without being asked for. Why: tables of rotations and of
@@ -55,6 +61,10 @@ def load_model(
     if load_format == "auto":
         stored = stored_tensors(Path(directory))
         check_sizes(config, stored)
+        kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+        wider = kinds - {DTYPES.get(context.stored_dtype)}
+        if context.keeps_weights and wider:
+            context = replace(context, weight_dtype=None)
     model = model_class(config.architecture)(config, context).eval()
     place_parameters(model)
     if load_format == "dummy":

@@ -42,10 +42,11 @@ process's memory while it is open, so a whole file would double the peak."""
 
 
 class Stored(NamedTuple):
-    """Where a tensor is, and its shape."""
+    """Where a tensor is, its shape, and its dtype as safetensors names it, such as "BF16"."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
@@ -57,13 +58,13 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     for file in checkpoint_files(directory):
-        for name, shape in _stored_shapes(file).items():
+        for name, tensor in _headers(file).items():
             if name in found:
                 raise WeightLoadError(
                     f"{_listed([name])} is in two files, {found[name].file.name} and {file.name}:"
                     " write the checkpoint anew, each tensor once"
                 )
-            found[name] = Stored(file, shape)
+            found[name] = tensor
     return found
 
 
@@ -253,10 +254,14 @@ def _matched(
     return slots
 
 
-def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _headers(file: Path) -> dict[str, Stored]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: Stored(file, tuple(one.get_shape()), one.get_dtype())
+                for name, one in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         raise WeightLoadError(f"can't read {file}: {error}") from error
 

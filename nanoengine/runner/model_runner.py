@@ -139,6 +139,7 @@ class ModelRunner:
         default = backend_class(backend).default_block_size
         self.block_size = config.block_size or default
         self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
+        self._by_kernels = device.type == "cpu" and backend == "cpu"
         self.backend = make_backend(
             backend,
             device=device,
@@ -204,9 +205,31 @@ class ModelRunner:
             groups=self.groups,
         )
 
+    @property
+    def _activation_dtype(self) -> torch.dtype:
+        """float32 for bfloat16 by the CPU's kernels, which round what they multiply."""
+        rounds = self._by_kernels and self.dtype == torch.bfloat16
+        return torch.float32 if rounds else self.dtype
+
+    @property
+    def _weight_dtype(self) -> torch.dtype:
+        """What weights are stored in: 16 bits where the CPU's kernels read them, as they are."""
+        config, dtype = self.model_config, self.dtype
+        # Why even: bfloat16 weights lie in pairs of inputs.
+        odd = config.hidden_size % 2 or config.intermediate_size % 2
+        if not self._by_kernels or self.quantization is not None or odd:
+            return self._activation_dtype
+        stored = getattr(torch, config.dtype)
+        return stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
+
     def _linear_methods(self) -> Callable[[str], LinearMethod]:
         if not self.config.deterministic:
-            return linear_method_for(self.device, self.dtype, self.quantization)
+            return linear_method_for(
+                self.device,
+                self._activation_dtype,
+                self.quantization,
+                rounds_inputs=self._activation_dtype != self.dtype,
+            )
         if self.quantization is not None or self.model_config.moe is not None:
             what = "quantized weights" if self.quantization else "mixtures of experts"
             raise ConfigError(
@@ -220,10 +243,12 @@ class ModelRunner:
     def _load(self) -> None:
         started = time.perf_counter()
         context = ModelContext(
-            dtype=self.dtype,
+            dtype=self._activation_dtype,
+            weight_dtype=self._weight_dtype,
+            keeps_weights=self._weight_dtype != self.dtype,
             device=self.device,
             attention_backend=self.backend,
-            ops=make_ops(self.device, self.dtype),
+            ops=make_ops(self.device, self._activation_dtype),
             linear_method_factory=self._linear_methods(),
             max_positions=self.config.max_model_len,
         )
