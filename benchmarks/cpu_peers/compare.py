@@ -297,7 +297,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=os.cpu_count())
     add("--minutes", type=float, default=10, help="begin no round that would end later than this")
-    add("--timeout", type=int, default=300, help="seconds of one process")
+    add("--timeout", type=int, default=600, help="seconds of one process")
     add("--quiet-wait", type=float, default=60, help="seconds to wait for a quiet machine")
     add("--retries", type=int, default=1, help="how often a disturbed run is repeated")
     add("--json", type=Path, help="write the report to this file")

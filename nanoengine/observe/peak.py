@@ -21,8 +21,8 @@ BUFFER_BYTES = 512 * 2**20
 GEMM_SIZE = 8192
 """Side of the square matrices: enough work to fill a GPU, yet only milliseconds of it."""
 
-TURNS = 2**18
-"""Turns of a multiplying kernel: some milliseconds, short enough to fall between what others do."""
+TURNS = 2**20
+"""Turns of a multiplying kernel, a few milliseconds: long beside the waking of a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
