@@ -41,10 +41,12 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from nanoengine.kernels.cpu_linear import rounded
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import BFloat
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 ROW_TILE = 32  # rows a task of few queries may hold: queries times query heads of one KV head
@@ -61,15 +63,16 @@ VECTOR_BYTES = CURRENT.vector_bits // 8
 
 # Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
 # "arcp": it lets LLVM divide in one variant of a loop and multiply by the reciprocal in another,
-# and with it equal inputs gave unequal last bits in some of 100 runs.
-FASTMATH = ("reassoc", "contract", "nsz")
+# and with it equal inputs gave unequal last bits in some of 100 runs. No "reassoc": with it sums
+# had another order, and results other bits, for vectors of another width.
+FASTMATH = ("contract", "nsz")
 
 # Columns of a task.
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
 # Columns of a merge: its parts, and the tile that they are parts of.
 FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
 
-I16, I32 = ir.IntType(16), ir.IntType(32)
+I32 = ir.IntType(32)
 
 
 class CacheTile(Emit):
@@ -86,9 +89,7 @@ class CacheTile(Emit):
         """The vectors that a row's numbers are multiplied with, one after the other."""
         if not paired:
             return [self.load(pointer)]
-        pairs = self.builder.load(
-            self.builder.bitcast(pointer, self.words.as_pointer()), align=self.align
-        )
+        pairs = self.get(self.words, pointer)
         if mask is not None:
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
@@ -103,8 +104,7 @@ class CacheTile(Emit):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
             word = self.builder.load(self.at(pointer, turn))
-            first = self.builder.insert_element(self.every(0), word, I32(0))
-            pairs = self.shuffle(first, first, [0] * self.width)
+            pairs = self.splat(word, self.words)
             return [pairs] if HAS_DOTS else self.halves(pairs)
         count = 2 if paired else 1
         first = self.builder.mul(turn, turn.type(count))
@@ -115,11 +115,9 @@ class CacheTile(Emit):
         if number.type == self.vector:
             return self.fma(number, numbers, total)
         kind = ir.VectorType(BFloat(), 2 * self.width)
-        of = ir.FunctionType(self.vector, [self.vector, kind, kind])
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
-        function = cgutils.get_or_insert_function(self.builder.module, of, name)
         pairs = [self.builder.bitcast(x, kind) for x in (number, numbers)]
-        return self.builder.call(function, [total, *pairs])
+        return self.call(name, self.vector, total, *pairs)
 
     def pairs(self, floats):
         """Words of a vector's numbers two by two, rounded to bfloat16; of a NaN anything."""
@@ -132,19 +130,6 @@ class CacheTile(Emit):
         half = ir.VectorType(I32, self.width // 2)
         high = build.and_(first, ir.Constant(half, [0xFFFF0000] * half.count))
         return build.or_(high, build.lshr(second, ir.Constant(half, [16] * half.count)))
-
-
-class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, BFloat)
-
-    def __hash__(self) -> int:
-        return hash(BFloat)
 
 
 def numbers_a_word(array):
@@ -184,12 +169,8 @@ def _stored(x, cache):
 
 @compiled(fastmath=())
 def bfloat16(x):
-    """The bits of a float32 rounded to bfloat16, half to even; NaN stays NaN."""
-    bits = np.float32(x).view(np.uint32)
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint32(0x7FC0)
-    last = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint32(bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
+    """The bits of a float32 rounded to bfloat16."""
+    return rounded(np.float32(x).view(np.uint32))
 
 
 @intrinsic(prefer_literal=True)
@@ -213,13 +194,8 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
         word = args[6].type
         lanes = [word(i * emit.width) for i in range(num_vectors or 1)]
 
-        def lines(kind, array, at, stride):
-            pointers = [emit.pointer(kind, array, at)]
-            while len(pointers) < num_rows:
-                pointers.append(emit.at(pointers[-1], stride))
-            return pointers
-
-        a_rows, c_rows = lines(a, *args[:3]), lines(c, *args[7:10])
+        a_rows = emit.rows(emit.pointer(a, *args[:2]), args[2], num_rows)
+        c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
         b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
         cells = []
         for r, line in enumerate(c_rows):

@@ -153,11 +153,11 @@ def pair_rows(x, pairs, num_workers):
         for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
             row, bits = pairs[t], x[t].view(np.uint32)
             for i in range(len(row)):
-                row[i] = _rounded(bits[2 * i]) << np.uint32(16) | _rounded(bits[2 * i + 1])
+                row[i] = rounded(bits[2 * i]) << np.uint32(16) | rounded(bits[2 * i + 1])
 
 
 @compiled(fastmath=FASTMATH)
-def _rounded(bits):
+def rounded(bits):
     """The bits of a float32 rounded to bfloat16, half to even; a NaN stays one."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
         return np.uint32(0x7FC0)
