@@ -1,4 +1,4 @@
-"""16-bit weights on a CPU: kept as they are; computed in float32 exactly, or multiplied in 16 bits."""
+"""16-bit weights on a CPU: kept as they are, computed in float32 exactly or multiplied in bf16."""
 
 from __future__ import annotations
 

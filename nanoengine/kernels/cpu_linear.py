@@ -131,19 +131,19 @@ else:
     @compiled(fastmath=FASTMATH)
     def linear_of_rounded(x, w, bias, out, num_workers):
         """The same on a CPU without products of bfloat16: both become float32 in registers."""
-        rounded = np.empty(x.shape, np.float32)
-        round_rows(x, rounded, num_workers)
-        linear(rounded, w.view(np.uint16), bias, out, num_workers)
+        inputs = np.empty(x.shape, np.float32)
+        round_rows(x, inputs, num_workers)
+        linear(inputs, w.view(np.uint16), bias, out, num_workers)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def round_rows(x, rounded, num_workers):
-    """rounded [T, K] = x rounded to bfloat16, as float32."""
+def round_rows(x, out, num_workers):
+    """out [T, K] = x rounded to bfloat16, as float32."""
     for worker in prange(num_workers):
         for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
-            row, bits = rounded[t].view(np.uint32), x[t].view(np.uint32)
+            row, bits = out[t].view(np.uint32), x[t].view(np.uint32)
             for i in range(len(row)):
-                row[i] = _rounded(bits[i]) << np.uint32(16)
+                row[i] = rounded(bits[i]) << np.uint32(16)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
