@@ -32,7 +32,11 @@ def outputs(llm: LLM) -> list[tuple[object, ...]]:
         for output in llm.generate(prompts, params, use_tqdm=False):
             (result,) = output.outputs
             found.append((result.token_ids, result.logprobs, output.prompt_logprobs))
-    return found
+    # More rows leave the last layer than have come in: all six sample from the prompt's last token.
+    llm.reset_prefix_cache()
+    drawn = SamplingParams(n=6, seed=3, max_tokens=4, ignore_eos=True, logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 7]}], drawn, use_tqdm=False)
+    return found + [(result.token_ids, result.logprobs) for result in output.outputs]
 
 
 def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor:

@@ -63,16 +63,17 @@ def _multiply(x, weight, out, workers):
 
 @compiled(fastmath=FASTMATH)
 def decoder_layer(
-    x, residual, all_rows, rows, step, k_cache, v_cache, first, second, workers
+    x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, first, second, workers
 ):  # fmt: skip
     """In place: x becomes what this layer adds last, the residual grows by what came before it.
 
-    In the last layer not all rows go on from attention (`models/decoder.py`): those that do are
-    then the first of both.
+    In the last layer not all rows go on from attention (`models/decoder.py`), and some go on
+    several times: both results are then in arrays of their own.
 
     Args:
         x, residual: [T, N], what the layer before added, and what was there before it.
         all_rows, rows: whether all go on; if not, which: [L] int64.
+        x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
         first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], and attention's
@@ -111,16 +112,13 @@ def decoder_layer(
             for d in range(attended.shape[1]):
                 kept[i, d] = attended[rows[i], d]
             for d in range(x.shape[1]):
-                x[i, d] = residual[rows[i], d]
-        for i in range(tokens):
-            for d in range(x.shape[1]):
-                residual[i, d] = x[i, d]
-        attended, x, residual = kept, x[:tokens], residual[:tokens]
+                residual_on[i, d] = residual[rows[i], d]
+        attended = kept
     (o, mlp_norm, gate_up, down), (inner, gelu), mlp_eps = second
-    multiply(attended, o, x, workers)
-    add_rms_norm(x, residual, mlp_norm, mlp_eps, workers)
+    multiply(attended, o, x_on, workers)
+    add_rms_norm(x_on, residual_on, mlp_norm, mlp_eps, workers)
     both = np.empty((tokens, 2 * inner), x.dtype)
-    multiply(x, gate_up, both, workers)
+    multiply(x_on, gate_up, both, workers)
     gated = np.empty((tokens, inner), x.dtype)
     gate(both, gelu, gated, workers)
-    multiply(gated, down, x, workers)
+    multiply(gated, down, x_on, workers)

@@ -102,11 +102,15 @@ class FusedLayer:
             self.backend.step_arrays(rotation, batch, attention.spec, values.dtype),
             *self.backend.views(attention.k_cache, attention.v_cache),
         )
-        on = NO_ROWS if rows is None else rows.numpy()
+        before, on, results = residual.numpy(), NO_ROWS, (x, residual)
+        if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
+            on, shape = rows.numpy(), (len(rows), x.shape[1])
+            results = (torch.empty(shape), torch.empty(shape))
         decoder_layer(
-            values, residual.numpy(), rows is None, on, *step, self.first, self.second, workers
-        )
-        return (x, residual) if rows is None else (x[: len(on)], residual[: len(on)])
+            values, before, rows is None, on, *(result.numpy() for result in results), *step,
+            self.first, self.second, workers,
+        )  # fmt: skip
+        return results
 
 
 def _has_kernel(linear: MergedLinear | RowParallelLinear) -> bool:
