@@ -2,9 +2,9 @@
 
     python benchmarks/quantization_error.py --json benchmarks/results/quantization-error.json
 
-Two models, each with every `quantization` against plain float32: the trained demo model on held-out
-questions and stories of `tools/demo_text.py`, and a Qwen3 shape with random weights on random
-tokens. Random weights give flat distributions, whose divergence says little about a trained model
+Two models, each in bfloat16 and with every `quantization` against plain float32: the trained demo
+model on held-out questions and stories of `tools/demo_text.py`, and a Qwen3 shape with random
+weights on random tokens. Random weights give flat distributions, whose divergence says little about a trained model
 of that size; they show how errors add up over depth and width.
 
 KL is sum(p log(p / q)) over the vocabulary at each position [nats], p the plain model's.
@@ -37,7 +37,17 @@ from nanoengine.tokenizer import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from demo_text import EOS, make_story, plain_prompt, recall_questions
 
-METHODS = (None, "int8", "int8_weight_only", "int4", "int4_weight_only")
+PLAIN = {"dtype": "float32", "attention_backend": "naive", "quantization": None}
+METHODS: dict[str, dict[str, object]] = {
+    "none": {},
+    "KV cache in bfloat16": {"kv_cache_dtype": "bfloat16", "attention_backend": "cpu"},
+    "bfloat16": {"dtype": "bfloat16", "attention_backend": "cpu"},
+    "int8": {"quantization": "int8"},
+    "int8_weight_only": {"quantization": "int8_weight_only"},
+    "int4": {"quantization": "int4"},
+    "int4_weight_only": {"quantization": "int4_weight_only"},
+}
+"""What is measured against the first of them, and the settings that make it."""
 BLOCK_SIZE = 16
 
 
@@ -91,15 +101,19 @@ def log_probs(engine: LLMEngine, texts: Sequence[Text]) -> Iterator[torch.Tensor
 
 
 def measure(
-    model: str, texts: Sequence[Text], options: dict[str, object], plain: list[torch.Tensor] | None
+    model: str,
+    texts: Sequence[Text],
+    name: str,
+    options: dict[str, object],
+    plain: list[torch.Tensor] | None,
 ) -> tuple[dict[str, object], list[torch.Tensor]]:
     """One engine's figures against the distributions of the plain one."""
     longest = max(len(text.token_ids) for text in texts)
     engine = build_engine(
         EngineConfig(
-            model=model, device="cpu", dtype="float32", attention_backend="naive",
-            block_size=BLOCK_SIZE, num_kv_blocks=longest // BLOCK_SIZE + 3,
-            max_model_len=longest + 1, skip_tokenizer_init=True, **options,
+            model=model, device="cpu", block_size=BLOCK_SIZE,
+            num_kv_blocks=longest // BLOCK_SIZE + 3, max_model_len=longest + 1,
+            skip_tokenizer_init=True, **PLAIN | options,
         )
     )  # fmt: skip
     found = list(log_probs(engine, texts))
@@ -116,7 +130,7 @@ def measure(
             divergence.append((p.exp() * (p - q)).sum(1))
             same.append(p.argmax(1) == q.argmax(1))
     figures: dict[str, object] = {
-        "quantization": options["quantization"] or "none",
+        "method": name,
         "parameters": engine.info.num_parameters,
         "weight_bytes": engine.info.weight_bytes,
         "perplexity": math.exp(loss / tokens),
@@ -139,8 +153,8 @@ def compare(
 ) -> dict[str, object]:
     """All methods on one model."""
     rows, plain = [], None
-    for method in METHODS:
-        row, found = measure(model, texts, {**options, "quantization": method}, plain)
+    for method, settings in METHODS.items():
+        row, found = measure(model, texts, method, options | settings, plain)
         plain = plain or found
         rows.append(row)
         print(json.dumps({"model": name, **row}), flush=True)

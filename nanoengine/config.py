@@ -43,7 +43,9 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: seeded random weights, for benchmarks; the directory needs only config.json."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's on a GPU; float32 on a CPU, where 16-bit arithmetic is slower."""
+    """auto: the checkpoint's on a GPU, and on a CPU that adds products of bfloat16 in one
+    instruction; float32 on others. On a CPU bfloat16 rounds what is multiplied, and sums are float32;
+    float32 computes with 16-bit weights exactly."""
     quantization: (
         Literal[
             "int8", "int4", "int8_weight_only", "int4_weight_only",
