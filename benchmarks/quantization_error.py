@@ -4,8 +4,8 @@
 
 Two models, each in bfloat16 and with every `quantization` against plain float32: the trained demo
 model on held-out questions and stories of `tools/demo_text.py`, and a Qwen3 shape with random
-weights on random tokens. Random weights give flat distributions, whose divergence says little about a trained model
-of that size; they show how errors add up over depth and width.
+weights on random tokens. Random weights give flat distributions, whose divergence says little about
+a trained model of that size; they show how errors add up over depth and width.
 
 KL is sum(p log(p / q)) over the vocabulary at each position [nats], p the plain model's.
 """

@@ -44,7 +44,7 @@ class EngineConfig:
     """dummy: seeded random weights, for benchmarks; the directory needs only config.json."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's on a GPU, and on a CPU that adds products of bfloat16 in one
-    instruction; float32 on others. On a CPU bfloat16 rounds what is multiplied, and sums are float32;
+    instruction; float32 on others. On a CPU bfloat16 rounds what is multiplied and adds in float32;
     float32 computes with 16-bit weights exactly."""
     quantization: (
         Literal[
