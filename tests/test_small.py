@@ -151,7 +151,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def large():
-    with LLM(demo_model_path(), num_kv_blocks=129, block_size=16) as llm:
+    with LLM(demo_model_path(), dtype="float32", num_kv_blocks=129, block_size=16) as llm:
         yield llm
 
 

@@ -221,7 +221,7 @@ AROUND = ["norm", "head"]
 
 def test_a_dense_layer_takes_eight_kernels(monkeypatch, launches_of_a_decode):
     monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
-    monkeypatch.setattr(model_runner, "linear_method_for", lambda *rest: GatedLinear)
+    monkeypatch.setattr(model_runner, "linear_method_for", lambda *_, **__: GatedLinear)
     engine = make_engine(
         checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
         attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,

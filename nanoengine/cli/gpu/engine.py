@@ -82,7 +82,7 @@ def plain_layers() -> Iterator[None]:
     fused_ops, fused_rotation = model_runner.make_ops, TritonBackend.rotate_and_store
     fused_linear = model_runner.linear_method_for
     model_runner.make_ops = lambda device, dtype: TorchOps()
-    model_runner.linear_method_for = lambda *options: UnquantizedLinear
+    model_runner.linear_method_for = lambda *options, **rounding: UnquantizedLinear
     TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
     try:
         yield
