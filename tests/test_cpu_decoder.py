@@ -46,13 +46,13 @@ def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Te
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization", "kv_cache_dtype"),
-    [(family, None, "auto") for family in FAMILIES]
-    + [("qwen2", kind, "auto") for kind in QUANTIZATIONS[1:]]
-    + [("qwen3", None, "bfloat16")],
+    ("family", "quantization", "kv_cache_dtype", "dtype"),
+    [(family, None, "auto", "float32") for family in FAMILIES]
+    + [("qwen2", kind, "auto", "float32") for kind in QUANTIZATIONS[1:]]
+    + [("qwen3", None, "bfloat16", "float32"), ("qwen2", None, "auto", "bfloat16")],
 )
 def test_a_fused_layer_gives_the_bits_of_its_parts(
-    family, quantization, kv_cache_dtype, monkeypatch
+    family, quantization, kv_cache_dtype, dtype, monkeypatch
 ):
     options = {
         "max_num_batched_tokens": 128,
@@ -63,7 +63,7 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
     }
     with LLM(
         checkpoint(family),
-        dtype="float32",
+        dtype=dtype,
         device="cpu",
         skip_tokenizer_init=True,
         quantization=quantization,

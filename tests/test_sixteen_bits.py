@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.build import resolve_dtype
+from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.layers import packed
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import gptq, write_quantized
 
 CPU = torch.device("cpu")
 KINDS = [torch.bfloat16, torch.float16]
@@ -159,3 +161,65 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
     assert resolve_dtype("auto", "bfloat16", CPU, backend="naive") == torch.float32
     assert resolve_dtype("auto", "float16", CPU) == torch.float32
     assert resolve_dtype("float32", "bfloat16", CPU) == torch.float32
+
+
+def test_an_odd_number_of_inputs_keeps_float32(tmp_path):
+    """bfloat16 weights lie in pairs of inputs, and float16 ones are read two by two."""
+    make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=97)
+    assert outputs(tmp_path, dtype="float32")[2].weight_bytes > 4 * 2 * 64 * 97 * 3
+    with pytest.raises(
+        ConfigError, match=r"intermediate_size=97, which must be even.*dtype='float32'"
+    ):
+        outputs(tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):
+    """The embedding stays in 16 bits, tied to a quantized head or not."""
+    make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    with LLM(
+        tmp_path, quantization="int8", dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64
+    ) as llm:
+        assert llm._engine.executor.model.model.embed_tokens.weight.dtype == torch.bfloat16
+    kept = outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
+    file = tmp_path / "model.safetensors"
+    save_file({n: w.float() for n, w in load_file(file).items()}, file, metadata={"format": "pt"})
+    if dtype == "float32":
+        assert kept == outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
+    """Its whole numbers say nothing of the floats beside them."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    write_quantized(tmp_path, "llama", config, gptq)
+    file = tmp_path / "quantized" / "model.safetensors"
+    floats = torch.float16 if dtype == "auto" else torch.float64
+    stored = load_file(file).items()
+    stored = {n: t.to(floats) if t.dtype == torch.float64 else t for n, t in stored}
+    save_file(stored, file, metadata={"format": "pt"})
+    raw = json.loads((file.parent / "config.json").read_text())
+    (file.parent / "config.json").write_text(json.dumps(raw | {"dtype": "float16"}))
+    with LLM(file.parent, dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64) as llm:
+        model = llm._engine.executor.model
+        kept = torch.float16 if dtype == "auto" else torch.bfloat16
+        assert model.model.embed_tokens.weight.dtype == model.lm_head.method.weight.dtype == kept
+    assert len(outputs(file.parent, dtype=dtype)[0]) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_every_family_in_bfloat16_is_off_by_its_roundings(family, tmp_path):
+    make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    exact, rounded = (outputs(tmp_path, dtype=dtype)[1] for dtype in ("float32", "bfloat16"))
+    for one, other in zip(exact, rounded, strict=True):
+        common = one[0].keys() & other[0].keys()
+        assert common
+        assert all(abs(one[0][i] - other[0][i]) < 0.1 for i in common)
+
+
+def test_an_odd_number_of_inputs_is_no_16_bit_layers():
+    """Its last would be left out."""
+    for dtype in KINDS:
+        with pytest.raises(AssertionError):
+            layer(torch.ones(16, 5, dtype=dtype))

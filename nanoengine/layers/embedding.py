@@ -34,15 +34,16 @@ class Embedding(Layer):
         self.lookup: Callable[[torch.Tensor], torch.Tensor] = self._plain_lookup
 
     def _plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight).to(self.dtype)
+        return F.embedding(ids, self.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.shard.world_size == 1:
-            return self.lookup(token_ids)
+            return self.lookup(token_ids).to(self.dtype)
         # A rank gives zeros for tokens that another rank holds; the sum is the embedding.
         mine = (token_ids >= self.rows.start) & (token_ids < self.rows.stop)
         local_ids = torch.where(mine, token_ids - self.rows.start, 0)
-        return self.all_reduce(self.lookup(local_ids) * mine.unsqueeze(-1))
+        rows = self.lookup(local_ids).to(self.dtype)
+        return self.all_reduce(rows * mine.unsqueeze(-1))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.weight.copy_)

@@ -61,7 +61,7 @@ class PackedLinear(LinearMethod):
     ) -> None:
         assert dtype in PANEL_DTYPES and device.type == "cpu", (dtype, device)
         assert dtype == torch.bfloat16 or not self.rounds_inputs, dtype
-        assert dtype != torch.bfloat16 or in_features % 2 == 0, in_features
+        assert dtype == torch.float32 or in_features % 2 == 0, in_features
         self.shape = (out_features, in_features)
         self.is_packed, self.rows_left = False, out_features
         if weight is None:

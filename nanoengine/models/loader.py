@@ -25,6 +25,8 @@ from nanoengine.models.weights import (
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """How safetensors names what weights are kept in."""
+FLOATS = {"BF16", "F16", "F32", "F64"}
+"""What may be stored beside whole numbers."""
 
 LONGEST_DEFAULT = 2**20
 """Longest context [tokens] that is taken without being asked for. Why: tables of rotations and of
@@ -62,7 +64,7 @@ def load_model(
         stored = stored_tensors(Path(directory))
         check_sizes(config, stored)
         kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
-        wider = kinds - {DTYPES.get(context.stored_dtype)}
+        wider = (kinds & FLOATS) - {DTYPES.get(context.stored_dtype)}
         if context.keeps_weights and wider:
             context = replace(context, weight_dtype=None)
     model = model_class(config.architecture)(config, context).eval()

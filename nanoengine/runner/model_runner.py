@@ -215,10 +215,18 @@ class ModelRunner:
     def _weight_dtype(self) -> torch.dtype:
         """What weights are stored in: 16 bits where the CPU's kernels read them, as they are."""
         config, dtype = self.model_config, self.dtype
-        # Why even: bfloat16 weights lie in pairs of inputs.
-        odd = config.hidden_size % 2 or config.intermediate_size % 2
-        if not self._by_kernels or self.quantization is not None or odd:
+        if not self._by_kernels:
             return self._activation_dtype
+        # Why even: weights of 16 bits are read in pairs of inputs.
+        if config.hidden_size % 2 or config.intermediate_size % 2:
+            if dtype == torch.bfloat16:
+                raise ConfigError(
+                    f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
+                    f" hidden_size={config.hidden_size} and"
+                    f" intermediate_size={config.intermediate_size}, which must be even: set"
+                    " dtype='float32'"
+                )
+            return dtype
         stored = getattr(torch, config.dtype)
         return stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
 
