@@ -27,6 +27,7 @@ from nanoengine.errors import (
 )
 from nanoengine.runner.draw import uniforms
 from nanoengine.small import block_pool, sampler
+from nanoengine.small.__main__ import main
 from nanoengine.small.block_manager import BlockManager
 from nanoengine.small.engine import LLMEngine
 from nanoengine.small.llm import LLM as SmallLLM
@@ -251,6 +252,13 @@ def test_drawn_tokens_follow_the_filtered_probabilities():
     expected = {i: 3000 * weights[i] / sum(weights.values()) for i in kept}
     chi_square = sum((counts[i] - expected[i]) ** 2 / expected[i] for i in kept)
     assert chi_square < 13.8, "two degrees of freedom, one in a thousand"
+
+
+def test_it_shows_its_steps(capsys):
+    main(("Once upon a time", "Once upon a time there was"), max_tokens=12, num_blocks=5)
+    printed = capsys.readouterr().out
+    for shown in ("admit seq 0", "preempt seq 1", "blocks 0", "-> ", "little frog"):
+        assert shown in printed, shown
 
 
 # --- errors and size ------------------------------------------------------------------------------

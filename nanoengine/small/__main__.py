@@ -45,6 +45,7 @@ def main(
         model,
         num_blocks=num_blocks,
         block_size=block_size,
+        max_num_seqs=4,
         max_num_batched_tokens=max_num_batched_tokens,
         watch=show,
     )
