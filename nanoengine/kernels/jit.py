@@ -101,7 +101,7 @@ class KernelCache(FunctionCache):
 def _tell(directory: str) -> None:
     """Once in a process that compiles anything: half a minute of silence looks like a hang."""
     log.warning(
-        "compiling kernels for this CPU (%s): once, some ten seconds; the code is kept in %s",
+        "compiling kernels for this CPU (%s): once, about half a minute; the code is kept in %s",
         CURRENT.name,
         directory,
     )
