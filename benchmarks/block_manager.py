@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.protocols import KVGroup, KVLayout
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.sampling_params import SamplingParams
 

@@ -22,11 +22,11 @@ from torch.ao.quantization import quantize_dynamic
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionSpec
+from nanoengine.batch import Batch
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import GROUP_SIZE
-from nanoengine.runner.batch import Batch
 from nanoengine.runner.kv_cache import zeros
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.core.protocols import KVGroup, KVLayout
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.observe.metrics import Metrics

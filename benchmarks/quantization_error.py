@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 
 from nanoengine.assets import demo_model_path
+from nanoengine.batch import Batch
 from nanoengine.build import build_engine
 from nanoengine.cli.bench_report import hardware, versions
 from nanoengine.cli.workload import SHAPES, write_shape
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
-from nanoengine.runner.batch import Batch
 from nanoengine.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))

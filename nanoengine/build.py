@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 
 from nanoengine.attention import resolve_backend
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.config import EngineConfig
 from nanoengine.core.admission import make_policy
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.protocols import KVLayout
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
-from nanoengine.models.config import load_model_config
-from nanoengine.models.quantization import resolve_quantization
 from nanoengine.models.weights import checkpoint_files
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.vllm_names import warn_idle

@@ -31,8 +31,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import xxhash
 
 from nanoengine.core.cache_stats import TierStats
+from nanoengine.core.doors import Executor, Launched, Observer, TokenChooser, TokenSink
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.protocols import Executor, Launched, Observer, TokenChooser, TokenSink
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import (

@@ -1,21 +1,39 @@
-"""Where tests run: on the GPU if there is one; else Triton kernels run in its interpreter."""
+"""Where tests run: on the GPU if there is one; else Triton kernels run in its interpreter.
 
+Nothing here imports torch: the tests of the core need none, and are done before it would be loaded.
+"""
+
+import ctypes
 import gc
 import os
+import sys
+from importlib.metadata import version
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
+
+def has_gpu() -> bool:
+    """What `torch.cuda.is_available` tells, without torch: its build, and the driver's count."""
+    if "+cpu" in version("torch"):
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 == driver.cuDeviceGetCount(ctypes.byref(count)) and count.value > 0
+
+
+if not has_gpu():
     # Why here: Triton reads it when kernels, and its own library, are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Why: tiny models gain nothing from threads, and test processes run side by side.
-torch.set_num_threads(1)
-
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays for good: no collection walks it, which took a tenth of all time."""
+    """One thread, as tiny models gain nothing from more; and no collection walks what was imported,
+    which took a tenth of all time."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
 

@@ -16,7 +16,7 @@ import pytest
 
 from nanoengine import LLM, ConfigError, ModelError, SamplingParams
 from nanoengine.assets import demo_model_path
-from tests.quantized_checkpoints import awq, write_quantized
+from tests.support.quantized_checkpoints import awq, write_quantized
 
 CLIENTS = sorted(
     path for path in (Path(__file__).parent / "clients").glob("*.py") if path.stem != "__init__"

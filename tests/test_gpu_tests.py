@@ -24,9 +24,9 @@ def test_another_package_named_tests_does_not_hide_these(tmp_path):
     """Some packages install one; Python prefers it to a folder without `__init__.py`."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
-    code = "from importlib.util import find_spec; print(find_spec('tests.engines').origin)"
+    code = "from importlib.util import find_spec; print(find_spec('tests.support.engines').origin)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout.strip() == str(ROOT / "tests" / "engines.py"), done.stderr
+    assert done.stdout.strip() == str(ROOT / "tests" / "support" / "engines.py"), done.stderr

@@ -13,7 +13,7 @@ import torch
 
 from nanoengine import DiskTier, HostTier
 from nanoengine.sampling_params import SamplingParams
-from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 NUM_TOKENS = 20
 MODELS = {

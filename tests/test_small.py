@@ -34,8 +34,8 @@ from nanoengine.small.llm import LLM as SmallLLM
 from nanoengine.small.model import read_config
 from nanoengine.small.runner import ModelRunner
 from nanoengine.small.scheduler import Scheduler
-from tests.checkpoints import make_checkpoint
-from tests.fake_executor import EOS, FakeExecutor, expected_output, make_engine, make_layout
+from tests.support.checkpoints import make_checkpoint
+from tests.support.fake_executor import EOS, FakeExecutor, expected_output, make_engine, make_layout
 from tools.loc import measure
 
 MOST_LINES = 600

@@ -16,8 +16,8 @@ import torch
 
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
+from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
-from nanoengine.runner.batch import Batch
 
 KVLayoutName = Literal["PKD", "KPD"]
 """Order of the dimensions inside a block: P tokens, K KV heads, D head dim."""

@@ -6,7 +6,7 @@ A model in bfloat16 has its queries and weights rounded as well, and sums in flo
 Made by `attention.make_backend`. It turns torch tensors into flat numpy views without a copy, plans
 the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula serves
 prompts, chunks, decodes and drafts: a task has as many query rows as it has. `naive.py` is the
-readable form; `tests/test_attention_cpu.py` compares the two.
+readable form; `tests/attention/test_attention_cpu.py` compares the two.
 
 The kernels compile at the first forward (with those of the linear layers most of a minute on one
 busy core) and are cached on disk, beside the package or, where that can't be written, in the user's
@@ -24,12 +24,12 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
+from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
 from nanoengine.kernels.views import Views
-from nanoengine.runner.batch import Batch
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}

@@ -25,8 +25,8 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.attention.triton import store_kv
+from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.runner.batch import Batch
 
 FA2_BLOCK_MULTIPLE = 256
 """The block sizes that FlashAttention-2 accepts for a paged cache are its multiples [tokens]."""

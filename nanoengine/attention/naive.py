@@ -20,7 +20,7 @@ import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
-from nanoengine.runner.batch import Batch
+from nanoengine.batch import Batch
 
 
 class NaiveBackend(AttentionBackend):

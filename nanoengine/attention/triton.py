@@ -32,8 +32,8 @@ import torch
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
+from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.runner.batch import Batch
 
 try:
     import triton

@@ -35,7 +35,7 @@ import triton.language as tl
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.runner.batch import Batch
+from nanoengine.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from nanoengine.errors import NanoEngineError
 if TYPE_CHECKING:
     import torch
 
-    from nanoengine.models.config import ModelConfig
+    from nanoengine.checkpoint.config import ModelConfig
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numba", "triton", "flash-attn")
 
@@ -41,7 +41,7 @@ def main(args: InfoArgs) -> None:
         ConfigError, ModelError: the model can't be found or read.
     """
     from nanoengine.build import resolve_device, resolve_dtype, resolve_model
-    from nanoengine.models.config import load_model_config
+    from nanoengine.checkpoint.config import load_model_config
     from nanoengine.runner.kv_cache import stored_dtype
 
     device = resolve_device(args.device)

@@ -25,10 +25,10 @@ from nanoengine.core.kv_groups import (
     num_dropped_blocks,
     num_needed_blocks,
 )
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.places import Content, Found, Place
 from nanoengine.core.plan import BlockCopy, TableUpdate
 from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
-from nanoengine.core.protocols import KVLayout
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers import NoTiers, Tiers
 

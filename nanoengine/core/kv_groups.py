@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nanoengine.core.protocols import KVGroup
+from nanoengine.core.layout import KVGroup
 
 
 def cdiv(a: int, b: int) -> int:

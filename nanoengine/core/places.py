@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block
 from nanoengine.core.kv_groups import longest_common_hit, num_dropped_blocks
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefix
-from nanoengine.core.protocols import KVLayout
 
 
 class Level(IntEnum):

@@ -15,9 +15,9 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from nanoengine.core.doors import TokenChooser, TokenSink
 from nanoengine.core.plan import TokenLogprob
 from nanoengine.core.prefixes import Prefix
-from nanoengine.core.protocols import TokenChooser, TokenSink
 from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

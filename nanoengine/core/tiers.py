@@ -29,10 +29,10 @@ from typing import NamedTuple
 from nanoengine.core.block_pool import Block, BlockPool
 from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.disk_tier import DiskStorage, DiskTier, Fetch, NoDisk
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.places import Content, Found, Level, Place, content_of
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
 from nanoengine.core.prefixes import Prefixes
-from nanoengine.core.protocols import KVLayout
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tier_cost import CostModel
 

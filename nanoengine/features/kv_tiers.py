@@ -38,9 +38,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanoengine.core.disk_tier import DiskCopy, Finished
+from nanoengine.core.doors import TierStorage
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.places import Content
 from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
-from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.core.tier_cost import CostModel, LoadCost
 from nanoengine.core.tiers import NoTiers, Tiers
 from nanoengine.errors import ConfigError

@@ -7,7 +7,7 @@ Why one call: each kernel called from Python costs it about 10 us, and a layer i
 one function, not one of halves: numba optimizes all code below a function with it, so that each
 level costs seconds at the first start. Each kernel is the one that the layer's parts call by
 themselves, so the results are the same bit for bit; the readable form is `DecoderLayer.forward`,
-`tests/test_cpu_decoder.py` compares them.
+`tests/layers/test_cpu_decoder.py` compares them.
 
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
 named ones. A weight is a tuple too, whose form says what it is:

@@ -15,7 +15,8 @@ weights become float32 in registers, so results have the bits of a float32 copy,
 Each result is one chain of fused multiply-adds over the inputs in order, whatever the tile it falls
 into: **a row's result has the same bits alone and in any batch**.
 
-The readable form is `F.linear`, as `UnquantizedLinear` calls it; `tests/test_cpu_kernels.py`.
+The readable form is `F.linear`, as `UnquantizedLinear` calls it
+(`tests/kernels/test_cpu_kernels.py`).
 
 Source: register tiling over packed panels, Goto and van de Geijn, "Anatomy of High-Performance
 Matrix Multiplication" (2008). Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.

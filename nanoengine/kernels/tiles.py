@@ -226,7 +226,7 @@ def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
 def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
     """Turns of a tile's loop that are written out. Why few where sums fill the registers: LLVM
     would load the weights of all turns first, and keep sums in memory meanwhile, as
-    `tests/test_assembly.py` sees."""
+    `tests/kernels/test_assembly.py` sees."""
     full = rows * panels * (PANEL * 32 // isa.vector_bits) >= 3 * isa.registers // 8
     if kind == "float32" and isa.vector_bits < 512:
         return 2 if full and isa.registers == 32 else 4

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanoengine.batch import Batch
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layer import Layer
 from nanoengine.layers.weights import WeightSlot
-from nanoengine.runner.batch import Batch
 
 if TYPE_CHECKING:
     from nanoengine.attention.base import AttentionBackend, AttentionSpec

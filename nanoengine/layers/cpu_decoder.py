@@ -2,7 +2,7 @@
 
 Why: one token through a small model is hundreds of calls from Python, and they take a fifth of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
-(`tests/test_cpu_decoder.py`). Made by `Decoder.fuse` once the weights are loaded.
+(`tests/layers/test_cpu_decoder.py`). Made by `Decoder.fuse` once the weights are loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
+from nanoengine.batch import Batch
 from nanoengine.kernels.cpu_decoder import decoder_layer
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
@@ -22,7 +23,6 @@ from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLin
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.runner.batch import Batch
 
 NO_ROWS = np.empty(0, np.int64)
 

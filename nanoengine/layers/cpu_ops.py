@@ -1,7 +1,7 @@
 """CPUOps: norms and gates on the CPU in one pass each, over kernels compiled by numba.
 
 Chosen by `make_ops` for float32 and float64 on a CPU. `TorchOps` is the plain form;
-`tests/test_cpu_kernels.py` compares the two.
+`tests/kernels/test_cpu_kernels.py` compares the two.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 by those of float32.
 
 What they compute is `QuantizedLinear`, which packs and multiplies in plain torch;
-`tests/test_cpu_kernels.py` holds them to it. Chosen by `linear_method_for`.
+`tests/kernels/test_cpu_kernels.py` holds them to it. Chosen by `linear_method_for`.
 """
 
 from __future__ import annotations

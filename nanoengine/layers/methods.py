@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
 from nanoengine.layers.quantized import GROUP_SIZE, QuantizedLinear
 from nanoengine.layers.quantized_formats import FORMATS
-from nanoengine.models.quantization import Quantization
 
 
 def linear_method_for(

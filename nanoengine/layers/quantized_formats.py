@@ -23,10 +23,10 @@ from functools import partial
 
 import torch
 
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.quantized import QuantizedWeight
 from nanoengine.layers.weights import WeightSlot
-from nanoengine.models.quantization import StoredQuantization
 
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)

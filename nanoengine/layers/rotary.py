@@ -18,8 +18,8 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.layer import Layer
 
 if TYPE_CHECKING:
+    from nanoengine.checkpoint.config import RopeConfig
     from nanoengine.layers.context import ModelContext
-    from nanoengine.models.config import RopeConfig
 
 
 class RotaryEmbedding(Layer):

@@ -29,6 +29,8 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.rotate import Rotation
+from nanoengine.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
@@ -37,8 +39,6 @@ from nanoengine.layers.layer import Layer
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
-from nanoengine.models.config import ModelConfig
-from nanoengine.runner.batch import Batch
 
 
 def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 
 from nanoengine.attention.rotate import Rotation
+from nanoengine.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.norm import CenteredHeadNorm, CenteredRMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
-from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM, Decoder, DecoderLayer, SelfAttention, taken
-from nanoengine.runner.batch import Batch
 
 
 class Gemma3Layer(DecoderLayer):

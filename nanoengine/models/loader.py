@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import pin_attributes
 from nanoengine.layers.pages import place_buffers, place_parameters
-from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.registry import model_class
 from nanoengine.models.weights import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.layers.context import ModelContext
-from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM, SelfAttention
 
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer
 from nanoengine.layers.moe import Experts, Router
-from nanoengine.models.config import ModelConfig
 from nanoengine.models.qwen3 import Qwen3ForCausalLM
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from nanoengine.checkpoint.config import ARCHITECTURES
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.models.config import ARCHITECTURES
 
 if TYPE_CHECKING:
     from nanoengine.models.decoder import CausalLM

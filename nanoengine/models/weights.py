@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checks import MOST_SHOWN, check_value, shown
 from nanoengine.errors import WeightLoadError
 from nanoengine.json_file import read_object
 from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.weights import OwnsWeights, WeightSlot
-from nanoengine.models.config import ModelConfig
 from nanoengine.models.decoder import CausalLM
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -22,8 +22,8 @@ import numpy as np
 
 from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.protocols import KVGroup, KVLayout
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
 from nanoengine.sampling_params import SamplingParams

@@ -21,8 +21,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from nanoengine.batch import Batch
 from nanoengine.core.plan import StepPlan
-from nanoengine.runner.batch import Batch
 from nanoengine.runner.device_rows import DeviceRows
 from nanoengine.runner.pick import Kind, device_params, mixed_seeds, pick
 from nanoengine.runner.rows import Ints, Rows, SampleLines

@@ -21,8 +21,8 @@ import torch
 
 from nanoengine.attention.base import KVLayoutName
 from nanoengine.attention.fp8 import FP8
+from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
-from nanoengine.core.protocols import KVGroup
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.runner.transfers import ship

@@ -5,7 +5,8 @@
                -> stores to tiers -> Sampler -> downloads; see `LaunchedStep` for the rest
 
 A step has two ways. `_run_batch`, the one to read, takes any plan. `_run_decodes` replays a CUDA
-graph for plans of decodes alone (`DecodeStep`); `tests/test_cuda_graph.py` holds it to the first.
+graph for plans of decodes alone (`DecodeStep`); `tests/runner/test_cuda_graph.py` holds it to the
+first.
 
 Called by LLMEngine through the Executor door; decides nothing.
 """
@@ -26,21 +27,22 @@ import numpy as np
 import torch
 
 from nanoengine.attention import backend_class, make_backend
+from nanoengine.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.config import EngineConfig
+from nanoengine.core.doors import TierStorage
 from nanoengine.core.kv_groups import make_kv_groups
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.protocols import KVLayout, TierStorage
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.linear import LinearMethod
 from nanoengine.layers.methods import linear_method_for
 from nanoengine.layers.ops import make_ops
-from nanoengine.models.config import ModelConfig
 from nanoengine.models.loader import load_model
-from nanoengine.models.quantization import Quantization
 from nanoengine.models.weights import model_size
 from nanoengine.runner import kv_cache
-from nanoengine.runner.batch import Batch
 from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.kv_cache import GIB, KVCache

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nanoengine.batch import Batch
 from nanoengine.core.plan import StepPlan
-from nanoengine.runner.batch import Batch
 from nanoengine.runner.transfers import ship
 
 Ints = NDArray[np.int64]

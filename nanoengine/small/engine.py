@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
+from nanoengine.core.doors import Executor
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.protocols import Executor
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.small.scheduler import Scheduler

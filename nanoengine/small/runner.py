@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, StepPlan, StepResult
-from nanoengine.core.protocols import KVGroup, KVLayout
 from nanoengine.small.batch import Batch
 from nanoengine.small.model import load_model
 from nanoengine.small.sampler import sample

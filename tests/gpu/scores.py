@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nanoengine.sampling_params import SamplingParams
-from tests.engines import make_engine, reference, run
+from tests.support.engines import make_engine, reference, run
 
 Scores = list[torch.Tensor]
 """For each sequence the log-probabilities of its tokens but the first, float64."""

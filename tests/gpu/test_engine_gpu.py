@@ -15,7 +15,7 @@ from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner.transfers import Downloads, ship
 from nanoengine.sampling_params import SamplingParams
-from tests.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 MIB = 2**20
 CUDA = torch.device("cuda")

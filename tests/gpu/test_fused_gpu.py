@@ -8,8 +8,14 @@ from nanoengine.attention.base import AttentionBackend
 from nanoengine.layers.ops import TorchOps
 from nanoengine.layers.triton_linear import GatedLinear, TritonLinear
 from nanoengine.layers.triton_ops import TritonOps
-from tests.attention_cases import DEVICE, TOLERANCE, make_case
-from tests.test_triton_rotate import heads_of, norm_of, rotation_of
+from tests.support.attention_cases import (
+    DEVICE,
+    TOLERANCE,
+    heads_of,
+    make_case,
+    norm_of,
+    rotation_of,
+)
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIZE, LENGTH = 2048, 2000

@@ -11,7 +11,7 @@ import torch
 
 from nanoengine.attention import make_backend
 from nanoengine.runner.cuda_graph import CudaGraphs
-from tests.attention_cases import DEVICE, make_case
+from tests.support.attention_cases import DEVICE, make_case
 
 BACKENDS = [("triton", 64)]
 if importlib.util.find_spec("flash_attn") or importlib.util.find_spec("flash_attn_interface"):

@@ -12,9 +12,9 @@ from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.layers.ops import GATES, TorchOps, make_ops
-from tests.attention_cases import DEVICE, make_case
-from tests.engines import checkpoint, random_prompts
 from tests.gpu.scores import engine_scores, mean_error, reference_scores
+from tests.support.attention_cases import DEVICE, make_case
+from tests.support.engines import checkpoint, random_prompts
 
 EPS = 1e-6
 ROUNDINGS = 2**-7

@@ -9,9 +9,9 @@ has in the same dtype, on the same GPU.
 import pytest
 import torch
 
-from tests.checkpoints import FAMILIES
-from tests.engines import checkpoint, random_prompts
 from tests.gpu.scores import check_scores
+from tests.support.checkpoints import FAMILIES
+from tests.support.engines import checkpoint, random_prompts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PROMPTS = random_prompts(7, [1, 5, 63, 64, 65, 130, 200])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoengine.sampling_params import SamplingParams
-from tests.engines import checkpoint, make_engine, random_prompts, run, tokens
+from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),

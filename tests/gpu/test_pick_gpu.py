@@ -7,7 +7,7 @@ import torch
 from nanoengine.runner import pick as pick_module
 from nanoengine.runner.draw import uniforms
 from nanoengine.runner.pick import Kind, device_params, pick
-from tests.attention_cases import DEVICE
+from tests.support.attention_cases import DEVICE
 
 LINES, SIZE = 200, 151936
 KINDS = list(Kind)

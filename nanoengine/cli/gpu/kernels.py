@@ -17,8 +17,8 @@ import torch
 
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionBackend, AttentionSpec
+from nanoengine.batch import Batch
 from nanoengine.cli.gpu.parts import Case, Row
-from nanoengine.runner.batch import Batch
 
 Timer = Callable[[Callable[[], object]], float]
 """Median seconds of one call."""

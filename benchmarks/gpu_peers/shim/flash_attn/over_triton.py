@@ -8,7 +8,7 @@ import torch
 
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.triton import TritonBackend
-from nanoengine.runner.batch import Batch
+from nanoengine.batch import Batch
 
 BLOCK = 64
 """Dense keys are laid out in blocks of so many tokens."""

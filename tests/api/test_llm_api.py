@@ -1,0 +1,596 @@
+"""LLM: forms of prompts, order, errors, streams, and that a call leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import nanoengine
+from nanoengine import (
+    LLM,
+    CapacityError,
+    ConfigError,
+    NanoEngineError,
+    PromptTooLongError,
+    RequestError,
+    SamplingParams,
+)
+from nanoengine.llm import LOOK_AHEAD
+from nanoengine.tokenizer import Tokenizer
+from tests.support.fake_llm import (
+    ANSWERS,
+    LONG,
+    MakeLLM,
+    assert_idle,
+    executor,
+    ids,
+    make_llm_fixture,
+    texts,
+)
+from tests.support.text_fixtures import CHAT_TEMPLATE, byte_fallback, byte_level
+
+__all__ = ["make_llm_fixture"]
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> Iterator[LLM]:
+    with make_llm(ANSWERS) as llm:
+        yield llm
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_outputs_come_in_input_order_whatever_finishes_first(llm: LLM) -> None:
+    prompts = ["€", "nothing", "one", "dog", "€"]
+    outputs = llm.generate(prompts, LONG, use_tqdm=False)
+    assert texts(outputs) == [ANSWERS.get(prompt, "") for prompt in prompts]
+    assert [o.index for o in outputs] == [0, 1, 2, 3, 4]
+    assert [o.prompt for o in outputs] == prompts
+    assert len({o.request_id for o in outputs}) == 5
+    assert all(o.finished and o.outputs[0].finish_reason == "stop" for o in outputs)
+    assert_idle(llm)
+
+
+def test_all_forms_of_prompts_mix(llm: LLM) -> None:
+    forms = [
+        "one",
+        ids("one"),
+        {"prompt": "one", "cache_salt": "mine"},
+        {"prompt_token_ids": ids("one")},
+        {"prompt": "shown", "prompt_token_ids": ids("one")},
+        tuple(ids("one")),
+    ]
+    outputs = llm.generate(forms, LONG, use_tqdm=False)
+    assert texts(outputs) == [" two three."] * len(forms)
+    assert [o.prompt for o in outputs] == ["one", None, "one", None, "shown", None]
+    assert all(o.prompt_token_ids == ids("one") for o in outputs)
+
+
+def test_peer_bug_08_bare_string_is_one_prompt(llm: LLM) -> None:
+    for single in ("one", ids("one"), {"prompt": "one"}):
+        assert texts(llm.generate(single, LONG, use_tqdm=False)) == [" two three."]
+    assert llm.generate([], LONG, use_tqdm=False) == []
+
+
+def test_peer_bug_08_prompts_and_params_of_different_length_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="got 3 for 2 prompts"):
+        llm.generate(["one", "dog"], [LONG] * 3, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"priority.*got 1 for 2 prompts"):
+        llm.generate(["one", "dog"], LONG, priority=[1], use_tqdm=False)
+    with pytest.raises(RequestError, match=r"sampling_params\[1\]"):
+        llm.generate(["one", "dog"], [LONG, {"n": 1}], use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_peer_bug_09_unknown_options_are_refused(make_llm: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
+        make_llm(max_modle_len=5)
+    with pytest.raises(RequestError, match="did you mean 'cache_salt'"):
+        make_llm().generate({"prompt": "one", "cach_salt": "x"}, use_tqdm=False)
+
+
+def test_peer_bug_05_max_tokens_ends_and_zero_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="max_tokens"):
+        SamplingParams(max_tokens=0)
+    (output,) = llm.generate("dog", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([], RequestError, "prompt 1: the prompt is empty"),
+        ("", RequestError, "prompt 1: the prompt is empty"),
+        ([10**6], RequestError, "prompt 1: prompt token ids must be in"),
+        ([1.5], RequestError, "prompt 1: prompt token ids must be integers, got 1.5"),
+        ([True], RequestError, "prompt 1: prompt token ids must be integers, got True"),
+        (7, RequestError, "prompt 1: a prompt must be a string"),
+        (None, RequestError, "prompt 1: a prompt must be a string"),
+        ({}, RequestError, "prompt 1: a prompt dict needs one of"),
+        ({"prompt": 3}, RequestError, "prompt 1: 'prompt' must be a string, got int"),
+        ({"messages": []}, RequestError, "prompt 1: a conversation must be a list"),
+        ("\ud800", RequestError, "prompt 1: the text can't be encoded"),
+        ([5] * 100, PromptTooLongError, "prompt 1: the prompt has 100 tokens"),
+        ([5] * 90, CapacityError, "prompt 1: the prompt of 90 tokens needs 12 KV blocks"),
+    ],
+)
+def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs(
+    make_llm: MakeLLM, bad: object, error: type[Exception], message: str
+) -> None:
+    with make_llm(ANSWERS, num_blocks=10) as llm:
+        with pytest.raises(error, match=message):
+            llm.generate(["one", bad, "dog"], LONG, use_tqdm=False)
+        assert llm.stats().steps == 0
+        assert_idle(llm)
+        outputs = llm.generate(["one", bad, "dog"], LONG, use_tqdm=False, on_error="record")
+        assert texts(outputs) == [" two three.", "", " and a little cat!"]
+        failed = outputs[1]
+        assert [o.finish_reason for o in failed.outputs] == ["error"]
+        assert failed.finished
+        assert failed.error is not None
+        assert message.removeprefix("prompt 1: ") in failed.error
+        assert len({o.request_id for o in outputs}) == 3
+
+
+def test_only_bad_prompts_still_give_all_records(llm: LLM) -> None:
+    outputs = llm.generate([[], [], []], LONG, use_tqdm=False, on_error="record")
+    assert [o.error is not None for o in outputs] == [True] * 3
+    assert len(list(llm.stream(iter([[]] * 500), LONG, on_error="record"))) == 500
+
+
+def test_a_wrong_on_error_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="on_error"):
+        llm.generate("one", on_error="ignore", use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="kind"):
+        llm.stream("one", kind="all")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"stream\(\) also takes"):
+        llm.generate(iter(["one"]), use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "record"])
+def test_peer_bug_01_a_request_that_fails_running_costs_no_neighbour(
+    llm: LLM, on_error: str
+) -> None:
+    def fail_second_row(plan: Any) -> dict[int, str] | None:
+        return {plan.rows.index(1): "NaN logits"} if plan.step == 1 and 1 in plan.rows else None
+
+    executor(llm).hook = fail_second_row
+    outputs = llm.generate(["one", "dog", "€"], LONG, use_tqdm=False, on_error=on_error)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["stop", "error", "stop"]
+    assert outputs[1].error == "NaN logits"
+    assert texts(outputs)[::2] == [ANSWERS["one"], ANSWERS["€"]]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, ZeroDivisionError])
+def test_peer_bug_07_an_exception_leaks_nothing_into_the_next_call(
+    llm: LLM, exception: type[BaseException]
+) -> None:
+    def fail(plan: Any) -> None:
+        if plan.step == 2:
+            raise exception
+
+    executor(llm).hook = fail
+    with pytest.raises(exception):
+        llm.generate(["one", "dog"], LONG, use_tqdm=False)
+    assert_idle(llm)
+    executor(llm).hook = lambda plan: None
+    assert texts(llm.generate(["€", "one"], LONG, use_tqdm=False)) == [ANSWERS["€"], ANSWERS["one"]]
+
+
+def test_peer_bug_07_a_failing_progress_bar_or_stream_source_leaks_nothing(llm: LLM) -> None:
+    def broken_bar(**kwargs: Any) -> None:
+        raise OSError("no terminal")
+
+    with pytest.raises(OSError, match="no terminal"):
+        llm.generate(["one"], LONG, use_tqdm=broken_bar)
+    assert_idle(llm)
+
+    def source() -> Iterator[str]:
+        yield "one"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(llm.stream(source(), LONG))
+    assert_idle(llm)
+
+
+def test_peer_bug_23_every_eos_id_ends_an_answer_without_its_text(make_llm: MakeLLM) -> None:
+    with make_llm({"one": " two<s> three"}) as llm:
+        (output,) = llm.generate("one", LONG, use_tqdm=False)
+        assert (output.outputs[0].text, output.outputs[0].stop_reason) == (" two", None)
+        shown = SamplingParams(temperature=0, max_tokens=8, skip_special_tokens=False)
+        assert texts(llm.generate("one", shown, use_tqdm=False)) == [" two"]
+        on = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop_token_ids=[1])
+        (output,) = llm.generate("one", on, use_tqdm=False)
+        assert (output.outputs[0].text, output.outputs[0].stop_reason) == (" two three", 1)
+
+
+def test_peer_bug_23_stop_strings_end_an_answer(llm: LLM) -> None:
+    stop = SamplingParams(temperature=0, max_tokens=64, stop=["ree", "tle ca"])
+    one, dog = llm.generate(["one", "dog"], stop, use_tqdm=False)
+    assert (one.outputs[0].text, one.outputs[0].stop_reason) == (" two th", "ree")
+    assert (dog.outputs[0].text, dog.outputs[0].stop_reason) == (" and a lit", "tle ca")
+    assert "ree" in byte_level().decode(one.outputs[0].token_ids)
+    keep = dataclasses.replace(stop, include_stop_str_in_output=True)
+    assert texts(llm.generate("one", keep, use_tqdm=False)) == [" two three"]
+
+
+def test_peer_bug_30_the_callers_params_are_never_changed(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10**6, stop=["x"], logit_bias={1: 1.0})
+    before = dataclasses.asdict(params)
+    llm.generate(["one", "dog"], params, use_tqdm=False)
+    assert dataclasses.asdict(params) == before
+
+
+def test_a_stop_id_may_be_kept_in_the_text_also_while_streaming(llm: LLM) -> None:
+    end = byte_level().encode(" three")[-1]
+    params = SamplingParams(
+        temperature=0, max_tokens=64, stop_token_ids=[end], include_stop_str_in_output=True
+    )
+    assert texts(llm.generate("one", params, use_tqdm=False)) == [" two three"]
+    assert "".join(texts(llm.stream("one", params, kind="delta"))) == " two three"
+    cut = dataclasses.replace(params, include_stop_str_in_output=False)
+    (kept,) = texts(llm.generate("one", cut, use_tqdm=False))
+    assert kept == byte_level().decode(byte_level().encode(" two three")[:-1])
+    assert "".join(texts(llm.stream("one", cut, kind="delta"))) == kept
+
+
+def test_an_ignored_eos_is_text_like_any_other(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=64, ignore_eos=True, skip_special_tokens=False
+    )
+    (output,) = llm.generate("nothing", params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].text == "</s>" * 64
+    assert "".join(texts(llm.stream("nothing", params, kind="delta"))) == "</s>" * 64
+
+
+def test_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
+    seen: list[Any] = []
+    executor(llm).hook = lambda plan: seen.extend(
+        (s.request.cache_salt, s.request.bad_word_ids) for s in llm.engine.scheduler.running
+    )
+    prompt = {"prompt": "nothing", "cache_salt": "mine"}
+    llm.generate(prompt, SamplingParams(bad_words=["dog"]), use_tqdm=False)
+    assert seen == [("mine", byte_level().bad_word_ids(["dog"]))]
+
+
+def test_sinks_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
+    sinks: list[object] = []
+
+    def look(plan: Any) -> None:
+        sinks.extend(seq.sink for seq in llm.engine.scheduler.running)
+
+    executor(llm).hook = look
+    llm.generate("one", LONG, use_tqdm=False)
+    assert set(sinks) == {None}
+    llm.generate("one", SamplingParams(stop=["zzz"]), use_tqdm=False)
+    assert set(sinks) != {None}
+
+
+def test_logprobs_have_vllms_shape(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0)
+    (output,) = llm.generate("dog", params, use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 3
+    first = completion.logprobs[0]
+    assert next(iter(first)) == completion.token_ids[0]
+    assert first[completion.token_ids[0]].decoded_token == " and"
+    assert completion.cumulative_logprob == pytest.approx(-1.5)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [next(iter(d)) for d in output.prompt_logprobs[1:] if d] == ids("dog")[1:]
+    (plain,) = llm.generate("dog", LONG, use_tqdm=False)
+    assert (plain.outputs[0].logprobs, plain.prompt_logprobs) == (None, None)
+    assert plain.outputs[0].cumulative_logprob is None
+
+
+def test_n_completions_by_index_and_metrics(llm: LLM) -> None:
+    (output,) = llm.generate("one", SamplingParams(n=3, max_tokens=64), use_tqdm=False)
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    assert [o.text for o in output.outputs] == [" two three."] * 3
+    times = output.metrics
+    assert times.queued_s is not None
+    assert times.prefill_s is not None
+    assert times.ttft_s == pytest.approx(times.queued_s + times.prefill_s)
+    assert times.e2e_s is not None
+    assert times.itl_s is not None
+    assert 0 <= times.queued_s <= times.ttft_s <= times.e2e_s
+
+
+def test_priority_orders_the_queue(make_llm: MakeLLM) -> None:
+    with make_llm(ANSWERS, max_num_seqs=1) as llm:
+        prompts = ["one", "dog", "€"]
+        for priority, params in (([3, 2, 1], LONG), (None, None)):
+            each = params or [dataclasses.replace(LONG, priority=p) for p in (3, 2, 1)]
+            order = [o.index for o in llm.stream(prompts, each, priority=priority)]
+            assert order == [2, 1, 0]
+        assert [o.index for o in llm.stream(prompts, each, priority=0)] == [0, 1, 2]
+
+
+def test_no_params_means_the_models_generation_config(make_llm: MakeLLM) -> None:
+    with make_llm(generation_defaults={"temperature": 0.6, "top_k": 20}) as llm:
+        params = llm.default_sampling_params
+        assert params == SamplingParams(temperature=0.6, top_k=20)
+        seen: list[Any] = []
+        executor(llm).hook = lambda plan: seen.extend(new.params for new in plan.admitted)
+        llm.generate(["one", "dog"], use_tqdm=False)
+        assert seen == [params, params]
+
+
+def test_the_progress_bar_counts_requests_and_speed(llm: LLM) -> None:
+    bars: list[Any] = []
+
+    class Bar:
+        def __init__(self, *, total: int, **kwargs: Any) -> None:
+            self.total, self.count, self.text, self.is_closed = total, 0, "", False
+            bars.append(self)
+
+        def update(self, count: int) -> None:
+            self.count += count
+
+        def set_postfix_str(self, text: str) -> None:
+            self.text = text
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    llm.generate(["one"], LONG, use_tqdm=False)
+    llm.generate(["one", "dog", []], LONG, use_tqdm=Bar, on_error="record")
+    (bar,) = bars
+    assert (bar.total, bar.count, bar.is_closed) == (2, 2, True)
+    assert "output" in bar.text
+    assert "tok/s" in bar.text
+    assert_idle(llm)
+
+
+# --- chat -----------------------------------------------------------------------------------------
+
+
+def test_chat_renders_one_or_many_conversations(make_llm: MakeLLM) -> None:
+    prompt = "<|user|>go home</s><|assistant|>"
+    with make_llm({prompt: "it is late."}) as llm:
+        talk = [{"role": "user", "content": "go home"}]
+        options: Any = {"chat_template": CHAT_TEMPLATE, "use_tqdm": False}
+        (output,) = llm.chat(talk, LONG, **options)
+        assert (output.prompt, output.outputs[0].text) == (prompt, "it is late.")
+        assert output.prompt_token_ids == byte_level().encode(prompt, add_special_tokens=False)
+        assert texts(llm.chat([talk, talk], LONG, **options)) == ["it is late."] * 2
+        (bare,) = llm.chat(talk, LONG, add_generation_prompt=False, **options)
+        assert bare.prompt == "<|user|>go home</s>"
+
+
+def test_chat_without_a_template_and_bad_messages_are_refused(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match=r"prompt 0: .*no chat template"):
+        llm.chat(talk, use_tqdm=False)
+    for bad in ("hi", [[{"content": "hi"}]], [[]]):
+        with pytest.raises(RequestError, match=r"messages|message|conversation"):
+            llm.chat(bad, use_tqdm=False)  # type: ignore[arg-type]
+    (output,) = llm.chat(talk, use_tqdm=False, on_error="record")
+    assert "no chat template" in (output.error or "")
+
+
+# --- stream ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [None, ["three", "cat"]])
+def test_deltas_add_up_to_what_generate_returns(llm: LLM, stop: list[str] | None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=64, stop=stop, logprobs=0)
+    expected = llm.generate(list(ANSWERS), params, use_tqdm=False)
+    for i, final in enumerate(expected):
+        text, tokens, logprobs = "", [], []
+        for output in llm.stream(list(ANSWERS), params, kind="delta"):
+            if output.index == i:
+                text += output.outputs[0].text
+                tokens += output.outputs[0].token_ids
+                logprobs += output.outputs[0].logprobs or []
+        assert (text, tokens, logprobs) == (
+            final.outputs[0].text,
+            final.outputs[0].token_ids,
+            final.outputs[0].logprobs,
+        )
+
+
+def test_cumulative_outputs_only_grow_and_show_no_half_characters(llm: LLM) -> None:
+    outputs = list(llm.stream("€", LONG, kind="cumulative"))
+    shown = texts(outputs)
+    assert shown[-1] == ANSWERS["€"]
+    assert len(outputs) > 5
+    assert all(after.startswith(before) for before, after in itertools.pairwise(shown))
+    assert "\ufffd" not in "".join(shown)
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_streams_of_a_byte_fallback_tokenizer_keep_spaces(make_llm: MakeLLM) -> None:
+    tokenizer = byte_fallback()
+    prompt = tokenizer.encode("the", add_special_tokens=False)
+    with make_llm({"the": " dog 🙂 the."}, tokenizer=tokenizer) as llm:
+        text = "".join(o.outputs[0].text for o in llm.stream([prompt], LONG, kind="delta"))
+        assert texts(llm.generate([prompt], LONG, use_tqdm=False)) == [text]
+        assert "\ufffd" not in text
+        assert text.endswith("dog 🙂 the.")
+
+
+def test_a_generator_is_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
+    pulled = 0
+
+    def source() -> Iterator[str]:
+        nonlocal pulled
+        for _ in range(300):
+            pulled += 1
+            yield "dog"
+
+    with make_llm(ANSWERS, max_num_seqs=4) as llm:
+        finished = 0
+        for output in llm.stream(source(), LONG):
+            finished += 1
+            assert output.outputs[0].text == ANSWERS["dog"]
+            assert pulled - finished <= 4 + LOOK_AHEAD
+        assert finished == 300
+        with pytest.raises(RequestError, match="share one"):
+            llm.stream(source(), [LONG])
+
+
+def test_a_bad_prompt_in_a_generator_is_named_or_recorded(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+        list(llm.stream(iter(["one", [], "dog"]), LONG))
+    assert_idle(llm)
+    outputs = list(llm.stream(iter(["one", [], "dog"]), LONG, on_error="record"))
+    assert {o.index: o.outputs[0].finish_reason for o in outputs} == {
+        0: "stop",
+        1: "error",
+        2: "stop",
+    }
+
+
+def test_a_list_is_checked_when_stream_is_called(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt 1"):
+        llm.stream(["one", []], LONG)
+
+
+def test_closing_a_stream_aborts_the_rest(llm: LLM) -> None:
+    stream = llm.stream(["one", "dog"], LONG, kind="delta")
+    next(stream)
+    assert llm.engine.has_unfinished()
+    stream.close()
+    assert_idle(llm)
+
+
+def test_peer_bug_07_an_abandoned_stream_leaks_nothing_and_says_so(llm: LLM) -> None:
+    abandoned = llm.stream(["one", "dog"], LONG, kind="delta")
+    next(abandoned)
+    assert texts(llm.generate(["€"], LONG, use_tqdm=False)) == [ANSWERS["€"]]
+    assert_idle(llm)
+    with pytest.raises(NanoEngineError, match="cut off"):
+        next(abandoned)
+
+
+# --- life -----------------------------------------------------------------------------------------
+
+
+def test_close_is_final_and_idempotent(make_llm: MakeLLM) -> None:
+    llm = make_llm(ANSWERS)
+    run, stream = executor(llm), llm.stream("one", LONG, kind="delta")
+    next(stream)
+    llm.close()
+    llm.close()
+    assert run.is_shut_down
+    for use in (lambda: llm.generate("one", use_tqdm=False), llm.stats, lambda: next(stream)):
+        with pytest.raises(NanoEngineError, match="closed"):
+            use()
+    assert "closed" in repr(llm)
+
+
+def test_an_exception_in_the_with_block_closes_too(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    run = executor(llm)
+    with contextlib.suppress(ZeroDivisionError), llm:
+        raise ZeroDivisionError
+    assert run.is_shut_down
+
+
+def test_without_a_tokenizer_prompts_and_outputs_are_ids(make_llm: MakeLLM) -> None:
+    with make_llm(ANSWERS, skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate(
+            [ids("one")], dataclasses.replace(LONG, logprobs=0), use_tqdm=False
+        )
+        assert output.outputs[0].text == ""
+        assert byte_level().decode(output.outputs[0].token_ids) == " two three."
+        for prompt, params in (
+            ("one", LONG),
+            ([1], SamplingParams(stop=["x"])),
+            ([1], SamplingParams(bad_words=["x"])),
+        ):
+            with pytest.raises(RequestError, match="skip_tokenizer_init"):
+                llm.generate(prompt, params, use_tqdm=False)
+
+
+def test_detokenize_false_costs_no_text(llm: LLM) -> None:
+    params = dataclasses.replace(LONG, detokenize=False)
+    assert texts(llm.generate("one", params, use_tqdm=False)) == [""]
+    assert "".join(texts(llm.stream("one", params, kind="delta"))) == ""
+
+
+def test_two_llms_live_in_one_process(make_llm: MakeLLM) -> None:
+    with make_llm({"one": " first"}) as a, make_llm({"one": " second"}) as b:
+        streams = [llm.stream("one", LONG, kind="delta") for llm in (a, b)]
+        shown = ["", ""]
+        for pair in zip(*streams, strict=False):
+            for i, output in enumerate(pair):
+                shown[i] += output.outputs[0].text
+        assert a.generate("one", LONG, use_tqdm=False)[0].outputs[0].text == " first"
+    assert shown[0].startswith(" f")
+    assert shown[1].startswith(" s")
+
+
+def test_llm_is_a_class_like_any_other_before_anything_heavy_is_loaded() -> None:
+    code = (
+        "import inspect, pydoc, sys; from nanoengine import LLM;"
+        "assert 'offline inference' in pydoc.render_doc(LLM) and inspect.isclass(LLM);"
+        "assert list(inspect.signature(LLM).parameters) == ['model', 'options'];"
+        "Mine = type('Mine', (LLM,), {}); assert isinstance(Mine.__new__(Mine), LLM);"
+        "print(sorted({'torch', 'transformers', 'numba', 'tokenizers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_pause_while_an_llm_is_made(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    seen: list[bool] = []
+    moves: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, functools.partial(moves.append, name))
+
+    def load(llm: LLM) -> Tokenizer:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise ConfigError("no such tokenizer")
+        return byte_level()
+
+    monkeypatch.setattr(LLM, "_load_tokenizer", load)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with make_llm():
+            assert gc.isenabled() == enabled
+        with pytest.raises(ConfigError, match="no such tokenizer"):
+            make_llm()
+        assert gc.isenabled() == enabled
+        assert seen == [False, False]
+        assert moves == [], "what somebody has frozen stays so"
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+        with make_llm():
+            assert moves == ["freeze", "unfreeze"]
+    finally:
+        gc.enable()
+
+
+def test_import_is_cheap_and_every_public_name_loads() -> None:
+    code = (
+        "import sys, nanoengine; assert nanoengine.__version__;"
+        "nanoengine.SamplingParams, nanoengine.EngineConfig, nanoengine.RequestOutput;"
+        "print(sorted({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+    for name in nanoengine.__all__:
+        assert getattr(nanoengine, name) is not None
+    assert set(nanoengine.__all__) <= set(dir(nanoengine))
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        nanoengine.LMM  # noqa: B018

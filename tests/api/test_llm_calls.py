@@ -1,0 +1,395 @@
+"""Calls that meet: aborts inside of loops, calls inside of calls, threads, close, forks.
+
+All of these have once waited for ever. Here nothing can: an engine that is asked for too many steps
+fails, and a thread that does not come back fails its test.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from nanoengine import LLM, BeamSearchParams, NanoEngineError, RequestOutput, SamplingParams
+from nanoengine.errors import EngineDeadError
+from tests.support.fake_llm import (
+    ANSWERS,
+    LONG,
+    MakeLLM,
+    assert_idle,
+    executor,
+    make_llm_fixture,
+    texts,
+)
+
+__all__ = ["make_llm_fixture"]
+
+MOST_STEPS = 2_000
+PATIENCE_S = 20.0
+
+
+class Spinning(AssertionError):
+    """A loop has asked for far more steps than its requests need."""
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def llm(make_llm: MakeLLM, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with make_llm(ANSWERS) as llm:
+        llm.engine.overlap = request.param
+        bound_steps(llm)
+        yield llm
+
+
+def bound_steps(llm: LLM) -> None:
+    left, step = MOST_STEPS, llm.engine.step
+
+    def counted() -> list[Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Spinning
+        return step()
+
+    llm.engine.step = counted  # type: ignore[method-assign]
+
+
+def start(work: Callable[[], Any]) -> Future[Any]:
+    """Runs `work` in a thread that a test may leave behind."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def reasons(outputs: list[RequestOutput]) -> dict[int, str | None]:
+    return {o.index: o.outputs[0].finish_reason for o in outputs if o.finished}
+
+
+# --- aborts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["delta", "cumulative"])
+def test_an_aborted_request_of_a_stream_comes_with_reason_abort(llm: LLM, kind: str) -> None:
+    """3.8: the stream waited for the aborted request for ever."""
+    outputs = []
+    for output in llm.stream(["€", "one", "dog"], LONG, kind=kind):  # type: ignore[arg-type]
+        outputs.append(output)
+        if output.index == 1 and not output.finished:
+            llm.engine.abort(output.request_id)
+    assert reasons(outputs) == {0: "stop", 1: "abort", 2: "stop"}
+    assert sum(output.finished for output in outputs) == 3, "each ends once"
+    assert_idle(llm)
+
+
+def test_abort_all_in_a_stream_ends_all_of_it(llm: LLM) -> None:
+    """3.8: what was aborted keeps the text it had."""
+    outputs = []
+    for number, output in enumerate(llm.stream(["€", "one", "dog"], LONG, kind="cumulative")):
+        outputs.append(output)
+        if number == 4:
+            llm.engine.abort_all()
+    assert reasons(outputs) == dict.fromkeys(range(3), "abort")
+    final = {o.index: o.outputs[0].text for o in outputs if o.finished}
+    assert all(ANSWERS[p].startswith(final[i]) for i, p in enumerate(["€", "one", "dog"]))
+    assert any(final.values())
+    assert_idle(llm)
+
+
+def test_aborts_in_a_lazy_stream_make_room_for_the_next_prompts(make_llm: MakeLLM) -> None:
+    """3.8: prompts that are pulled go on when those before them are aborted."""
+    with make_llm(ANSWERS, max_num_seqs=2) as llm:
+        bound_steps(llm)
+        outputs = []
+        for output in llm.stream(iter(["€"] * 30), LONG, kind="delta"):
+            outputs.append(output)
+            if not output.finished and output.index % 2:
+                llm.engine.abort(output.request_id)
+        assert reasons(outputs) == {i: "abort" if i % 2 else "stop" for i in range(30)}
+        assert_idle(llm)
+
+
+def test_a_request_of_several_answers_is_finished_once_it_is_aborted(llm: LLM) -> None:
+    """3.8: also before its prompt is computed, when the others have not been forked yet."""
+    llm.engine.scheduler.long_prefill_threshold = 1
+    params = SamplingParams(n=3, max_tokens=4)
+    prompts = ["one", "the cat sat in the park and the dog"]
+    outputs = []
+    for output in llm.stream(prompts, params, kind="delta"):
+        outputs.append(output)
+        llm.engine.abort("1")
+    assert reasons(outputs)[1] == "abort"
+    assert_idle(llm)
+
+
+def test_a_step_that_the_caller_takes_is_not_waited_for(llm: LLM) -> None:
+    """3.8: `engine.step()` tells who calls it what has finished, and the stream did not know."""
+    outputs = []
+    for output in llm.stream(["€", "one", "dog"], LONG, kind="delta"):
+        outputs.append(output)
+        while llm.engine.has_unfinished():
+            llm.engine.step()
+    assert reasons(outputs) == dict.fromkeys(range(3), "stop")
+    assert "".join(o.outputs[0].text for o in outputs if o.index == 0) == ANSWERS["€"]
+
+
+def test_a_request_of_the_callers_own_does_not_disturb_a_stream(llm: LLM) -> None:
+    """3.8: the step returns it to the stream, which never asked for it."""
+    own = None
+    outputs = []
+    for output in llm.stream(["€", "one"], LONG, kind="delta"):
+        if own is None:
+            own = llm.engine.add_request("own", [5, 6, 7], LONG)
+            llm.engine.abort(output.request_id)
+        outputs.append(output)
+    assert own is not None
+    assert own.finished
+    assert sorted(filter(None, reasons(outputs).values())) == ["abort", "stop"]
+
+
+class Bar:
+    """A progress bar that does something at each refresh."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def __call__(self, **kwargs: Any) -> Bar:
+        return self
+
+    def update(self, count: int) -> None:
+        self.act()
+
+    def set_postfix_str(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def eager_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoengine.observe.progress.REFRESH_S", 0.0)
+
+
+@pytest.mark.usefixtures("eager_bars")
+def test_a_progress_bar_may_abort(llm: LLM) -> None:
+    """3.8: it is called inside of a step, between a commit and what the step returns."""
+    (first, second) = llm.generate(["€", "one"], LONG, use_tqdm=Bar(lambda: llm.engine.abort("0")))
+    assert [o.outputs[0].finish_reason for o in (first, second)] == ["abort", "stop"]
+    outputs = llm.generate(["€", "one"], LONG, use_tqdm=Bar(llm.engine.abort_all))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["abort"] * 2
+    (found,) = llm.beam_search(
+        "one",
+        BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True),
+        use_tqdm=Bar(llm.engine.abort_all),
+    )
+    assert (found.sequences, found.error) == ([], "the search was aborted")
+    assert_idle(llm)
+
+
+# --- calls in calls -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("eager_bars")
+def test_a_progress_bar_can_make_no_call(llm: LLM) -> None:
+    """3.8: the step that it watches would not be over."""
+    for call in (
+        lambda: llm.generate("one", LONG, use_tqdm=False),
+        lambda: next(llm.stream("one", LONG)),
+        llm.engine.step,
+    ):
+        with pytest.raises(NanoEngineError, match="a step is running"):
+            llm.generate("€", LONG, use_tqdm=Bar(call))
+        assert_idle(llm)
+    assert texts(llm.generate("one", LONG, use_tqdm=False)) == [ANSWERS["one"]]
+
+
+def test_a_call_inside_the_generator_of_prompts_cuts_its_stream_off(llm: LLM) -> None:
+    """3.8: the inner call is answered, and the stream says what has happened to it."""
+    inner: list[str] = []
+
+    def prompts() -> Iterator[str]:
+        yield "one"
+        inner.extend(texts(llm.generate("dog", LONG, use_tqdm=False)))
+
+    with pytest.raises(NanoEngineError, match="cut off"):
+        list(llm.stream(prompts(), LONG))
+    assert inner == [ANSWERS["dog"]]
+    assert_idle(llm)
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
+    """3.8: one had a KeyError of the other's request, which waited for ever."""
+    prompts = list(ANSWERS) * 5
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    talk = [{"role": "user", "content": "hi"}]
+    together = threading.Barrier(6, timeout=PATIENCE_S)
+    executor(llm).hook = lambda plan: time.sleep(0.0002)  # another thread has its turn
+
+    def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (together.wait(), call())[1]
+
+    calls = [at_once(lambda: llm.generate(prompts, LONG, use_tqdm=False))] * 4
+    calls.append(at_once(lambda: llm.beam_search(["one", "dog"], params, use_tqdm=False)))
+    calls.append(
+        at_once(lambda: llm.chat(talk, LONG, chat_template="{{messages}}", use_tqdm=False))
+    )
+    *generated, searched, chatted = [
+        future.result(PATIENCE_S) for future in [start(call) for call in calls]
+    ]
+    for outputs in generated:
+        assert texts(outputs) == [ANSWERS[prompt] for prompt in prompts]
+    assert searched == llm.beam_search(["one", "dog"], params, use_tqdm=False)
+    assert len(chatted) == 1
+    assert_idle(llm)
+
+
+def test_a_suspended_stream_keeps_no_other_thread_waiting(llm: LLM) -> None:
+    """3.8: the other thread's call is the later one, so the stream is what ends."""
+    stream = llm.stream(["€"] * 3, LONG, kind="delta")
+    next(stream)
+    other = start(lambda: llm.generate("one", LONG, use_tqdm=False))
+    assert texts(other.result(PATIENCE_S)) == [ANSWERS["one"]]
+    with pytest.raises(NanoEngineError, match="cut off"):
+        next(stream)
+    assert_idle(llm)
+
+
+def test_a_stream_waits_until_another_threads_call_has_ended(llm: LLM) -> None:
+    """3.8: it would have cut a call off that nobody can start again."""
+    inside, go_on = threading.Event(), threading.Event()
+    shown: list[RequestOutput] = []
+
+    def wait(plan: Any) -> None:
+        inside.set()
+        assert go_on.wait(PATIENCE_S)
+
+    executor(llm).hook = wait
+    first = start(lambda: llm.generate(["€", "one"], LONG, use_tqdm=False))
+    assert inside.wait(PATIENCE_S)
+    second = start(lambda: shown.extend(llm.stream("dog", LONG)))
+    assert not second.done()
+    assert not shown
+    go_on.set()
+    assert texts(first.result(PATIENCE_S)) == [ANSWERS["€"], ANSWERS["one"]]
+    second.result(PATIENCE_S)
+    assert texts(shown) == [ANSWERS["dog"]]
+
+
+def test_close_from_another_thread_ends_the_call_that_runs(llm: LLM) -> None:
+    """3.8: it raised an AttributeError of a runner without a model, or spun."""
+    run, inside, go_on = executor(llm), threading.Event(), threading.Event()
+
+    def wait(plan: Any) -> None:
+        inside.set()
+        assert go_on.wait(PATIENCE_S)
+        assert not run.is_shut_down, "closed in the middle of a step"
+
+    run.hook = wait
+    call = start(lambda: llm.generate(["€", "one"], LONG, use_tqdm=False))
+    assert inside.wait(PATIENCE_S)
+    closing = start(llm.close)
+    with pytest.raises(TimeoutError):
+        closing.result(0.1)
+    go_on.set()
+    with pytest.raises(NanoEngineError, match="closed"):
+        call.result(PATIENCE_S)
+    closing.result(PATIENCE_S)
+    assert run.is_shut_down
+    with pytest.raises(NanoEngineError, match="closed"):
+        llm.generate("one", use_tqdm=False)
+
+
+def test_an_engine_may_be_told_to_abort_from_another_thread(llm: LLM) -> None:
+    """3.8: between two steps, not in the middle of one, nor when the last one is over."""
+    inside, at_door = threading.Event(), threading.Event()
+
+    def wait(plan: Any) -> None:
+        inside.set()
+        assert at_door.wait(PATIENCE_S)
+        time.sleep(0.001)  # Why: steps of a script are over before another thread wakes up.
+
+    executor(llm).hook = wait
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    call = start(lambda: llm.generate(["€", "one"], endless, use_tqdm=False))
+    assert inside.wait(PATIENCE_S)
+    aborting = start(lambda: (at_door.set(), llm.engine.abort("0"))[1])
+    request = aborting.result(PATIENCE_S)
+    outputs = call.result(PATIENCE_S)
+    assert request is not None
+    assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]
+    llm.engine.scheduler.check()
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked child; its exit status, 0 if nothing was raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    for _ in range(int(PATIENCE_S * 100)):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        threading.Event().wait(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hangs")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None:
+    """3.12: OpenMP ended it with a message of its own; also where a thread held the locks."""
+    with make_llm(ANSWERS) as llm:
+        stream = llm.stream("€", LONG, kind="delta")
+        next(stream)
+        uses: list[Callable[[], Any]] = [
+            lambda: llm.generate("one", use_tqdm=False),
+            lambda: next(stream),
+            lambda: next(llm.stream("one")),
+            llm.stats,
+            llm.engine.step,
+            lambda: llm.beam_search("one", BeamSearchParams(beam_width=1, max_tokens=1)),
+            make_llm,
+        ]
+
+        def child() -> None:
+            for use in uses:
+                with pytest.raises(EngineDeadError, match="spawn"):
+                    use()
+            assert "LLM(" in repr(llm)
+            llm.close()
+
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with llm.engine.turn(), llm._calls:
+                held.set()
+                release.wait(PATIENCE_S)
+
+        holder = start(hold)
+        assert held.wait(PATIENCE_S)
+        try:
+            assert in_child(child) == 0
+        finally:
+            release.set()
+        holder.result(PATIENCE_S)
+        assert texts(llm.generate("one", LONG, use_tqdm=False)) == [ANSWERS["one"]]

@@ -1,0 +1,380 @@
+"""Rows: whatever one of them holds is its own business, and forms that other scripts bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nanoengine
+from nanoengine import (
+    LLM,
+    BeamSearchParams,
+    CapacityError,
+    ConfigError,
+    RequestError,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from nanoengine.inputs import read_rows
+from tests.support.fake_executor import make_engine
+from tests.support.fake_llm import (
+    ANSWERS,
+    LONG,
+    MakeLLM,
+    assert_idle,
+    executor,
+    ids,
+    make_llm_fixture,
+    texts,
+)
+from tests.support.text_fixtures import CHAT_TEMPLATE
+
+__all__ = ["make_llm_fixture"]
+
+TALK = [{"role": "user", "content": "go home"}]
+TOKENS = [5] * 40
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> Iterator[LLM]:
+    with make_llm(ANSWERS) as llm:
+        yield llm
+
+
+class Raising(dict[str, Any]):
+    """A row with a method that raises."""
+
+    def get(self, *args: object) -> Any:
+        raise ZeroDivisionError("a row of a kind of its own")
+
+
+BAD_ROWS = {
+    "a salt that no encoding has": (
+        {"prompt_token_ids": TOKENS, "cache_salt": "\ud800"},
+        "'cache_salt' can't be encoded as UTF-8",
+    ),
+    "a text beside ids that no encoding has": (
+        {"prompt_token_ids": TOKENS, "prompt": "\ud800"},
+        "'prompt' can't be encoded as UTF-8",
+    ),
+    "variables that are a number": (
+        {"messages": TALK, "chat_template_kwargs": 5},
+        "'chat_template_kwargs' must be a dict by names, got 5",
+    ),
+    "variables without names": (
+        {"messages": TALK, "chat_template_kwargs": {5: 1}},
+        "'chat_template_kwargs' must be a dict by names, got {5: 1}",
+    ),
+    "a variable of the renderer's": (
+        {"messages": TALK, "chat_template_kwargs": {"messages": 1}},
+        "'chat_template_kwargs' can't set 'messages'",
+    ),
+    "a template that is no text": ({"messages": TALK, "chat_template": 5}, "'chat_template' must"),
+    "a flag that is a word": (
+        {"messages": TALK, "add_generation_prompt": "no"},
+        "'add_generation_prompt' must be True or False, got 'no'",
+    ),
+    "tools that are a word": ({"messages": TALK, "tools": "x"}, "'tools' must be a list"),
+    "a role that is a number": ({"messages": [{"role": 5}]}, "a message must be a dict"),
+    "a template that divides by zero": (
+        {"messages": TALK, "chat_template": "{{ 1 / 0 }}"},
+        "the chat template refused",
+    ),
+    "an object that raises": (Raising(prompt="a"), "ZeroDivisionError: a row of a kind of its own"),
+    "a row that could not be read": (RequestError("line 3 is torn"), "line 3 is torn"),
+    "media": (
+        {"prompt": "one", "multi_modal_data": {"image": 1}},
+        "'multi_modal_data' must be None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=list(BAD_ROWS))
+def test_a_bad_row_takes_no_neighbour_with_it(llm: LLM, row: Any, message: str) -> None:
+    """2.6: some of these ended the call, or the step of all that ran."""
+    outputs = llm.generate(["one", row, "dog"], LONG, use_tqdm=False, on_error="record")
+    assert texts(outputs)[::2] == [ANSWERS["one"], ANSWERS["dog"]]
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert message in (outputs[1].error or "")
+    for prompts in (["one", row], iter(["one", row])):
+        with pytest.raises(RequestError, match="prompt 1: ") as caught:
+            list(llm.stream(prompts, LONG))
+        assert message in str(caught.value)
+    assert_idle(llm)
+
+
+def test_a_closed_llm_is_no_rows_error(make_llm: MakeLLM) -> None:
+    """2.6: what ails the LLM and not the row is raised as what it is."""
+    llm = make_llm(ANSWERS)
+
+    def rows() -> Iterator[str]:
+        yield "one"
+        llm.close()
+        yield "dog"
+
+    with pytest.raises(nanoengine.NanoEngineError, match="closed") as caught:
+        list(llm.stream(rows(), LONG, on_error="record"))
+    assert not isinstance(caught.value, RequestError)
+
+
+def test_the_rows_of_a_file_are_read_one_by_one_with_the_numbers_of_their_lines() -> None:
+    """2.5: read here, answered or recorded by `stream(on_error="record")`."""
+    lines = [
+        b'\xef\xbb\xbf"a"\r\n',
+        b"\n",
+        b'{"prompt": "b"}\n',
+        b"[\n",
+        b'"\xff"\n',
+        b"[" * 200_000,
+    ]
+    rows = list(read_rows(lines, is_json=True))
+    assert [number for number, _ in rows] == [1, 3, 4, 5, 6]
+    assert [row for _, row in rows[:2]] == ["a", {"prompt": "b"}]
+    messages = [str(row) for _, row in rows[2:]]
+    assert all(isinstance(row, RequestError) for _, row in rows[2:])
+    assert ["JSON" in message for message in messages] == [True, False, True]
+    assert "not UTF-8" in messages[1]
+    assert list(read_rows([b" a \r\n", b"[\n"], is_json=False)) == [(1, " a "), (2, "[")]
+
+
+# --- content parts --------------------------------------------------------------------------------
+
+OF_LISTS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
+    "({{ part['text'] }}){% endfor %}</s>{% endfor %}"
+)
+OF_BOTH = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}({{ part['text'] }}){% endfor %}{% endif %}</s>"
+    "{% endfor %}"
+)
+AS_JSON = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (CHAT_TEMPLATE, "<|user|>go\nhome</s><|assistant|>"),
+        ("{% for m in messages %}{{ '<|user|>' + m['content'] }}{% endfor %}", "<|user|>go\nhome"),
+        (OF_LISTS, "<|user|>(go)(home)</s>"),
+        (OF_BOTH, "<|user|>(go)(home)</s>"),
+        (AS_JSON, '"go\\nhome"'),
+    ],
+    ids=["printed", "added", "lists", "both", "json"],
+)
+def test_parts_of_text_reach_a_template_in_the_form_it_takes(
+    llm: LLM, template: str, shown: str
+) -> None:
+    """2.7: templates that take strings printed the list, with its quotes and braces."""
+    parts = [{"type": "text", "text": "go"}, {"type": "text", "text": "home"}]
+    options: dict[str, Any] = {"chat_template": template, "use_tqdm": False}
+    for content in (parts, ["go", "home"], tuple(parts)):
+        (output,) = llm.chat([{"role": "user", "content": content}], LONG, **options)
+        assert output.prompt == shown
+
+
+def test_conversations_of_strings_are_left_as_they_are(llm: LLM) -> None:
+    """2.7: nothing is asked of a template that gets no parts."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (output,) = llm.chat(talk, LONG, chat_template=AS_JSON, use_tqdm=False)
+    assert output.prompt == '"a""b"'
+    assert llm._takes_parts == {}
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
+        ({"text": "hi"}, "None"),
+        ({"type": "text"}, "'text'"),
+        (5, "'int'"),
+    ],
+)
+def test_other_parts_are_refused_by_type(llm: LLM, part: object, kind: str) -> None:
+    """2.7: an image was left out of the prompt, or printed into it."""
+    talk = [*TALK, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+    with pytest.raises(RequestError, match=rf"messages\[1\].*got one of type {kind}"):
+        llm.chat(talk, LONG, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+
+
+# --- doors ----------------------------------------------------------------------------------------
+
+
+def test_wrong_types_at_the_doors_of_an_llm_are_errors_of_the_tree(llm: LLM) -> None:
+    """3.12: these were TypeErrors and AttributeErrors from inside."""
+    for model in (5, None, b"x"):
+        with pytest.raises(ConfigError, match="model must be"):
+            LLM(model)  # type: ignore[arg-type]
+    for block_ids in (["a"], [1.5], [True], 5, None, [0], [10**9]):
+        with pytest.raises(RequestError, match="block ids must be"):
+            llm.evict(block_ids)  # type: ignore[arg-type]
+    for params in (None, SamplingParams(), 5):
+        with pytest.raises(RequestError, match="params must be BeamSearchParams"):
+            llm.beam_search("one", params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"request_id": ["x"]}, "request_id must be a string"),
+        ({"request_id": 5}, "request_id must be a string"),
+        ({"prompt_token_ids": None}, "prompt_token_ids must be a list"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids must be a list"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids must be a list"),
+        ({"params": None}, "params must be SamplingParams"),
+        ({"params": {}}, "params must be SamplingParams"),
+        ({"priority": "high"}, "priority must be an integer"),
+        ({"cache_salt": 5}, "cache_salt must be a string"),
+        ({"cache_salt": "\ud800"}, "cache_salt can't be encoded"),
+        ({"bad_word_ids": ((10**9,),)}, "bad_word_ids must be in"),
+        ({"bad_word_ids": (("x",),)}, "bad_word_ids must be integers"),
+    ],
+)
+def test_wrong_types_at_the_doors_of_an_engine_are_errors_of_the_tree(
+    changes: dict[str, Any], message: str
+) -> None:
+    """3.12, 2.6: a salt that nobody can encode ended the step of all requests."""
+    engine = make_engine()
+    engine.add_request("good", [1, 2, 3], SamplingParams(max_tokens=2))
+    given: dict[str, Any] = {
+        "request_id": "bad",
+        "prompt_token_ids": [*range(20)],
+        "params": SamplingParams(),
+    }
+    given |= changes
+    args = [given.pop(name) for name in ("request_id", "prompt_token_ids", "params")]
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(*args, **given)
+    assert engine.num_unfinished == 1
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_numpys_integers_are_integers_at_every_door(llm: LLM) -> None:
+    """3.12: ids, priorities and block ids; what is queued holds plain ones."""
+    (output,) = llm.generate([ids("one")], LONG, False, priority=[np.int64(3)])  # type: ignore[list-item]
+    held = range(1, 9)
+    assert output.outputs[0].text == ANSWERS["one"]
+    assert llm.evict(np.array(held)) == llm.evict(held) + 1  # type: ignore[arg-type]
+    numbers: Any = [np.int64(5), np.uint8(6)]
+    request = llm.engine.add_request("own", numbers, LONG, priority=np.int32(1))  # type: ignore[arg-type]
+    assert {type(token_id) for token_id in request.prompt_token_ids} == {int}
+    assert type(request.priority) is int
+
+
+def test_a_prompt_refused_because_of_the_watermark_says_so() -> None:
+    """3.12: "needs 19 KV blocks, the pool has 22" explained nothing."""
+    engine = make_engine(num_blocks=23, watermark_frac=0.2)
+    with pytest.raises(
+        CapacityError, match=r"needs 19 KV blocks .* has 22, of which the watermark"
+    ):
+        engine.add_request("a", [1] * 73, SamplingParams())
+    with pytest.raises(CapacityError, match=r"keeps 4 free: .* or lower watermark_frac"):
+        engine.add_request("a", [1] * 73, SamplingParams())
+    engine = make_engine(num_blocks=23)
+    with pytest.raises(CapacityError, match="the pool has 22: shorten it"):
+        engine.add_request("a", [1] * 100, SamplingParams())
+
+
+# --- forms that other scripts bring ---------------------------------------------------------------
+
+
+def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
+    """4: get_tokenizer, get_default_sampling_params, use_tqdm in third place, no adapter."""
+    with make_llm(ANSWERS, generation_defaults={"temperature": 0.0}) as llm:
+        assert llm.get_tokenizer() is llm.tokenizer.backend
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
+        assert texts(llm.generate(["one"], LONG, False)) == [ANSWERS["one"]]
+        assert texts(llm.generate(["one"], LONG, False, None)) == [ANSWERS["one"]]
+        (output,) = llm.chat(TALK, LONG, False, lora_request=None, chat_template=CHAT_TEMPLATE)
+        assert output.finished
+        beams = BeamSearchParams(beam_width=1, max_tokens=2)
+        assert llm.beam_search("one", beams, lora_request=None, use_tqdm=False)
+        for call in (
+            lambda: llm.generate("one", LONG, lora_request="x"),  # type: ignore[arg-type]
+            lambda: llm.chat(TALK, LONG, lora_request=5),  # type: ignore[arg-type]
+            lambda: llm.beam_search("one", beams, lora_request=5),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(RequestError, match="lora_request must be None"):
+                call()
+        assert_idle(llm)
+
+
+def test_prompts_of_vllms_classes_are_plain_dicts(llm: LLM) -> None:
+    """4: TextPrompt and TokensPrompt, and keys of media that hold nothing."""
+    assert nanoengine.inputs.TextPrompt is TextPrompt
+    prompts = [
+        TextPrompt(prompt="one"),
+        TokensPrompt(prompt_token_ids=ids("one")),
+        {"prompt": "one", "multi_modal_data": None, "mm_processor_kwargs": {}},
+    ]
+    assert type(prompts[0]) is dict
+    assert texts(llm.generate(prompts, LONG, use_tqdm=False)) == [ANSWERS["one"]] * 3
+
+
+class Column:
+    """What a column of a data frame shows of itself."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = np.array(values, dtype=object)
+        self.dtype = self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def tolist(self) -> list[Any]:
+        return list(self.values.tolist())
+
+
+def test_arrays_and_columns_of_prompts_are_lists_of_prompts(llm: LLM) -> None:
+    """4: `frame["question"]` and `frame["question"].values`."""
+    prompts = list(ANSWERS)
+    expected = list(ANSWERS.values())
+    for given in (np.array(prompts), np.array(prompts, dtype=object), Column(prompts)):
+        assert texts(llm.generate(given, LONG, use_tqdm=False)) == expected  # type: ignore[arg-type]
+        outputs = sorted(llm.stream(given, [LONG] * 3), key=lambda o: o.index)  # type: ignore[arg-type]
+        assert texts(outputs) == expected
+    rows = Column([ids("one"), {"prompt": "dog"}])
+    assert texts(llm.generate(rows, LONG, use_tqdm=False)) == expected[:2]  # type: ignore[arg-type]
+    (single,) = llm.generate(np.array("one"), LONG, use_tqdm=False)  # type: ignore[arg-type]
+    assert single.prompt == "one"
+    talks = Column([TALK, TALK])
+    options: dict[str, Any] = {"chat_template": CHAT_TEMPLATE, "use_tqdm": False}
+    assert len(llm.chat(talks, LONG, **options)) == 2  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"prompt 1: .*got float"):
+        llm.generate(Column(["one", float("nan")]), LONG, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="got ndarray"):
+        llm.generate(np.zeros((2, 3), int), LONG, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8])
+def test_more_answers_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seqs: int) -> None:
+    """4: n above max_num_seqs was refused."""
+    with make_llm(ANSWERS, max_num_seqs=max_num_seqs) as llm:
+        most = 0
+
+        def count(plan: Any) -> None:
+            nonlocal most
+            most = max(most, llm.engine.scheduler.num_running)
+
+        executor(llm).hook = count
+        params = SamplingParams(n=7, max_tokens=64)
+        outputs = llm.generate(["one", "dog"], params, use_tqdm=False)
+        for output, prompt in zip(outputs, ["one", "dog"], strict=True):
+            assert [o.index for o in output.outputs] == list(range(7))
+            assert [o.text for o in output.outputs] == [ANSWERS[prompt]] * 7
+            assert output.finished
+        assert most <= max_num_seqs
+        shown = [""] * 7
+        for output in llm.stream("dog", params, kind="delta"):
+            for completion in output.outputs:
+                shown[completion.index] += completion.text
+        assert shown == [ANSWERS["dog"]] * 7
+        assert_idle(llm)

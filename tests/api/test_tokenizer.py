@@ -1,0 +1,420 @@
+"""Detokenization and stop strings: exact for every tokenizer kind, token by token or at once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from nanoengine import SamplingParams
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.time_limit import call_within
+from nanoengine.tokenizer import MAX_OPEN_TOKENS, REPLACEMENT, TextStream, Tokenizer
+from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+texts = st.text(max_size=40)
+
+
+def raw_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def stream_text(stream: TextStream, token_ids: list[int]) -> tuple[str, list[str]]:
+    """Final text, and what was shown after each token."""
+    shown = []
+    for token_id in token_ids:
+        stop = stream.append(token_id)
+        shown.append(stream.text)
+        if stop is not None:
+            break
+    return stream.finish(), shown
+
+
+def assert_only_grows(shown: list[str], final: str) -> None:
+    for before, after in itertools.pairwise([*shown, final]):
+        assert after.startswith(before), (before, after)
+
+
+@kinds
+@given(prompt=texts, text=texts)
+@settings(max_examples=150, deadline=None)
+def test_streamed_text_equals_the_one_shot_decode(kind: str, prompt: str, text: str) -> None:
+    tokenizer = KINDS[kind]()
+    params, prompt_ids = SamplingParams(), raw_ids(tokenizer, prompt)
+    ids = raw_ids(tokenizer, text)
+    final, shown = stream_text(TextStream(tokenizer, params, prompt_token_ids=prompt_ids), ids)
+    assert final == tokenizer.output_text(ids, params, prompt_token_ids=prompt_ids)
+    assert_only_grows(shown, final)
+    if REPLACEMENT not in text:
+        assert REPLACEMENT not in "".join(shown)
+
+
+@kinds
+@given(data=st.data(), skip=st.booleans(), prompt=st.sampled_from(["", "a"]))
+@settings(max_examples=300, deadline=None)
+def test_streamed_text_equals_the_one_shot_decode_of_arbitrary_tokens(
+    kind: str, data: st.DataObject, skip: bool, prompt: str
+) -> None:
+    """Models sample any token: broken characters, half byte runs, special tokens in between."""
+    tokenizer = KINDS[kind]()
+    bytes_or_any = st.one_of(
+        st.integers(0, len(tokenizer.backend) - 1),
+        st.sampled_from(sorted(tokenizer.byte_ids or range(100))),
+        st.sampled_from(sorted(tokenizer.special_ids)),
+    )
+    ids = data.draw(st.lists(bytes_or_any, max_size=40))
+    params = SamplingParams(skip_special_tokens=skip)
+    prompt_ids = raw_ids(tokenizer, prompt)
+    final, shown = stream_text(TextStream(tokenizer, params, prompt_token_ids=prompt_ids), ids)
+    assert final == tokenizer.output_text(ids, params, prompt_token_ids=prompt_ids)
+    assert_only_grows(shown, final)
+
+
+BYTE_LEVEL_NAMES = {
+    0x0A: "Ċ", 0x41: "A", 0xE2: "â", 0x82: "Ĥ", 0xAC: "¬", 0xFF: "ÿ", 0xF0: "ð",
+}  # fmt: skip
+
+
+@given(data=st.lists(st.sampled_from(sorted(BYTE_LEVEL_NAMES)), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_long_runs_of_broken_bytes_stay_exact_and_late_by_few_tokens(data: list[int]) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.backend.convert_tokens_to_ids([BYTE_LEVEL_NAMES[byte] for byte in data])
+    stream = TextStream(tokenizer, SamplingParams(), prompt_token_ids=raw_ids(tokenizer, "a"))
+    final, shown = stream_text(stream, ids)
+    assert final == bytes(data).decode("utf-8", "replace")
+    assert_only_grows(shown, final)
+    for count, text in enumerate(shown, start=1):
+        settled = bytes(data[: max(0, count - MAX_OPEN_TOKENS - 1)]).decode("utf-8", "replace")
+        assert len(text) >= len(settled) - 1
+
+
+def test_a_long_run_of_broken_bytes_is_settled_without_cutting_a_character() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer, SamplingParams(), prompt_token_ids=raw_ids(tokenizer, "a"))
+    data = [0xFF] * 4 + [0xE2, 0x82] + [0xFF] * 30  # E2 82 is one broken character, not two.
+    ids = tokenizer.backend.convert_tokens_to_ids([BYTE_LEVEL_NAMES[byte] for byte in data])
+    final, shown = stream_text(stream, ids)
+    assert final == bytes(data).decode("utf-8", "replace")
+    assert all(len(text) >= count - MAX_OPEN_TOKENS - 2 for count, text in enumerate(shown))
+
+
+def test_a_character_in_several_tokens_is_shown_when_complete() -> None:
+    tokenizer = byte_fallback()
+    ids = raw_ids(tokenizer, "a€")[-3:] + raw_ids(tokenizer, "a")
+    _, shown = stream_text(TextStream(tokenizer, SamplingParams(), prompt_token_ids=ids), ids)
+    assert shown == ["", "", "", "€ a"]
+
+
+@kinds
+def test_an_output_keeps_the_space_of_its_first_word(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    prompt, whole = raw_ids(tokenizer, "the"), raw_ids(tokenizer, "the dog")
+    assert whole[: len(prompt)] == prompt
+    text = tokenizer.output_text(whole[len(prompt) :], SamplingParams(), prompt_token_ids=prompt)
+    assert text == " dog"
+
+
+def test_an_output_that_begins_the_text_has_no_space_of_the_tokenizer() -> None:
+    tokenizer = byte_fallback()
+    ids, bos = raw_ids(tokenizer, "the dog"), [tokenizer.backend.bos_token_id]
+    params = SamplingParams()
+    assert tokenizer.output_text(ids, params, prompt_token_ids=bos) == "the dog"
+    final, _ = stream_text(TextStream(tokenizer, params, prompt_token_ids=bos), ids)
+    assert final == "the dog"
+
+
+def run_stops(
+    tokenizer: Tokenizer, text: str, **params: object
+) -> tuple[str, int, str | None, list[str]]:
+    """Text, number of tokens taken, stop reason and everything shown on the way."""
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    stream = TextStream(tokenizer, sampling, prompt_token_ids=raw_ids(tokenizer, "a"))
+    shown, reason, taken = [], None, 0
+    for token_id in raw_ids(tokenizer, text):
+        reason, taken = stream.append(token_id), taken + 1
+        shown.append(stream.text)
+        if reason is not None:
+            break
+    return stream.finish(), taken, reason, shown
+
+
+def test_peer_bug_23_stop_strings_end_the_text_across_tokens() -> None:
+    tokenizer = byte_level()
+    text = "it is late, go home.\n\nUser: what"
+    final, taken, reason, shown = run_stops(tokenizer, text, stop=["\n\nUser:"])
+    assert (final, reason) == ("it is late, go home.", "\n\nUser:")
+    ids = raw_ids(tokenizer, text)
+    assert "User:" in tokenizer.decode(ids[:taken])
+    assert "User:" not in tokenizer.decode(ids[: taken - 1])
+    assert_only_grows(shown, final)
+
+
+def test_include_stop_str_in_output_keeps_exactly_the_match() -> None:
+    final, _, reason, _ = run_stops(
+        byte_level(), "go home.\n\nUser", stop=["me"], include_stop_str_in_output=True
+    )
+    assert (final, reason) == ("go home", "me")
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected", "reason"),
+    [
+        (["g", "o"], "d", "o"),  # Both in one token: the earlier end wins.
+        (["dog", "g", "og"], "", "dog"),  # Equal ends: the order of the list.
+        (["og", "dog"], "d", "og"),
+        (["cat", "dog"], "", "dog"),
+    ],
+)
+def test_the_earliest_stop_string_wins_then_the_order(
+    stop: list[str], expected: str, reason: str
+) -> None:
+    tokenizer = byte_fallback()
+    stream = TextStream(tokenizer, SamplingParams(stop=stop))
+    (dog,) = tokenizer.backend.convert_tokens_to_ids(["dog"])
+    assert stream.append(dog) == reason
+    assert stream.finish() == expected
+
+
+@kinds
+@given(text=texts, stops=st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_stop_strings_cut_at_the_first_prefix_that_completes_one(
+    kind: str, text: str, stops: list[str]
+) -> None:
+    tokenizer = KINDS[kind]()
+    if any(REPLACEMENT in stop for stop in stops):
+        return
+    anchored = raw_ids(tokenizer, "a")
+    ids = raw_ids(tokenizer, text)
+    final, taken, reason, shown = run_stops(tokenizer, text, stop=stops)
+    assert_only_grows(shown, final)
+    for count in range(1, len(ids) + 1):
+        prefix = tokenizer.output_text(ids[:count], SamplingParams(), prompt_token_ids=anchored)
+        hits = [(prefix.find(s) + len(s), i, s) for i, s in enumerate(stops) if s in prefix]
+        if hits:
+            end, _, stop = min(hits)
+            assert (taken, reason, final) == (count, stop, prefix[: end - len(stop)])
+            return
+    assert reason is None
+    assert final == tokenizer.output_text(ids, SamplingParams(), prompt_token_ids=anchored)
+
+
+def test_a_newline_byte_token_stops_at_once() -> None:
+    final, taken, reason, _ = run_stops(byte_fallback(), "a\na", stop=["\n"])
+    assert (final, reason) == (" a", "\n")
+    assert raw_ids(byte_fallback(), "a\na")[taken - 1] in byte_fallback().byte_ids
+
+
+def test_text_shown_while_streaming_never_holds_part_of_a_stop_string() -> None:
+    final, _, _, shown = run_stops(byte_fallback(), "a dog. og", stop=["og!", "."])
+    assert final == " a dog"
+    assert all(not text.endswith(("o", "og")) for text in shown[:-1])
+
+
+def test_min_tokens_ignores_stop_strings_before_it() -> None:
+    tokenizer = byte_fallback()
+    text = "dog dog dog dog"
+    _, taken, _, _ = run_stops(tokenizer, text, stop=["dog"])
+    assert taken == 1
+    final, taken, reason, _ = run_stops(tokenizer, text, stop=["dog"], min_tokens=3)
+    assert (final, taken, reason) == (" dog dog ", 3, "dog")
+
+
+def test_peer_bug_23_eos_text_is_not_in_the_answer() -> None:
+    tokenizer = byte_level()
+    eos = tokenizer.backend.eos_token_id
+    ids = [*raw_ids(tokenizer, "go home."), eos]
+    for skip in (True, False):
+        params = SamplingParams(skip_special_tokens=skip)
+        stream = TextStream(tokenizer, params, end_ids={eos})
+        assert stream_text(stream, ids)[0] == "go home."
+        assert tokenizer.output_text(ids, params, end_ids={eos}) == "go home."
+
+
+def test_a_stop_tokens_text_is_kept_only_when_asked_for() -> None:
+    tokenizer = byte_level()
+    ids = raw_ids(tokenizer, "go home.")
+    end = {ids[-1]}
+    cut = tokenizer.decode(ids[:-1])
+    for include, expected in ((False, cut), (True, "go home.")):
+        params = SamplingParams(include_stop_str_in_output=include)
+        assert stream_text(TextStream(tokenizer, params, end_ids=end), ids)[0] == expected
+        assert tokenizer.output_text(ids, params, end_ids=end) == expected
+
+
+def test_special_tokens_show_by_name_when_not_skipped() -> None:
+    tokenizer = byte_level()
+    ids = [tokenizer.backend.convert_tokens_to_ids("<|user|>"), *raw_ids(tokenizer, "go")]
+    assert tokenizer.output_text(ids, SamplingParams()) == "go"
+    assert tokenizer.output_text(ids, SamplingParams(skip_special_tokens=False)) == "<|user|>go"
+
+
+def test_token_text_keeps_leading_spaces() -> None:
+    tokenizer = byte_fallback()
+    assert tokenizer.token_text(tokenizer.backend.convert_tokens_to_ids("▁the")) == " the"
+    assert tokenizer.token_text(tokenizer.backend.eos_token_id) == "</s>"
+
+
+def test_bad_words_are_spelled_with_and_without_a_space() -> None:
+    tokenizer = byte_level()
+    spellings = tokenizer.bad_word_ids(["dog", "dog"])
+    assert [tokenizer.decode(ids) for ids in spellings] == ["dog", " dog"]
+
+
+def test_encode_refuses_lone_surrogates() -> None:
+    with pytest.raises(RequestError, match="UTF-8"):
+        byte_level().encode("a\ud800b")
+
+
+def test_chat_template_is_rendered_or_its_absence_named() -> None:
+    tokenizer = byte_level()
+    messages = [{"role": "user", "content": "go home"}]
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.render_chat(messages)
+    text = tokenizer.render_chat(messages, chat_template=CHAT_TEMPLATE)
+    assert text == "<|user|>go home</s><|assistant|>"
+    with pytest.raises(RequestError, match="refused"):
+        tokenizer.render_chat(messages, chat_template="{{ raise_exception('no users') }}")
+
+
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a test": (
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}"
+    ),
+    "macros": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "filters": "{% for i in range(99999) %}{{ range(99999) | map('string') | list }}{% endfor %}",
+    "sums": "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
+    "recursion": (
+        "{% for x in [[1, 2, 3]] * 60 recursive %}"
+        "{% if loop.depth < 60 %}{{ loop([[1, 2, 3]] * 60) }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+@pytest.mark.parametrize("whose", ["model", "row"])
+def test_a_chat_template_without_an_end_is_ended(
+    how: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoengine.tokenizer.RENDER_S", 0.3)
+    tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
+    row = ENDLESS[how] if whose == "row" else None
+    if whose == "model":
+        monkeypatch.setattr(tokenizer.backend, "chat_template", ENDLESS[how])
+    with pytest.raises(RequestError, match=r"did not end within 0\.3 s"):
+        tokenizer.render_chat(messages, chat_template=row)
+    text = tokenizer.render_chat(messages, chat_template=CHAT_TEMPLATE)
+    assert text == "<|user|>go home</s><|assistant|>"
+
+
+def test_a_chat_template_may_not_compute_powers_but_hand_on_arguments() -> None:
+    """A power may take for ever in one call, which nothing can end."""
+    tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
+    for power in ("{{ 9**9**9 }}", "{% set x = 9 %}{{ 2 ** x }}", "{{ (9) ** 9 }}"):
+        with pytest.raises(RequestError, match="may not compute powers"):
+            tokenizer.render_chat(messages, chat_template=power)
+    handed_on = "{{ dict(**messages[0]).content }} {{ dict(a=1, **messages[0]).role }} 2**3"
+    assert tokenizer.render_chat(messages, chat_template=handed_on) == "go home user 2**3"
+
+
+def test_a_limit_of_time_leaves_nothing_behind() -> None:
+    """Whether time is up before, at or after the end, no exception comes later."""
+    ended = 0
+    for number in range(300):
+        until = time.perf_counter() + 0.0001 * (number % 10)
+
+        def spin(until: float = until) -> int:
+            while time.perf_counter() < until:
+                pass
+            return 7
+
+        try:
+            assert call_within(0.0003, spin) == 7
+        except TimeoutError:
+            ended += 1
+    with pytest.raises(TimeoutError):
+        call_within(0.01, lambda: [None for _ in itertools.repeat(None)])
+    for _ in range(100_000):
+        pass
+    with pytest.raises(KeyError, match="x"):
+        call_within(5, lambda: {}["x"])
+    assert threading.active_count() < 50
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_that_are_normalized_are_skipped_in_streams_and_at_once(
+    normalized: bool, data: st.DataObject
+) -> None:
+    """Raw Llama 2 marks its special tokens so; the library shows them all the same."""
+    raw = RawTokenizer.from_str(byte_fallback().backend.backend_tokenizer.to_str())
+    raw.add_special_tokens(
+        [AddedToken(name, special=True, normalized=normalized) for name in ("<s>", "</s>", "<unk>")]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+    dog, eos = tokenizer.backend.convert_tokens_to_ids(["▁dog", "</s>"])
+    ids = data.draw(st.just([dog, eos, dog]) | st.lists(st.sampled_from([0, 1, eos, dog, dog + 1])))
+    prompt = data.draw(st.sampled_from([[], [dog]]))
+    for skip in (True, False):
+        params = SamplingParams(skip_special_tokens=skip)
+        final, _ = stream_text(TextStream(tokenizer, params, prompt_token_ids=prompt), ids)
+        assert final == tokenizer.output_text(ids, params, prompt_token_ids=prompt)
+        assert not skip or "</s>" not in final
+
+
+def test_a_checkpoint_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    for model_type in ("qwen3", "qwen2", "gemma3_text", "llama", "mistral"):
+        directory = tmp_path / model_type
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+            Tokenizer.load(str(directory))
+        (directory / "tokenizer_config.json").write_text("{}")
+        with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+            Tokenizer.load(str(directory))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "chat_template.jinja",
+                                  "config.json", "added_tokens.json"])  # fmt: skip
+def test_a_fifo_among_the_tokenizers_files_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    byte_level().backend.save_pretrained(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 200_000, "5", "\xff", ""])
+def test_a_damaged_tokenizer_file_is_a_clear_error(name: str, content: str, tmp_path: Path) -> None:
+    byte_level().backend.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match="skip_tokenizer_init=True"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_a_missing_tokenizer_is_a_clear_error(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        Tokenizer.load(str(tmp_path))

@@ -1,0 +1,356 @@
+"""The numba kernels against the naive backend, and bit for bit against themselves."""
+
+import ast
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numba
+import pytest
+import torch
+
+from nanoengine.attention import make_backend
+from nanoengine.errors import ConfigError
+from nanoengine.kernels import cpu_attention as kernels
+from nanoengine.kernels.isa import CURRENT, VARIABLE
+from tests.support.paged_batches import CPU, Paged
+
+# Sums of up to a thousand products in another order: float64 keeps about 1e-15 of values near 1,
+# float32 half a billionth of that precision, 1e-6.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
+# Decodes within, at and past block, tile and split boundaries; a draft; chunks with and without
+# context.
+LENGTHS = [
+    (1, 1),
+    (1, 16),
+    (1, 17),
+    (1, 256),
+    (1, 300),
+    (1, 600),
+    (4, 70),
+    (3, 3),
+    (33, 33),
+    (40, 300),
+]
+
+
+def check(**options) -> None:
+    """Holds one forward of the kernels against the naive backend."""
+    paged = Paged(**{"lengths": LENGTHS, **options})
+    expected = paged.run("naive")
+    assert not expected.isnan().any()
+    torch.testing.assert_close(paged.run("cpu"), expected, rtol=0, atol=TOLERANCE[paged.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("group_size", [1, 2, 4, 5, 8, 40])
+def test_group_sizes(group_size, dtype):
+    check(group_size=group_size, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 80, 96, 128, 256])
+def test_head_dims(head_dim, dtype):
+    check(head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_block_sizes(block_size):
+    check(block_size=block_size, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("sliding_window", [1, 6, 16, 100, 257])
+def test_sliding_windows_never_touch_blocks_before_them(sliding_window):
+    paged = Paged(lengths=LENGTHS, sliding_window=sliding_window)
+    for i, (query_len, seq_len) in enumerate(LENGTHS):
+        gone = max(0, seq_len - query_len - sliding_window + 1) // paged.block_size
+        paged.batch.block_tables[1, i, :gone] = 10**6  # freed: reading there would crash
+    torch.testing.assert_close(paged.run("cpu"), paged.run("naive"), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softcap(dtype):
+    check(softcap=1.5, dtype=dtype)
+    check(softcap=1.5, sliding_window=30, dtype=dtype)
+
+
+BF16 = {"dtype": torch.float32, "kv_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 1}, {"group_size": 5}, {"group_size": 40},
+        {"head_dim": 8}, {"head_dim": 80}, {"head_dim": 128},
+        {"block_size": 8}, {"block_size": 128},
+        {"sliding_window": 1}, {"sliding_window": 6}, {"sliding_window": 101}, {"softcap": 1.5},
+    ],
+)  # fmt: skip
+def test_a_cache_of_bfloat16_beside_float32(options):
+    """As exact as one of float32 over the same, rounded numbers."""
+    check(**BF16, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"group_size": 5}, {"head_dim": 80}, {"block_size": 8}])
+def test_bfloat16_is_off_by_its_roundings(options):
+    """Queries and weights are rounded as well: scores by 2 ** -8, of which half are near 0."""
+    paged = Paged(lengths=LENGTHS, **BF16, **options)
+    exact = paged.run("naive")
+    paged.dtype = torch.bfloat16
+    out = paged.run("cpu")
+    assert out.dtype == torch.float32
+    error = (out - exact).abs()
+    assert 1e-4 < error.max() < 0.02
+
+
+def test_a_cache_of_another_dtype_is_refused():
+    options = {"device": CPU, "dtype": torch.float64, "head_dim": 64, "block_size": 16}
+    with pytest.raises(ConfigError, match="cpu keeps no bfloat16 beside float64 KV cache"):
+        make_backend("cpu", **options, kv_dtype=torch.bfloat16)
+
+
+def test_shared_blocks():
+    check(lengths=[(1, 90), (1, 70), (20, 84)], shared={1: (0, 4), 2: (0, 4)})
+
+
+def test_reads_blocks_that_another_sequence_writes_in_the_same_step():
+    check(lengths=[(100, 100), (6, 70), (10, 106)], shared={1: (0, 4), 2: (0, 6)})
+
+
+def test_random_batches():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+
+        def draw(high):
+            return int(torch.randint(1, high, (1,), generator=generator))
+
+        decodes = [(1, draw(700)) for _ in range(draw(6))]
+        chunks = [(n, n + draw(200) - 1) for n in (draw(90) for _ in range(draw(4)))]
+        check(
+            lengths=decodes + chunks, num_kv_heads=draw(4), group_size=draw(5), dtype=torch.float32
+        )
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("sliding_window", [None, 50])
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, dtypes):
+    def run(chosen):
+        lengths = [LENGTHS[i] for i in chosen]
+        dtype, kv_dtype = dtypes
+        out = Paged(
+            lengths=lengths, seeds=chosen, dtype=dtype, kv_dtype=kv_dtype,
+            sliding_window=sliding_window,
+        ).run("cpu")  # fmt: skip
+        return dict(zip(chosen, out.split([q for q, _ in lengths]), strict=True))
+
+    together = run(list(range(len(LENGTHS))))
+    fewer = run([5, 2, 9])
+    for i in range(len(LENGTHS)):
+        assert torch.equal(run([i])[i], together[i])
+        assert i not in fewer or torch.equal(fewer[i], together[i])
+
+
+def test_a_chunk_has_the_same_bits_as_the_whole_prompt():
+    whole = Paged(lengths=[(300, 300)], seeds=[3], dtype=torch.float32).run("cpu")
+    for query_len in (17, 40, 172):  # more than one tile of queries, so no split of the context
+        chunk = Paged(lengths=[(query_len, 300)], seeds=[3], dtype=torch.float32).run("cpu")
+        assert torch.equal(chunk, whole[-query_len:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_tasks_cover_every_query_and_key_once_and_balance(threads):
+    lengths, group_size, heads, window = LENGTHS, 2, 3, 100
+    paged = Paged(lengths=lengths)
+    tasks, bounds, merges, parts, num_partials = kernels.plan_tasks(
+        paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy(),
+        paged.batch.block_tables[1].numpy(), group_size, heads, paged.block_size, window, threads,
+    )  # fmt: skip
+    assert bounds[0] == 0
+    assert bounds[-1] == len(tasks)
+    assert (bounds[1:] >= bounds[:-1]).all()
+    seen = {}
+    for seq, head, query, num_queries, position, start, stop, _ in tasks.tolist():
+        assert start < stop
+        for i in range(num_queries):
+            keys = seen.setdefault((seq, head, query + i), set())
+            assert keys.isdisjoint(range(start, stop))
+            keys.update(range(start, stop))
+            assert position + i == lengths[seq][1] - lengths[seq][0] + query + i - int(
+                paged.batch.query_start_loc[seq]
+            )
+    assert len(seen) == heads * sum(q for q, _ in lengths)
+    for (seq, _, query), keys in seen.items():
+        query_len, seq_len = lengths[seq]
+        position = seq_len - query_len + query - int(paged.batch.query_start_loc[seq])
+        assert keys >= set(range(max(0, position - window + 1), position + 1))
+    partials = sorted(task[kernels.PARTIAL] for task in tasks if task[kernels.PARTIAL] >= 0)
+    assert partials == list(range(num_partials))
+    assert sum(merges[:, kernels.COUNT]) == num_partials == len(parts)
+
+
+SHARED = [(1, 700), (1, 530), (1, 512), (1, 513), (1, 900), (1, 300), (1, 40), (9, 600)]
+
+
+@pytest.mark.parametrize(("block_size", "group_size"), [(16, 2), (64, 1), (256, 16), (16, 20)])
+def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, group_size):
+    """Splits of the first 512 tokens are shared: by all, by some, and by runs that end."""
+    blocks = 512 // block_size
+    shared = {1: (0, blocks), 2: (0, blocks), 3: (2, blocks), 4: (0, blocks // 2)}
+    shape = {"block_size": block_size, "group_size": group_size, "dtype": torch.float32}
+    paged = Paged(lengths=SHARED, shared=shared, **shape)
+    lengths, tables = paged.batch.seq_lens.numpy(), paged.batch.block_tables[1].numpy()
+    tasks, _, _, parts, _ = kernels.plan_tasks(
+        paged.batch.query_start_loc.numpy(), lengths, tables, group_size, 2, block_size,
+        1 << 62, 2,
+    )  # fmt: skip
+    together = max(tasks[tasks[:, kernels.SEQ] < 7][:, kernels.NUM_QUERIES])
+    assert together == min(5, max(1, kernels.ROW_TILE // group_size))
+    lone = [n for q, n in SHARED if q * group_size <= kernels.ROW_TILE and n > kernels.SPLIT]
+    assert len(parts) == 2 * sum(-(-n // kernels.SPLIT) for n in lone)  # 2 heads
+    # Split 0 is shared by five, split 1 by four of them; 16 query heads a KV head go by twos.
+    riders = len(parts) - sum(tasks[:, kernels.PARTIAL] >= 0)
+    assert riders == 2 * {1: 7, 2: 7, 16: 4, 20: 0}[group_size]
+    whole = paged.run("cpu")
+    assert (whole - paged.run("naive")).abs().max() < 2e-5
+    alone = []
+    for i, length in enumerate(SHARED):
+        lone = Paged(lengths=[length], seeds=[i], **shape)
+        lone.dense[0] = paged.dense[i]
+        lone.fused = paged.dense[i][-length[0] :].flatten(1)
+        alone.append(lone.run("cpu"))
+    assert torch.equal(torch.cat(alone), whole)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_stays_in_its_sequence(kv_dtype):
+    lengths = [(1, 20), (1, 300), (5, 70)]
+    paged = Paged(lengths=lengths, dtype=torch.float32, kv_dtype=kv_dtype)
+    clean = paged.run("cpu")
+    paged.dense[1][7] = float("nan")  # in the context that the cache already holds
+    out = paged.run("cpu")
+    assert out[1].isnan().all()
+    assert torch.equal(out[0], clean[0])
+    assert torch.equal(out[2:], clean[2:])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
+    """In bfloat16 rounded to nearest, half to even, as torch rounds."""
+    paged = Paged(
+        lengths=[(1, 20), (3, 130)], dtype=torch.float32, kv_dtype=kv_dtype, block_size=block_size
+    )
+    paged.dense[1][-1, 4:, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf])
+    paged.fused = torch.cat([paged.dense[0][-1:], paged.dense[1][-3:]]).flatten(1)
+    backend = make_backend(
+        "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size
+    )
+    k_cache, v_cache = paged.cache("KPD")
+    paged.batch.attention = backend.prepare(paged.batch)
+    backend.forward(*paged.qkv(), k_cache, v_cache, paged.batch, paged.spec)
+    expected = paged.cache("KPD", after=True)
+    assert torch.equal(k_cache.nan_to_num(9), expected[0].nan_to_num(9))
+    assert torch.equal(v_cache.nan_to_num(9), expected[1].nan_to_num(9))
+
+
+def test_heads_that_do_not_lie_side_by_side():
+    paged = Paged(lengths=[(1, 20), (3, 30)])
+    plain = paged.run("cpu")
+    q, k, v = (x.repeat_interleave(2, 1)[:, ::2] for x in paged.qkv())
+    paged.qkv = lambda: (q, k, v)
+    assert torch.equal(paged.run("cpu"), plain)
+
+
+def test_leaves_torch_its_thread_count():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        Paged(lengths=[(1, 20)]).run("cpu")
+        assert torch.get_num_threads() == 1
+        assert numba.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert numba.threading_layer() == "omp"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.float16}, "dtype='float32'"),
+        ({"device": torch.device("meta")}, "attention_backend='auto'"),
+        ({"head_dim": 20}, "multiple of 8"),
+        ({"block_size": 24}, "power of two"),
+        ({"block_size": 4}, "power of two"),
+    ],
+)
+def test_refuses_what_it_cannot_compute(options, message):
+    good = {"device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
+    with pytest.raises(ConfigError, match=message):
+        make_backend("cpu", **{**good, **options})
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_workers_changes_no_bit(kv_dtype):
+    """More than there are cores, too; a chunk's tasks have fewer rows where there are many."""
+    paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)
+    backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
+    found = []
+    for workers in (1, 3, 64):
+        batch = replace(paged.batch, attention=backend.prepare(paged.batch))
+        batch.attention.num_workers = workers
+        found.append(backend.forward(*paged.qkv(), *paged.cache("KPD"), batch, paged.spec))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "at_64"),
+    [
+        ([(1024, 1024)], 1.35),  # the causal half: tasks of unequal cost
+        ([(1024, 4096)], 1.2),
+        ([(1, 64 + 8 * i) for i in range(32)], 1.4),  # 200 tasks for 64 workers
+        ([(1, 1024)] * 64, 1.05),
+    ],
+)
+def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
+    """Costs of the busiest worker beside the mean, 10 and 5 heads, at 2 to 64 workers."""
+    starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int().numpy()
+    seq_lens = torch.tensor([n for _, n in lengths]).int().numpy()
+    tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()
+    for workers, most in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
+        tasks, bounds, *_ = kernels.plan_tasks(starts, seq_lens, tables, 2, 5, 64, 1 << 62, workers)
+        rows = 2 * tasks[:, kernels.NUM_QUERIES]
+        costs = (tasks[:, kernels.KV_STOP] - tasks[:, kernels.KV_START] + 16) * (rows + 8)
+        shares = [costs[lo:hi].sum() for lo, hi in itertools.pairwise(bounds)]
+        assert max(shares) <= most * costs.sum() / workers
+
+
+def bits() -> dict[str, str]:
+    """A digest of what each kind of numbers gives."""
+    found = {}
+    for dtype, kv_dtype in (
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+    ):
+        paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype)
+        paged.dtype = dtype
+        out = paged.run("cpu").numpy().tobytes()
+        found[f"{dtype} over {kv_dtype}"] = hashlib.sha256(out).hexdigest()
+    return found
+
+
+@pytest.mark.skipif(not CURRENT.needs, reason="without fused multiply-adds bits may differ")
+def test_vectors_of_another_width_give_the_same_bits():
+    """And so does one product after the other where this CPU has sums of two."""
+    other = "generic_256" if CURRENT.vector_bits == 512 else "generic_512"
+    code = "from tests.attention.test_attention_cpu import bits; print(bits())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env={**os.environ, VARIABLE: other}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == bits()

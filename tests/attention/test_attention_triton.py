@@ -1,0 +1,272 @@
+"""The Triton kernels against the oracle: on the GPU if there is one, else interpreted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from nanoengine.attention import triton as module
+from nanoengine.attention import triton_uniform as uniform
+from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
+from nanoengine.attention.triton_uniform import UniformConfig
+from nanoengine.errors import ConfigError
+from tests.support.attention_cases import DEVICE, make_case
+
+pytestmark = [
+    # The interpreter's numpy says what a GPU does silently: softcap wants exp2(large) = inf, and
+    # padding rows of a windowed tile see no key and are never stored.
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
+]
+
+SMALL = KernelConfig(
+    prefill_rows=16, prefill_keys=16, prefill_warps=4, prefill_stages=2,
+    decode_rows=16, decode_keys=16, decode_warps=4, decode_stages=2, split_tokens=32, max_splits=32,
+)  # fmt: skip
+"""Tiles so small that short sequences have several: what a real size does on long ones."""
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes every backend use SMALL."""
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: SMALL)
+
+
+def backend_for(case, **options):
+    return TritonBackend(
+        **options,
+        device=DEVICE,
+        dtype=case.q.dtype,
+        head_dim=case.spec.head_dim,
+        block_size=case.k_cache.shape[1],
+    )
+
+
+def run(*lengths, **options):
+    """Checks one forward of these sequences against the oracle and returns it."""
+    case = make_case(*lengths, **options)
+    return case.check(backend_for(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_dims_and_dtypes(head_dim, dtype):
+    run((1, 21), (3, 25), head_dim=head_dim, dtype=dtype, group_size=2, block_size=64)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 7, 8])
+def test_group_sizes(small, group_size):
+    run((1, 19), (3, 21), num_kv_heads=2, group_size=group_size)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_ragged_lengths_and_block_sizes(small, block_size):
+    run((1, 1), (1, 40), (1, 17), (3, 20), block_size=block_size)
+
+
+def test_one_token_beside_thirty_with_default_tiles():
+    run((1, 50), (30, 70), group_size=2, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("seq_len", [15, 16, 17, 32, 33])
+def test_lengths_at_block_boundaries(small, seq_len):
+    run((1, seq_len), (3, seq_len))
+
+
+@pytest.mark.parametrize("query_len", [7, 8, 9, 17])
+def test_query_tile_boundaries_in_many_sequences(small, query_len):
+    # Two heads in a tile of 16 rows: 8 tokens.
+    run((2, 2), (query_len, query_len + 5), (8, 8), (3, 20), group_size=2)
+
+
+@pytest.mark.parametrize("seq_len", [31, 32, 33, 65])
+def test_split_boundaries(small, seq_len):
+    run((1, seq_len), (1, 3))
+
+
+def test_long_sequences_get_longer_splits(monkeypatch):
+    config = replace(SMALL, max_splits=2)
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
+    run((1, 64), (1, 65), (1, 130))
+    run((1, 140), (1, 5), sliding_window=90)
+
+
+def test_more_splits_than_one_step_of_combine(small, monkeypatch):
+    config = replace(SMALL, split_tokens=16)
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
+    case = make_case((1, 280))
+    # The last key, in the second step, gets the greatest score: the first step's sums must shrink.
+    case.k.copy_(0.6 * case.q)
+    case.check(backend_for(case))
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 1000])
+def test_sliding_windows(small, window):
+    run((1, 1), (1, 33), (1, 75), (18, 50), sliding_window=window)
+
+
+@pytest.mark.parametrize("window", [5, 33])
+def test_blocks_before_the_window_may_be_gone(small, window):
+    case = make_case((1, 75), (10, 60), sliding_window=window, block_size=16)
+    for row, first_needed in ((0, 75 - window), (1, 50 - window + 1)):
+        case.batch.block_tables[1, row, : max(first_needed, 0) // 16] = 0
+    case.check(backend_for(case))
+
+
+def test_window_with_keys_wider_than_a_block(monkeypatch):
+    wide = replace(SMALL, prefill_keys=64, decode_keys=64, split_tokens=64)
+    monkeypatch.setattr(module, "kernel_config", lambda *shape: wide)
+    case = make_case((1, 75), (20, 70), sliding_window=20, block_size=16)
+    case.batch.block_tables[1, 0, :3] = 0
+    case.batch.block_tables[1, 1, :1] = 0
+    case.check(backend_for(case))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(small, softcap):
+    run((1, 40), (18, 40), softcap=softcap, spread=40.0, head_dim=64)
+
+
+def test_scale_is_the_spec_s(small):
+    run((1, 40), (18, 40), scale=0.37)
+
+
+def test_all_options_at_once(small):
+    run(
+        (1, 90), (5, 70),
+        num_kv_heads=2, group_size=4, head_dim=80, block_size=32, scale=0.2,
+        sliding_window=37, softcap=4.0, dtype=torch.float16,
+    )  # fmt: skip
+
+
+def test_shared_blocks(small):
+    run((1, 50), (1, 40), (10, 55), shared={1: (0, 2), 2: (0, 3)})
+
+
+def test_reads_blocks_written_in_the_same_step(small):
+    # The third sequence owns none of its first two blocks; the second writes them in this step.
+    run((1, 20), (34, 34), (5, 37), shared={2: (1, 2)})
+
+
+def test_only_decodes_and_only_prefills(small):
+    run((1, 5), (1, 18))
+    run((4, 9), (2, 2))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(small):
+    alone = run((1, 70))
+    for others in (((1, 3), (1, 130)), ((3, 20),)):
+        together = run((1, 70), *others)
+        assert torch.equal(together[0], alone[0])
+    alone = run((9, 40))
+    together = run((9, 40), (5, 50), (2, 2))
+    assert torch.equal(together[:9], alone)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU chooses the order itself")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whoever_comes_last_the_splits_are_merged_alike(small, monkeypatch, deterministic):
+    """Three times over the same counters, with the programs in another order each time."""
+    monkeypatch.setattr(
+        uniform, "uniform_config",
+        lambda *shape: UniformConfig(rows=16, keys=16, warps=4, stages=2, split=32),
+    )  # fmt: skip
+    case = make_case((1, 3), (1, 90), num_kv_heads=2)
+    backend = backend_for(case, deterministic=deterministic)
+    backend.num_sms = 100
+    place, seen = interpreter.InterpreterBuilder.set_grid_idx, []
+
+    def shifted(shift):
+        def set_grid_idx(self, x, y, z):
+            z = (z + shift) % self.grid_dim[2]
+            seen.append(self.grid_dim[2])
+            place(self, x, y, z)
+
+        return set_grid_idx
+
+    outs = []
+    for shift in range(3):
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", shifted(shift))
+        outs.append(case.check(backend))
+        assert not backend.counters.any(), "a replay must find them as the first run did"
+    assert max(seen) == 3
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_more_sequences_than_counters_share_nothing(small, monkeypatch):
+    case = make_case((1, 70), (1, 40))
+    expected = case.check(backend_for(case))
+    monkeypatch.setattr(module, "NUM_COUNTERS", 1)
+    backend = backend_for(case)
+    backend.counters = torch.full((1,), 2**30, dtype=torch.int32, device=DEVICE)  # never last
+    assert torch.equal(case.check(backend), expected)
+
+
+def test_a_graph_captured_for_longer_sequences_gives_the_same(small):
+    case = make_case((1, 70), (1, 3))
+    out = case.check(backend_for(case))
+    case.batch.max_seq_len = 1000
+    assert torch.equal(case.check(backend_for(case)), out)
+
+
+def test_padding_rows_of_length_zero_give_zeros(small):
+    case = make_case((1, 20), (1, 1))
+    case.batch.seq_lens[1] = 0
+    case.batch.slot_mapping[1, 1] = 0
+    out = case.run(backend_for(case))
+    assert out[1].abs().max() == 0
+    assert torch.isfinite(out[0]).all()
+
+
+def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
+    case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values a token
+    before = case.k_cache.clone(), case.v_cache.clone()
+    slots = case.batch.slot_mapping[1]
+    module.store_kv(case.k, case.v, case.k_cache, case.v_cache, slots)
+    for cache, old, new in zip((case.k_cache, case.v_cache), before, (case.k, case.v), strict=True):
+        old.view(-1, 3, 80)[slots] = new
+        assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"dtype": torch.int8}, "int8"),
+        ({"head_dim": 320}, "320"),
+        ({"block_size": 8}, "power of two of at least 16, got 8"),
+        ({"block_size": 48}, "power of two of at least 16, got 48"),
+    ],
+)
+def test_refuses_what_it_can_not_do(change, words):
+    options = {"device": DEVICE, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
+    with pytest.raises(ConfigError, match=words):
+        TritonBackend(**options | change)
+
+
+def test_refuses_the_cpu_unless_interpreted(monkeypatch):
+    options = {"device": torch.device("cpu"), "head_dim": 64, "block_size": 16}
+    monkeypatch.setattr(module, "COMPILED", True)
+    with pytest.raises(ConfigError, match="runs on CUDA, got device cpu"):
+        TritonBackend(dtype=torch.float32, **options)
+    monkeypatch.setattr(module, "COMPILED", False)
+    with pytest.raises(ConfigError, match="bfloat16 wrongly"):
+        TritonBackend(dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_tile_sizes_fit_together(arch, dtype):
+    for head_dim in (64, 80, 96, 128, 256):
+        for group_size in (1, 2, 3, 7, 8, 16, 48, 71):
+            config = kernel_config(arch, head_dim, group_size, dtype)
+            assert config == kernel_config(arch, head_dim, group_size, dtype)
+            assert config.split_tokens % config.decode_keys == 0
+            for rows in (config.prefill_rows, config.decode_rows):
+                assert rows >= max(16, group_size)
+                assert rows & (rows - 1) == 0
+            for keys in (config.prefill_keys, config.decode_keys):
+                assert keys >= 16
+                assert keys & (keys - 1) == 0

@@ -1,0 +1,238 @@
+"""KV caches of fp8 and of bfloat16 beside float32: their rounding, how far attention and logits
+move, and whom they are refused to."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoengine.attention import make_backend
+from nanoengine.attention.fp8 import FP8, LARGEST, from_fp8, to_fp8
+from nanoengine.attention.naive import NaiveBackend
+from nanoengine.attention.triton import TritonBackend
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.tier_config import HostTier
+from tests.support.attention_cases import DEVICE, make_case
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+CPU = torch.device("cpu")
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.01, 3.0])
+def test_rounding_is_off_by_a_sixteenth_at_most(scale):
+    x = numbers(4000) * 20 * scale
+    x[:1000] *= 1e-4
+    error = (from_fp8(to_fp8(x, scale), scale, torch.float64) - x).abs()
+    bound = torch.maximum(x.abs() / 16, torch.tensor(2.0**-10) * scale)
+    assert (error <= bound * (1 + 1e-12)).all()
+    assert (error > 0.9 * x.abs() / 16).any(), "the bound is reached"
+
+
+def test_what_is_too_large_is_held_and_nan_stays():
+    x = torch.tensor([448.0, 449.0, 1e6, -1e6, float("inf"), float("nan")])
+    out = to_fp8(x, 1.0).float()
+    assert out[:5].tolist() == [LARGEST, LARGEST, LARGEST, -LARGEST, LARGEST]
+    assert out[5].isnan()
+    assert to_fp8(x[:2], 2.0).float().tolist() == [224.0, 224.0]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_moves_no_further_than_rounding_allows(window):
+    """Scores move by at most d = scale * sum |q| |k| / 16, so weights by a factor of e ** 2d at
+    most, and values by a sixteenth."""
+    case = make_case((1, 60), (7, 40), group_size=2, head_dim=32, sliding_window=window)
+    case.q.mul_(0.3)
+    exact = case.expected()
+    stored = [torch.full_like(x, float("nan")).to(FP8) for x in (case.k_cache, case.v_cache)]
+    for full, codes in zip((case.k_cache, case.v_cache), stored, strict=True):
+        codes.copy_(to_fp8(full, 1.0))
+    largest_k = case.k_cache.nan_to_num().abs().amax().maximum(case.k.abs().amax())
+    largest_v = case.v_cache.nan_to_num().abs().amax().maximum(case.v.abs().amax())
+    case.k_cache, case.v_cache = stored
+    out = case.run(NaiveBackend(device=CPU, dtype=torch.float32, head_dim=32, block_size=16))
+    moved = case.spec.scale * case.q.abs().sum(-1, keepdim=True) * largest_k / 16
+    bound = torch.expm1(2 * moved) * largest_v * (1 + 1 / 16) + largest_v / 16
+    error = (out - exact).abs()
+    assert (error <= bound).all()
+    assert 0.001 < error.max() < 0.1, "far below the bound, and not nothing"
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (80, torch.float32)])
+def test_triton_reads_and_writes_the_same_numbers(head_dim, dtype):
+    options = {"head_dim": head_dim, "dtype": dtype, "group_size": 2, "num_kv_heads": 2}
+    case = make_case((1, 21), (1, 40), (3, 25), fp8=True, **options)
+    backend = TritonBackend(device=DEVICE, dtype=dtype, head_dim=head_dim, block_size=16)
+    out = case.check(backend)
+    plain = make_case((1, 21), (1, 40), (3, 25), **options)
+    assert (out - plain.run(backend)).abs().max() > 1e-3, "fp8 was not used"
+
+
+def test_triton_with_a_window_and_a_softcap():
+    case = make_case(
+        (1, 75), (18, 50), fp8=True, sliding_window=17, softcap=5.0, block_size=32, group_size=2
+    )
+    # Why: the interpreter reads an fp8 NaN as 480, and masked rows must not reach the output.
+    case.batch.block_tables[1, 0, :1] = 0
+    case.check(TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=32))
+
+
+def logprobs_of(directory, prompts, **options):
+    engine = make_engine(directory, dtype="float32", **options)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    requests = run(engine, prompts, params)
+    info = engine.info
+    engine.close()
+    found = [[entry[0].logprob for entry in r.prompt_logprobs if entry] for r in requests]
+    return torch.tensor([x for each in found for x in each]), info
+
+
+def test_log_probabilities_of_a_model_move_little_and_blocks_are_a_quarter():
+    directory = checkpoint("qwen3")
+    prompts = random_prompts(4, [40, 70])
+    exact, plain = logprobs_of(directory, prompts)
+    fp8, info = logprobs_of(directory, prompts, kv_cache_dtype="fp8")
+    error = (fp8 - exact).abs()
+    # A random model of two layers whose logits spread over +-10: a few hundredths on average.
+    assert 1e-3 < error.mean() < 0.08
+    assert error.max() < 0.6
+    assert info.block_bytes * 4 == plain.block_bytes
+    assert info.num_kv_blocks > 3.9 * plain.num_kv_blocks
+    assert (info.kv_cache_dtype, plain.kv_cache_dtype) == ("float8_e4m3fn", "float32")
+
+
+CACHES = [
+    {"kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "bfloat16", "dtype": "float32", "attention_backend": "cpu"},
+]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["fp8", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": False},
+        {"long_prefill_threshold": 7},
+        {"num_kv_blocks": 12},
+        {
+            "num_kv_blocks": 8,
+            "admission": "watermark",  # thrashes, so that blocks come back from the tier
+            "kv_tiers": (HostTier(gib=0.01, policy="load"),),
+        },
+    ],
+)
+def test_features_stay_invisible(options, cache):
+    directory = checkpoint("qwen3")
+    prompts = random_prompts(3, [40, 33]) + random_prompts(3, [40, 33])
+    common = {"max_model_len": 100, "block_size": 16, **cache}
+    found = []
+    for extra in ({}, options):
+        engine = make_engine(directory, **common, **extra)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        found.append(tokens(run(engine, prompts, params)))
+        assert all(tier.loaded_blocks for tier in engine.stats().tiers)
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["fp8", "bfloat16"])
+def test_a_fork_copies_its_block(cache):
+    directory = checkpoint("qwen3")
+    (prompt,) = random_prompts(1, [21])
+    engine = make_engine(directory, **cache)
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    forked = tokens(run(engine, [prompt], params))[0]
+    again = tokens(run(engine, [prompt], params))[0]
+    engine.close()
+    assert forked == again
+    assert len({tuple(t) for t in forked}) > 1
+
+
+def with_scales(tmp_path, k_scale, v_scale):
+    make_checkpoint(tmp_path, "qwen3")
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn"
+        weights[f"{name}.k_scale"] = torch.tensor([k_scale])
+        weights[f"{name}.v_scale"] = torch.tensor([v_scale])
+    save_file(weights, path, metadata={"format": "pt"})
+    return str(tmp_path)
+
+
+def test_scales_come_from_the_checkpoint(tmp_path):
+    plain, prompts = checkpoint("qwen3"), random_prompts(2, [30])
+    scaled = with_scales(tmp_path, 0.5, 0.25)
+    engine = make_engine(scaled, kv_cache_dtype="fp8")
+    specs = [layer.spec for layer in engine.executor.model.attention_layers]
+    engine.close()
+    assert [(s.k_scale, s.v_scale) for s in specs] == [(0.5, 0.25)] * 2
+    assert [s.group for s in specs] == [0, 0]
+    # Powers of two move no mantissa: the same tokens as with scales of 1.
+    found = []
+    for directory in (plain, scaled):
+        engine = make_engine(directory, kv_cache_dtype="fp8")
+        found.append(tokens(run(engine, prompts, greedy(8))))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_scales_mean_nothing_to_a_cache_of_the_model_s_dtype(tmp_path):
+    prompts, found = random_prompts(2, [30]), []
+    for directory in (checkpoint("qwen3"), with_scales(tmp_path, 0.3, 7.0)):
+        engine = make_engine(directory)
+        found.append(tokens(run(engine, prompts, greedy(8))))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_cache_of_bfloat16_halves_the_blocks_and_the_cpu_backend_reads_what_naive_does():
+    directory, prompts = checkpoint("qwen3"), random_prompts(4, [40, 70])
+    exact, plain = logprobs_of(directory, prompts, attention_backend="cpu")
+    options = {"kv_cache_dtype": "bfloat16", "long_prefill_threshold": 33}
+    ours, info = logprobs_of(directory, prompts, attention_backend="cpu", **options)
+    oracle, _ = logprobs_of(directory, prompts, attention_backend="naive", **options)
+    assert info.block_bytes * 2 == plain.block_bytes
+    assert info.num_kv_blocks > 1.95 * plain.num_kv_blocks
+    assert info.kv_cache_dtype == "bfloat16"
+    moved = (oracle - exact).abs()
+    assert 1e-4 < moved.mean() < 0.01, "a 16th of what fp8 moves: four more bits of mantissa"
+    # Far less than what rounding moves, so both read the same rounded numbers. Not nothing: float32
+    # differs in its last bits, so that some key falls to its other neighbour in bfloat16.
+    assert (ours - oracle).abs().mean() < 0.2 * moved.mean()
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
+    with pytest.raises(WeightLoadError, match=r"self_attn\.k_scale must be a positive number"):
+        make_engine(with_scales(tmp_path, scale, 1.0))
+
+
+def test_backends_without_fp8_refuse_it():
+    with pytest.raises(ConfigError, match="attention backend cpu keeps no fp8 KV cache"):
+        make_engine(
+            checkpoint("qwen3"), dtype="float32", attention_backend="auto", kv_cache_dtype="fp8"
+        )
+    options = {"device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
+    make_backend("naive", **options, kv_dtype=FP8)
+
+
+def test_gpus_before_ada_refuse_it():
+    backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
+    backend.arch = 80
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 or newer, got 8\.0"):
+        backend.check_cache(FP8, torch.float32)
+    backend.arch = 89
+    backend.check_cache(FP8, torch.float32)
+
+
+def test_an_unknown_cache_dtype_is_refused():
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, got 'int8'"
+    ):
+        EngineConfig(model="m", kv_cache_dtype="int8")

@@ -1,0 +1,138 @@
+"""Norm, rotation and store in one Triton kernel, against the plain steps of `AttentionBackend`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanoengine.attention import triton as module
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.fp8 import FP8
+from nanoengine.attention.triton import TritonBackend, rotate_rows
+from tests.support.attention_cases import (
+    DEVICE,
+    TOLERANCE,
+    heads_of,
+    make_case,
+    norm_of,
+    rotation_of,
+)
+
+LENGTHS = ((1, 18), (1, 40), (3, 35))
+
+
+def backend_for(case):
+    return TritonBackend(
+        device=DEVICE,
+        dtype=case.q.dtype,
+        head_dim=case.spec.head_dim,
+        block_size=case.k_cache.shape[1],
+    )
+
+
+def check(*lengths, norm=None, padding=0, **options):
+    """Runs the kernel and the plain steps on two copies of the cache; returns the case."""
+    case = make_case(*lengths, **options)
+    backend = backend_for(case)
+    weights = None if norm is None else norm_of(case, norm == "wide")
+    arguments = heads_of(case, padding), rotation_of(case, case.q.dtype), weights
+    plain = [cache.clone() for cache in (case.k_cache, case.v_cache)]
+    expected = AttentionBackend.rotate_and_store(backend, *arguments, *plain, case.batch, case.spec)
+    fused = [cache.clone() for cache in (case.k_cache, case.v_cache)]
+    q = backend.rotate_and_store(*arguments, *fused, case.batch, case.spec)
+    assert q.shape == expected.shape
+    assert q.is_contiguous()
+    atol = TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(q, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(
+        fused[0].float(), plain[0].float(), rtol=0, atol=atol, equal_nan=True
+    )
+    assert torch.equal(fused[1].float().nan_to_num(7.0), plain[1].float().nan_to_num(7.0))
+    return case
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("norm", [None, "narrow", "wide"])
+def test_equals_the_plain_steps(norm, dtype):
+    check(*LENGTHS, norm=norm, dtype=dtype, num_kv_heads=2, group_size=2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
+def test_head_dims(head_dim):
+    check((1, 18), (3, 20), norm="narrow", head_dim=head_dim, group_size=3, block_size=32)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_block_sizes(block_size):
+    check(*LENGTHS, norm="narrow", block_size=block_size, num_kv_heads=3, group_size=7)
+
+
+def test_rows_of_a_wider_projection_and_many_programs_a_token():
+    case = check(*LENGTHS, norm="narrow", padding=24, num_kv_heads=8, group_size=2, head_dim=128)
+    assert rotate_rows(32, case.spec.head_dim) < 32
+
+
+def test_window_layers_write_the_slots_of_their_own_group():
+    case = make_case(*LENGTHS, sliding_window=8)
+    case.batch.slot_mapping[0] = case.batch.slot_mapping[1].roll(1)
+    first, second = (case.k_cache.clone() for _ in range(2))
+    backend, heads, rotation = backend_for(case), heads_of(case), rotation_of(case, torch.float32)
+    for group, cache in ((0, first), (1, second)):
+        spec = replace(case.spec, group=group)
+        backend.rotate_and_store(
+            heads, rotation, None, cache, case.v_cache.clone(), case.batch, spec
+        )
+    slots = case.batch.slot_mapping
+    rows = [cache.view(-1, 1, 64)[slots[g]] for g, cache in enumerate((first, second))]
+    assert torch.equal(*rows)
+    assert not torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others():
+    case = make_case(*LENGTHS, num_kv_heads=2, group_size=2)
+    backend, rotation = backend_for(case), rotation_of(case, torch.float32)
+    heads, norm = heads_of(case), norm_of(case, wide=False)
+    many = backend.rotate_and_store(
+        heads, rotation, norm, case.k_cache, case.v_cache, case.batch, case.spec
+    )
+    keys = case.k_cache.view(-1, 2, 64)[case.batch.slot_mapping[1, 1]].clone()
+    alone = replace(case.batch, slot_mapping=case.batch.slot_mapping[:, 1:2])
+    one = backend.rotate_and_store(
+        heads[1:2], tuple(x[1:2] for x in rotation), norm, case.k_cache, case.v_cache, alone,
+        case.spec,
+    )  # fmt: skip
+    assert torch.equal(one[0], many[1])
+    assert torch.equal(case.k_cache.view(-1, 2, 64)[case.batch.slot_mapping[1, 1]], keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_go_into_an_fp8_cache(dtype):
+    # Keys are rounded after the rotation, which the interpreter does otherwise than a GPU: half a
+    # step of e4m3 (1/16 of a key) either way.
+    case = make_case(*LENGTHS, fp8=True, dtype=dtype, num_kv_heads=2, group_size=2)
+    arguments = heads_of(case), rotation_of(case, dtype), norm_of(case, wide=False)
+    backend, plain = backend_for(case), [x.clone() for x in (case.k_cache, case.v_cache)]
+    AttentionBackend.rotate_and_store(backend, *arguments, *plain, case.batch, case.spec)
+    backend.rotate_and_store(*arguments, case.k_cache, case.v_cache, case.batch, case.spec)
+    slots = case.batch.slot_mapping[1]
+    keys, values = (x.view(-1, 2, 64)[slots].float() for x in (case.k_cache, case.v_cache))
+    plain_keys, plain_values = (x.view(-1, 2, 64)[slots].float() for x in plain)
+    assert case.k_cache.dtype == FP8
+    assert torch.equal(values, plain_values)
+    torch.testing.assert_close(keys, plain_keys, rtol=1 / 8, atol=2**-9)
+
+
+def test_one_launch_does_it_all(monkeypatch):
+    launched = []
+
+    class Count:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(grid)
+
+    monkeypatch.setattr(module.store_kernels, "rotate_store_kernel", Count())
+    case = make_case(*LENGTHS, num_kv_heads=8, group_size=2, head_dim=128)
+    backend_for(case).rotate_and_store(
+        heads_of(case), rotation_of(case, torch.float32), norm_of(case, wide=False),
+        case.k_cache, case.v_cache, case.batch, case.spec,
+    )  # fmt: skip
+    assert launched == [(5, 2)]

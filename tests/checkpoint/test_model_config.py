@@ -1,0 +1,486 @@
+"""ModelConfig: files of transformers 4 and 5 mean the same; other maths is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from nanoengine.checkpoint.config import (
+    ARCHITECTURES,
+    RANGES,
+    MoEConfig,
+    RopeConfig,
+    load_model_config,
+    parse_model_config,
+)
+from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
+from nanoengine.models.registry import model_class
+from nanoengine.runner.draw import MAX_VOCAB_SIZE
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "attention_dropout": 0.0,
+    "transformers_version": "4.51.0",
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 32,
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 24,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 5000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "tie_word_embeddings": True,
+}
+
+VERSION_4: dict[str, dict[str, Any]] = {
+    "gemma3": GEMMA3,
+    "gemma3 linear": {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "llama 2": {"rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False},
+    "llama 3": {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}},
+    "linear": {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "yarn": {
+        "rope_theta": 1e6,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 16,
+        },
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "rope_theta": 1000000.0,
+        "sliding_window": 16,
+        "head_dim": 32,
+    },
+    "mistral full": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_theta": 1000000.0,
+        "sliding_window": 32,
+        "use_sliding_window": False,
+        "max_window_layers": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2 windows": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_theta": 1000000.0,
+        "sliding_window": 32,
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_theta": 1000000,
+        "head_dim": 128,
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "eos_token_id": [7, 9],
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_theta": 1000000.0,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+}
+
+
+def write(directory: Path, name: str, content: Any) -> None:
+    (directory / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", VERSION_4)
+def test_configs_of_transformers_4_and_5_are_equal(case: str, tmp_path: Path) -> None:
+    old, new = tmp_path / "4", tmp_path / "5"
+    old.mkdir()
+    write(old, "config.json", {**BASE, **VERSION_4[case]})
+    AutoConfig.from_pretrained(old).save_pretrained(new)
+    written = json.loads((new / "config.json").read_text(encoding="utf-8"))
+    assert "rope_parameters" in written
+    assert "rope_scaling" not in written
+    assert "torch_dtype" not in written
+    assert load_model_config(old) == load_model_config(new)
+
+
+def test_values_of_a_llama_3_config() -> None:
+    config = parse_model_config({**BASE, **VERSION_4["llama 3"]})
+    assert config.rope == RopeConfig(theta=500000.0, type="llama3", **LLAMA3)
+    assert (config.architecture, config.head_dim, config.dtype) == (
+        "LlamaForCausalLM",
+        16,
+        "bfloat16",
+    )
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, 64, 96)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (512, 1e-5)
+    assert config.sliding_windows == (None,) * 4
+    assert not config.attention_bias
+    assert config.moe is None
+
+
+def test_which_layers_slide() -> None:
+    def windows(case: str, **overrides: Any) -> tuple[int | None, ...]:
+        return parse_model_config({**BASE, **VERSION_4[case], **overrides}).sliding_windows
+
+    assert windows("mistral") == (16,) * 4
+    assert windows("mistral full") == (None,) * 4
+    assert windows("qwen2") == (None,) * 4
+    assert windows("qwen2 windows") == (None, None, 32, 32)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows("qwen2 windows", layer_types=kinds) == (32, None, 32, None)
+    assert windows("qwen3_moe", use_sliding_window=True, sliding_window=5) == (5,) * 4
+
+
+def test_values_of_a_gemma_3_config() -> None:
+    config = parse_model_config({**BASE, **VERSION_4["gemma3 linear"]})
+    assert config.rope == RopeConfig(theta=1000000.0, type="linear", factor=8.0)
+    assert config.local_rope == RopeConfig(theta=5000.0)
+    assert config.sliding_windows == (512, 512, None, 512, 512, None, 512)
+    assert (config.hidden_act, config.query_pre_attn_scalar) == ("gelu_pytorch_tanh", 24)
+    optional = ("rope_theta", "rope_local_base_freq", "sliding_window", "sliding_window_pattern",
+                "head_dim", "query_pre_attn_scalar", "tie_word_embeddings")  # fmt: skip
+    raw = {key: value for key, value in {**BASE, **GEMMA3}.items() if key not in optional}
+    del raw["num_key_value_heads"], raw["max_position_embeddings"]
+    absent = parse_model_config({**raw, "tie_word_embeddings": None})
+    assert (absent.rope.theta, absent.local_rope) == (1e6, RopeConfig(theta=1e4))
+    assert absent.sliding_windows == (4096,) * 5 + (None, 4096)
+    assert (absent.head_dim, absent.query_pre_attn_scalar) == (256, 256)
+    assert (absent.num_key_value_heads, absent.max_position_embeddings) == (4, 131_072)
+    assert absent.tie_word_embeddings
+
+
+def test_mixture_of_experts_layers() -> None:
+    def moe(**overrides: Any) -> MoEConfig | None:
+        return parse_model_config({**BASE, **VERSION_4["qwen3_moe"], **overrides}).moe
+
+    assert moe() == MoEConfig(
+        num_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        norm_topk_prob=True,
+        layers=(0, 1, 2, 3),
+    )
+    assert moe(mlp_only_layers=[0, 2]).layers == (1, 3)
+    assert moe(decoder_sparse_step=2, mlp_only_layers=[3]).layers == (1,)
+
+
+def test_yarn_extends_the_context_and_scales_attention() -> None:
+    config = parse_model_config({**BASE, **VERSION_4["yarn"]})
+    assert config.max_position_embeddings == 2048
+    assert config.rope.attention_factor == pytest.approx(1.13862943611)  # 0.1 ln(4) + 1
+    assert config.rope.original_max_position_embeddings == 512
+    scaling = {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 1.0}
+    config = parse_model_config({**BASE, "rope_scaling": scaling})
+    assert config.rope.attention_factor == pytest.approx(1.27725887222 / 1.13862943611)
+    assert config.rope.original_max_position_embeddings == 512
+    config = parse_model_config({**BASE, "rope_scaling": {**scaling, "attention_factor": 0.5}})
+    assert config.rope.attention_factor == 0.5
+
+
+def test_generation_config_adds_end_tokens_and_defaults(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", BASE)
+    assert load_model_config(tmp_path).eos_token_ids == (2,)
+    assert load_model_config(tmp_path).generation_defaults == {}
+    write(
+        tmp_path,
+        "generation_config.json",
+        {"eos_token_id": [5, 2], "temperature": 0.6, "max_new_tokens": 99, "top_p": None},
+    )
+    config = load_model_config(tmp_path)
+    assert config.eos_token_ids == (5, 2)
+    assert config.generation_defaults == {"temperature": 0.6, "max_tokens": 99}
+
+
+def test_missing_keys_take_the_families_defaults() -> None:
+    optional = ("rms_norm_eps", "num_key_value_heads", "torch_dtype", "eos_token_id")
+    raw = {key: value for key, value in BASE.items() if key not in optional}
+    config = parse_model_config(raw)
+    assert (config.rms_norm_eps, config.num_key_value_heads) == (1e-6, 4)
+    assert (config.dtype, config.eos_token_ids) == ("float32", ())
+    assert config.rope == RopeConfig(theta=10000.0)
+    qwen3 = parse_model_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
+    assert qwen3.head_dim == 128
+    by_type = {**raw, "architectures": None, "model_type": "qwen2"}
+    assert parse_model_config(by_type).architecture == "Qwen2ForCausalLM"
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "query_pre_attn_scalar=24": {"query_pre_attn_scalar": 24},
+    "hidden_activation='gelu_pytorch_tanh'": {"hidden_activation": "gelu_pytorch_tanh"},
+    "hidden_activation='gelu'": {**GEMMA3, "hidden_activation": "gelu"},
+    "hidden_act='silu'": {**GEMMA3, "hidden_act": "silu"},
+    "use_bidirectional_attention=True": {**GEMMA3, "use_bidirectional_attention": True},
+    "attn_logit_softcapping=30.0": {**GEMMA3, "attn_logit_softcapping": 30.0},
+    "of a Gemma 3 model has ['rope_theta']": {**GEMMA3, "rope_parameters": {"rope_theta": 1e4}},
+    "unsupported architecture 'Gemma3ForConditionalGeneration'": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+    },
+    "hidden_act='gelu'": {"hidden_act": "gelu"},
+    "mlp_bias=True": {"mlp_bias": True},
+    "quantization_config has quant_method='fp8'": {"quantization_config": {"quant_method": "fp8"}},
+    "partial_rotary_factor=0.5": {"partial_rotary_factor": 0.5},
+    "attn_logit_softcapping=50.0": {"attn_logit_softcapping": 50.0},
+    "final_logit_softcapping=30.0": {"final_logit_softcapping": 30.0},
+    "logits_scaling=8.0": {"logits_scaling": 8.0},
+    "rope type 'longrope'": {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+    "rope type 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope type 'llama3' needs high_freq_factor, low_freq_factor": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0}
+    },
+    "unknown parameters {'slow': 2}": {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0, "slow": 2}
+    },
+    "each layer type": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    "sliding_window of a Llama model=4096": {"sliding_window": 4096},
+    "'chunked_attention'": {"layer_types": ["chunked_attention"] * 4},
+    "layer_types has 1 entries": {"layer_types": ["full_attention"]},
+    "contradicts sliding_window=None": {"layer_types": ["sliding_attention"] * 4},
+    "num_attention_heads=4 must be a multiple of num_key_value_heads=3": {"num_key_value_heads": 3},
+    "needs vocab_size, from 1 to 524,288, got None": {"vocab_size": None},
+    "attention_bias=True": {"architectures": ["MistralForCausalLM"], "attention_bias": True},
+    "needs num_experts_per_tok": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_changes_the_maths_is_refused_by_name_and_value(message: str) -> None:
+    parse_model_config(BASE)
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config({**BASE, **REFUSED[message]})
+    assert message in str(error.value)
+
+
+def test_harmless_keys_are_accepted() -> None:
+    harmless = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False, "note": "x"}
+    neutral = {"quantization_config": None, "partial_rotary_factor": 1.0, "mlp_bias": False}
+    assert parse_model_config({**BASE, **harmless, **neutral}) == parse_model_config(BASE)
+
+
+def test_unknown_architecture_lists_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config({**BASE, "architectures": ["GPT2LMHeadModel"]})
+    assert "GPT2LMHeadModel" in str(error.value)
+    assert all(name in str(error.value) for name in ARCHITECTURES)
+    with pytest.raises(UnsupportedModelError, match="model_type='gpt2'"):
+        parse_model_config({**BASE, "architectures": None, "model_type": "gpt2"})
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        model_class("GPT2LMHeadModel")
+
+
+def test_every_architecture_has_its_class() -> None:
+    for architecture in ARCHITECTURES:
+        assert model_class(architecture).__name__ == architecture
+
+
+def test_a_directory_without_a_readable_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load_model_config(tmp_path)
+    write(tmp_path, "config.json", [1])
+    with pytest.raises(ModelError, match="JSON object, got list"):
+        load_model_config(tmp_path)
+
+
+# --- values that can't be -------------------------------------------------------------------------
+
+QWEN3_MOE = VERSION_4["qwen3_moe"]
+ROPES = {"llama3": {**LLAMA3, "rope_type": "llama3"}, "yarn": {"type": "yarn", "factor": 4.0}}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    # key, config, what is allowed
+    *(
+        (key, {**QWEN3_MOE, key: value}, words)
+        for key in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
+            "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+        )
+        for value, words in (
+            (10**9, "from"), (2**63, "from"), (-1, "from"), (0, "from"), ("8", "an integer"),
+            (1.5, "an integer"), (True, "an integer"), ([8], "an integer"), ({}, "an integer"),
+        )
+    ),
+    *((key, {key: value}, words) for key, value, words in (
+        ("max_position_embeddings", 2**63, "from 1 to"),
+        ("max_position_embeddings", "x", "an integer"),
+        ("rms_norm_eps", "x", "a finite number"),
+        ("rms_norm_eps", -1.0, "from 0 to 1"),
+        ("rms_norm_eps", float("nan"), "a finite number"),
+        ("rope_theta", 0, "from 1.001"),
+        ("rope_theta", 10**400, "a finite number"),
+        ("rope_theta", [1], "a finite number"),
+        ("rope_parameters", 5, "a dict"),
+        ("rope_scaling", "yarn", "a dict"),
+        ("layer_types", 5, "a list"),
+        ("layer_types", [5], "a string"),
+        ("layer_types", "full_attention", "a list"),
+        ("dtype", 5, "a string"),
+        ("dtype", "int8", "one of float32, float16, bfloat16, float64"),
+        ("torch_dtype", "uint7", "one of float32"),
+        ("eos_token_id", "x", "an integer or a list"),
+        ("eos_token_id", -1, "from 0 to 255"),
+        ("eos_token_id", 10**9, "from 0 to 255"),
+        ("eos_token_id", 2.0, "an integer or a list"),
+        ("eos_token_id", [[2]], "an integer"),
+        ("architectures", 5, "a list"),
+        ("architectures", [[]], "a string"),
+        ("model_type", [], "a string"),
+        ("quantization_config", 5, "a dict"),
+        ("tie_word_embeddings", "no", "True or False"),
+        ("attention_bias", 1, "True or False"),
+        ("head_dim", 15, "even"),
+        ("head_dim", 1, "from 2"),
+    )),
+    ("head_dim", {"num_attention_heads": 128, "num_key_value_heads": 64}, "even and at least 2"),
+    ("mlp_only_layers", {**QWEN3_MOE, "mlp_only_layers": 1}, "a list"),
+    ("mlp_only_layers", {**QWEN3_MOE, "mlp_only_layers": [[1]]}, "an integer"),
+    ("num_experts_per_tok", {**QWEN3_MOE, "num_experts_per_tok": 9}, "at most num_experts=8"),
+    ("sliding_window", {**GEMMA3, "sliding_window": 0}, "from 1"),
+    ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}, "from 1"),
+    ("query_pre_attn_scalar", {**GEMMA3, "query_pre_attn_scalar": 1e3}, "an integer"),
+    ("full_attention", {**GEMMA3, "rope_parameters": {"full_attention": 5}}, "a dict"),
+    ("max_window_layers", {**VERSION_4["qwen2 windows"], "max_window_layers": "2"}, "an integer"),
+    *(
+        (key, {"rope_scaling": {**ROPES[kind], key: value}}, "number")
+        for kind, key in (
+            ("llama3", "factor"), ("llama3", "low_freq_factor"), ("yarn", "beta_fast"),
+            ("yarn", "attention_factor"), ("yarn", "mscale"),
+        )
+        for value in ("8", [8], float("inf"))
+    ),
+    ("factor", {"rope_scaling": {**ROPES["yarn"], "factor": 0}}, "from 0.001"),
+    ("low_freq_factor", {"rope_scaling": {**ROPES["llama3"], "low_freq_factor": 4}}, "below"),
+    ("original_max_position_embeddings",
+     {"rope_scaling": {**LLAMA3, "type": "llama3", "original_max_position_embeddings": "8"}},
+     "an integer"),
+    ("truncate", {"rope_scaling": {**ROPES["yarn"], "truncate": 1}}, "True or False"),
+    ("rope_type", {"rope_scaling": {"rope_type": ["yarn"]}}, "a string"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "change", "allowed"), WRONG)
+def test_a_value_that_cannot_be_is_refused_by_key_value_and_what_is_allowed(
+    key: str, change: dict[str, Any], allowed: str
+) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config({**BASE, **change})
+    message = str(error.value)
+    assert key in message and allowed in message
+    assert len(message) < 500
+
+
+WRONG_GENERATION: dict[str, tuple[Any, str]] = {
+    "eos_token_id": (10**9, "from 0 to 255"),
+    "eos_token_id: a float": (2.5, "an integer or a list"),
+    "eos_token_id[0]": ([[2]], "an integer"),
+    "temperature": ("hot", "a finite number"),
+    "top_p": (float("nan"), "a finite number"),
+    "top_k": (5.5, "an integer"),
+    "min_p": (7.0, "min_p"),
+    "max_new_tokens": (0, "max_tokens"),
+    "repetition_penalty": ([1.0], "a finite number"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG_GENERATION)
+def test_generation_config_is_read_by_type_and_range(key: str) -> None:
+    value, allowed = WRONG_GENERATION[key]
+    name = key.partition(":")[0].partition("[")[0]
+    with pytest.raises(UnsupportedModelError) as error:
+        parse_model_config(BASE, {name: value})
+    assert f"generation_config.json: {name}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "config.json", BASE)
+    write(tmp_path, "generation_config.json", {})
+    file = tmp_path / name
+    file.write_text("[" * 200_000, encoding="utf-8")
+    with pytest.raises(ModelError, match=f"{name} is nested too deeply"):
+        load_model_config(tmp_path)
+    file.write_text('{"vocab_size": ' + "[" * 200_000, encoding="utf-8")
+    with pytest.raises(ModelError, match=f"{name} is nested too deeply"):
+        load_model_config(tmp_path)
+    file.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ModelError, match=f"{name} is not valid JSON"):
+        load_model_config(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        load_model_config(tmp_path)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        load_model_config(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        load_model_config(tmp_path)
+
+
+def test_the_largest_vocabulary_is_that_of_the_sampler() -> None:
+    assert RANGES["vocab_size"][1] == MAX_VOCAB_SIZE

@@ -1,0 +1,215 @@
+"""Admission policies: who is held back, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine.config import EngineConfig
+from nanoengine.core.admission import Hysteresis, Predictive, WatermarkOnly, make_policy
+from nanoengine.core.waiting import MAX_OVERTAKEN
+from nanoengine.errors import ConfigError
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import make_engine, run
+
+
+def exactly(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+# --- hysteresis -----------------------------------------------------------------------------------
+
+
+def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
+    # 20 usable blocks of 4; each request holds 4 of them from its admission to its end.
+    engine = make_engine(
+        num_blocks=21, policy=Hysteresis(0.7, 0.25), enable_prefix_caching=False, max_num_seqs=8
+    )
+    for i, length in enumerate((1, 2, 3, 3, 3, 3)):
+        engine.add_request(str(i), [i + 1] * 13, exactly(length))
+    run(engine)
+    admitted = [[new.seq_id for new in plan.admitted] for plan in engine.executor.plans]
+    # Three fit under 14 blocks. At 8 the gate stays closed, at 4 (under 5) it opens for two. The
+    # last one waits until nothing runs, for which no policy is asked.
+    assert admitted == [[0, 1, 2], [], [3, 4], [], [], [5], [], []]
+    assert engine.stats().preemptions == 0
+
+
+def test_the_defaults_of_hysteresis():
+    policy = make_policy("hysteresis")
+    assert isinstance(policy, Hysteresis)
+    assert (policy.preempt_above, policy.admit_below) == (0.95, 0.80)
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+
+def test_known_lengths_are_never_over_committed():
+    # Each request starts with 2 blocks and ends with 5: all 9 fit now, at the peak only 4 do.
+    prompts = [[i + 1] * 8 for i in range(9)]
+    preemptions = {}
+    for policy in (WatermarkOnly(), Predictive()):
+        engine = make_engine(
+            num_blocks=21, max_num_seqs=9, enable_prefix_caching=False, policy=policy,
+            max_num_batched_tokens=128,
+        )  # fmt: skip
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, exactly(13))
+        engine.step()
+        preemptions[type(policy), "first step"] = engine.stats().num_running
+        run(engine)
+        preemptions[type(policy)] = engine.stats().preemptions
+    assert preemptions[WatermarkOnly, "first step"] == 9
+    assert preemptions[Predictive, "first step"] == 4
+    assert preemptions[WatermarkOnly] > 0
+    assert preemptions[Predictive] == 0
+
+
+def test_sequences_that_end_at_different_times_hand_their_blocks_on():
+    # The short one is gone before the long one needs its blocks, so both are admitted at once.
+    engine = make_engine(num_blocks=9, enable_prefix_caching=False, policy=Predictive())
+    engine.add_request("long", [1] * 4, exactly(25))  # ends with 7 of 8 blocks
+    engine.add_request("short", [2] * 4, exactly(4))  # ends with 2 when the long one has 2
+    engine.step()
+    assert engine.stats().num_running == 2
+    run(engine)
+    assert engine.stats().preemptions == 0
+
+
+def test_lengths_are_learned_from_those_that_finished():
+    policy = Predictive()
+    engine = make_engine(policy=policy, num_blocks=200, eos_token_ids=(0,), max_num_seqs=2)
+    request = engine.add_request("0", [1], SamplingParams(max_tokens=90))
+    (seq,) = request.sequences
+    assert policy.num_expected_tokens(seq) == 90, "nothing is known: the bound"
+    for length in (2, 4, 6):
+        engine.add_request(f"end {length}", [5], exactly(length), priority=-1)
+    engine.step()
+    while engine.num_unfinished > 1:
+        engine.step()
+    done = seq.num_output_tokens
+    longer = [length for length in (2, 4, 6) if length > done]
+    expected = sum(longer) // len(longer) - done if longer else 90 - done
+    assert policy.num_expected_tokens(seq) == expected
+
+
+def test_spread_adds_deviations_and_aborted_sequences_teach_nothing():
+    plain, careful = Predictive(), Predictive(spread=1.0)
+    engine = make_engine(max_num_seqs=1, policy=plain)
+    for length in (2, 6):
+        request = engine.add_request(str(length), [1], exactly(length))
+        run(engine)
+        careful.on_finish(request.sequences[0])
+    aborted = engine.add_request("aborted", [1], exactly(40))
+    engine.step()
+    engine.abort("aborted")
+    careful.on_finish(aborted.sequences[0])
+    seq = engine.add_request("next", [1], SamplingParams(max_tokens=90)).sequences[0]
+    assert plain.num_expected_tokens(seq) == 4
+    assert careful.num_expected_tokens(seq) == 4 + 2
+
+
+def test_shared_blocks_count_once():
+    # Eight requests share a prefix of 8 blocks; counted apiece they would not fit 40 blocks.
+    prefix = list(range(1, 33))
+    engine = make_engine(num_blocks=41, policy=Predictive(), max_num_batched_tokens=256)
+    for i in range(8):
+        engine.add_request(str(i), [*prefix, 40 + i, 40 + i], exactly(4))
+    engine.step()
+    assert engine.stats().num_running == 8
+
+
+def test_a_window_holds_its_window_only():
+    engine = make_engine(
+        num_blocks=25, windows=(8,), policy=Predictive(), max_num_batched_tokens=16, max_num_seqs=4
+    )
+    for i in range(3):  # 60 tokens are 15 blocks, of which a window of 8 and its chunk hold 7
+        engine.add_request(str(i), [i + 1] * 4, exactly(56))
+    engine.step()
+    assert engine.stats().num_running == 3
+    run(engine)
+    assert engine.stats().preemptions == 0
+
+
+def test_the_last_few_that_wait_go_longest_first():
+    order = {}
+    for policy in (WatermarkOnly(), Hysteresis(), Predictive()):
+        engine = make_engine(num_blocks=100, max_num_seqs=3, policy=policy)
+        for i, length in enumerate((4, 6, 2, 9, 3, 3, 8)):
+            engine.add_request(str(i), [i + 1], exactly(length))
+        run(engine)
+        plans = engine.executor.plans
+        order[type(policy)] = [new.seq_id for plan in plans for new in plan.admitted]
+    assert order[WatermarkOnly] == order[Hysteresis] == [0, 1, 2, 3, 4, 5, 6]
+    # Two run when the last two wait, and the later one is longer.
+    assert order[Predictive] == [0, 1, 2, 3, 4, 6, 5]
+
+
+def test_new_and_less_urgent_ones_do_not_overtake_by_being_longer():
+    policy, engine = Predictive(), make_engine(num_blocks=100)
+
+    def add(name: str, length: int, priority: int = 0):
+        return engine.add_request(name, [1], exactly(length), priority=priority).sequences[0]
+
+    short, long, later = add("short", 2), add("long", 8), add("later", 20, priority=1)
+    assert policy.choose([short, long, later]) is long
+    newcomer = add("newcomer", 30)
+    assert policy.choose([short, newcomer, later]) is short, "it came after the choice was made"
+    assert policy.choose([newcomer, later]) is newcomer
+    short.num_preempted_tokens = 1
+    assert policy.choose([short, long]) is short, "it has been admitted before"
+    assert policy.choose([later]) is later
+
+
+def test_settings_are_checked():
+    for bad in (
+        {"admission": "optimistic"},
+        {"admission": "predictive", "admit_below": 0.5},
+        {"admission": "hysteresis", "admit_below": 0.99},
+        {"admission": "hysteresis", "preempt_above": 1.5},
+        {"admission": "hysteresis", "preempt_above": "high"},
+    ):
+        with pytest.raises(ConfigError, match=r"admission|admit_below|preempt_above"):
+            EngineConfig(model="m", **bad)
+
+
+# --- nobody starves -------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=12),
+    newcomers=st.integers(0, 2),
+    num_blocks=st.sampled_from([11, 16, 24]),
+    policy=st.sampled_from(["watermark", "hysteresis", "predictive"]),
+    max_num_seqs=st.integers(1, 6),
+)
+def test_every_request_finishes_in_a_bounded_number_of_steps(
+    lengths, newcomers, num_blocks, policy, max_num_seqs
+):
+    """Among equal priorities request i ends within (i + 1) * (2 * rows + overtakers + 1) * longest.
+
+    Why it holds: of the running sequences the first in order computes a token each step and is
+    never the victim. If the first request of all waits, what runs, the MAX_OVERTAKEN that may pass
+    it and, where the last few go longest first, those of them that waited with it (at most as many
+    as ran) end one after another, `longest` steps each; then it runs, and ends. New requests come
+    all the while.
+    """
+    engine = make_engine(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=8,
+        policy=make_policy(policy), watermark_frac=0.05,
+    )  # fmt: skip
+    for i, (prompt, output) in enumerate(lengths):
+        engine.add_request(str(i), [1 + i] * prompt, exactly(output))
+    longest = max(prompt + output for prompt, output in [*lengths, (2, 2)])
+    left = {str(i) for i in range(len(lengths))}
+    step = 0
+    while left:
+        for j in range(newcomers):
+            engine.add_request(f"new {step} {j}", [41 + j] * 2, exactly(2))
+        for request in engine.step():
+            left.discard(request.request_id)
+        step += 1
+        first = min(map(int, left), default=len(lengths))
+        assert step < (first + 1) * (2 * max_num_seqs + MAX_OVERTAKEN + 1) * longest

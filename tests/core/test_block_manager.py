@@ -1,0 +1,331 @@
+"""BlockManager: admission, growth, copy-on-write, windows, prefix cache; without a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nanoengine.core import prefixes
+from nanoengine.core.block_manager import BlockManager, Verdict
+from nanoengine.core.plan import BlockCopy, TableUpdate
+from tests.support.block_managers import admit, compute, make_manager, make_sequence
+
+
+def cached(manager: BlockManager, tokens: list[int], **options: object) -> int:
+    """How many tokens of a prompt would be found."""
+    return manager.can_allocate(make_sequence(tokens, **options)).num_cached_tokens
+
+
+# --- admission ------------------------------------------------------------------------------------
+
+
+def test_ok_later_never():
+    manager = make_manager(num_blocks=101, block_size=4, watermark_frac=0.05)
+    assert manager.num_watermark_blocks == 5
+    verdicts = {
+        blocks: manager.can_allocate(make_sequence([1] * 4 * blocks)).verdict
+        for blocks in (1, 94, 95, 96, 101)
+    }
+    assert [v.name for v in verdicts.values()] == ["OK", "OK", "OK", "NEVER", "NEVER"]
+    admit(manager, make_sequence([2] * 4 * 60))
+    for blocks, with_watermark, without in ((35, "OK", "OK"), (36, "LATER", "OK")):
+        seq = make_sequence([3] * 4 * blocks)
+        assert manager.can_allocate(seq).verdict.name == with_watermark
+        assert manager.can_allocate(seq, keep_watermark=False).verdict.name == without
+    assert manager.can_allocate(make_sequence([3] * 4 * 41), keep_watermark=False).verdict is (
+        Verdict.LATER
+    )
+
+
+def test_a_question_changes_nothing():
+    manager = make_manager(num_blocks=5, block_size=4)
+    first = make_sequence(list(range(12)))
+    admit(manager, first)
+    compute(manager, first)
+    manager.deallocate(first)
+    manager.updates = []
+    before = str(manager.pool), manager.pool.next_evicted(4), replace(manager.stats)
+    for tokens in (list(range(12)), [9] * 16, [9] * 17):
+        manager.can_allocate(make_sequence(tokens))
+    assert (str(manager.pool), manager.pool.next_evicted(4), manager.stats) == before
+    assert not manager.updates and not manager.copies
+
+
+def test_shared_blocks_reduce_the_need_and_revived_ones_count():
+    manager = make_manager(num_blocks=11, block_size=4)
+    tokens = list(range(24))
+    first = make_sequence(tokens)
+    admit(manager, first)
+    compute(manager, first)
+    active = manager.can_allocate(make_sequence([*tokens, 1, 2, 3, 4]))
+    assert (active.num_cached_tokens, active.num_needed_blocks) == (24, 1)
+    manager.deallocate(first)
+    revived = manager.can_allocate(make_sequence([*tokens, 1, 2, 3, 4]))
+    assert (revived.num_cached_tokens, revived.num_needed_blocks) == (24, 7)
+    # 5 of 10 blocks are taken: the hit fits, but 6 revived ones would not leave room.
+    admit(manager, make_sequence([40] * 20))
+    assert manager.can_allocate(make_sequence(tokens)).verdict is Verdict.LATER
+
+
+def test_a_fresh_block_never_evicts_a_block_of_the_same_hit():
+    manager = make_manager(num_blocks=5, block_size=4)
+    first = make_sequence(list(range(12)))
+    admit(manager, first)
+    compute(manager, first)
+    old = list(first.block_tables[0])
+    manager.deallocate(first)
+    second = make_sequence([*range(8), 40, 41, 42, 43, 44])
+    assert admit(manager, second).num_cached_tokens == 8
+    assert second.block_tables[0][:2] == old[:2]
+    manager.check([second])
+
+
+# --- growth ---------------------------------------------------------------------------------------
+
+
+def test_fifteen_of_sixteen_decodes_allocate_nothing():
+    manager = make_manager()
+    seq = make_sequence([1] * 16)
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.updates = []
+    allocating = []
+    for step in range(64):
+        seq.token_ids.append(2)
+        compute(manager, seq)
+        if manager.updates:
+            allocating.append(step)
+            assert manager.updates == [
+                TableUpdate(seq.row, 0, len(seq.block_tables[0]) - 1, (seq.block_tables[0][-1],))
+            ]
+            manager.updates = []
+    assert allocating == [0, 16, 32, 48]
+
+
+def test_no_room_says_false_and_takes_nothing():
+    manager = make_manager(num_blocks=3, block_size=4)
+    seq = make_sequence([1] * 8)
+    admit(manager, seq)
+    compute(manager, seq)
+    seq.token_ids.append(1)
+    assert manager.may_append(seq, 1) is False
+    manager.check([seq])
+    assert len(seq.block_tables[0]) == 2
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [6, 7, 8, 9, 16])
+@pytest.mark.parametrize("num_appended", [1, 2, 3, 8, 9])
+def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
+    # new blocks = ceil((s + a) / 8) - s // 8; a copy only if s % 8 > 0; the sibling is unchanged
+    manager = make_manager(block_size=8)
+    parent = make_sequence([1] * num_prompt_tokens)
+    admit(manager, parent)
+    compute(manager, parent)
+    child = make_sequence([1] * num_prompt_tokens)
+    manager.fork(parent, child)
+    assert child.block_tables == parent.block_tables and not manager.copies
+    shared, free = list(parent.block_tables[0]), manager.pool.num_free
+    manager.check([parent, child])
+    child.token_ids += [2] * num_appended
+    manager.updates = []
+    compute(manager, child)
+    total = num_prompt_tokens + num_appended
+    assert free - manager.pool.num_free == -(-total // 8) - num_prompt_tokens // 8
+    assert parent.block_tables[0] == shared
+    if num_prompt_tokens % 8:
+        assert manager.copies == [BlockCopy(shared[-1], child.block_tables[0][len(shared) - 1])]
+    else:
+        assert manager.copies == []
+    manager.check([parent, child])
+    parent.token_ids.append(3)
+    copies = len(manager.copies)
+    compute(manager, parent)
+    assert len(manager.copies) == copies, "the last holder writes in place"
+    assert parent.block_tables[0][: len(shared)] == shared
+
+
+def test_a_fork_tells_the_executor_its_tables():
+    manager = make_manager(windows=(None, 20))
+    parent = make_sequence([1] * 40)
+    admit(manager, parent)
+    compute(manager, parent)
+    manager.updates = []
+    child = make_sequence([1] * 40)
+    manager.fork(parent, child)
+    assert manager.updates == [
+        TableUpdate(child.row, group, 0, tuple(parent.block_tables[group])) for group in (0, 1)
+    ]
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def test_blocks_out_of_the_window_become_null_and_are_freed():
+    # block size 2, window 4: after 4/5/6/7/11 computed tokens 0/1/1/2/4 nulls
+    manager = make_manager(block_size=2, windows=(4,), max_chunk=8, enable_prefix_caching=False)
+    seq = make_sequence([1] * 4)
+    admit(manager, seq)
+    compute(manager, seq)
+    nulls = {}
+    for computed in range(4, 12):
+        seq.token_ids.append(1)
+        compute(manager, seq)
+        nulls[computed] = seq.block_tables[0].count(0)
+        assert manager.pool.counts()["active"] == len(seq.block_tables[0]) - nulls[computed]
+        manager.check([seq])
+    assert [nulls[n] for n in (4, 5, 6, 7, 11)] == [0, 1, 1, 2, 4]
+
+
+def test_admission_counts_the_window_not_the_length():
+    manager = make_manager(num_blocks=12, block_size=4, windows=(8,), max_chunk=8)
+    long = make_sequence([1] * 400)
+    admission = manager.can_allocate(long)
+    assert admission.verdict is Verdict.OK
+    assert admission.num_needed_blocks == 5  # window - 1 + chunk = 15 tokens: 4 blocks, and 1
+    assert make_manager(num_blocks=12, block_size=4).can_allocate(long).verdict is Verdict.NEVER
+    manager.allocate(long, admission)
+    while long.num_computed_tokens < 400:
+        compute(manager, long, 8)
+        assert manager.pool.counts()["active"] <= 5
+
+
+def test_a_window_hit_needs_the_window_only():
+    manager = make_manager(num_blocks=33, block_size=2, windows=(4,), max_chunk=64)
+    first = make_sequence(list(range(20)))
+    admit(manager, first)
+    compute(manager, first)
+    table = list(first.block_tables[0])
+    manager.deallocate(first)
+    # ceil((4 - 1) / 2) = 2 blocks before the end of the hit are enough.
+    manager.pool.evict(table[:7])
+    second = make_sequence([*range(20), 30])
+    admission = admit(manager, second)
+    assert admission.num_cached_tokens == 20
+    assert second.block_tables[0] == [0] * 8 + table[8:10]
+    manager.check([second])
+    manager.pool.evict(table[8:])
+    manager.deallocate(second)
+    manager.pool.evict([table[8]])
+    assert cached(manager, [*range(20), 30]) == 0
+
+
+def test_hybrid_groups_share_one_pool_and_hit_together():
+    manager = make_manager(num_blocks=65, block_size=2, windows=(None, 4), max_chunk=64)
+    first = make_sequence(list(range(20)))
+    admit(manager, first)
+    compute(manager, first)
+    full, windowed = (list(table) for table in first.block_tables)
+    assert not set(full) & set(windowed)
+    manager.deallocate(first)
+    assert cached(manager, [*range(20), 30]) == 20
+    manager.pool.evict(windowed[9:])  # the window group loses its tail: its hit ends at 18
+    assert cached(manager, [*range(20), 30]) == 18
+    manager.pool.evict(full[5:6])  # the full group ends at 10 now, and there the window holds
+    assert cached(manager, [*range(20), 30]) == 10
+    manager.pool.evict(windowed[4:5])  # not there: each length needs two blocks of the window
+    assert cached(manager, [*range(20), 30]) == 8
+
+
+# --- prefix cache ---------------------------------------------------------------------------------
+
+
+def test_full_blocks_only_and_one_token_left_to_compute():
+    manager = make_manager()
+    first = make_sequence(list(range(40)))
+    admit(manager, first)
+    compute(manager, first)
+    assert cached(manager, list(range(40))) == 32
+    assert cached(manager, list(range(33))) == 32
+    assert cached(manager, list(range(32))) == 16, "a full hit would leave nothing to compute"
+    assert cached(manager, list(range(16))) == 0
+    assert cached(manager, [*range(16), 99, *range(17, 40)]) == 16, "stops at the first miss"
+    assert cached(manager, [99, *range(1, 40)]) == 0
+
+
+def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_miss():
+    manager = make_manager()
+    for _ in range(2):
+        seq = make_sequence(list(range(10)))
+        admit(manager, seq)
+        compute(manager, seq)
+    assert (manager.stats.queried_tokens, manager.stats.hit_tokens) == (20, 0)
+    smaller = make_manager(block_size=8)
+    for _ in range(2):
+        seq = make_sequence(list(range(10)))
+        admit(smaller, seq)
+        compute(smaller, seq)
+    assert (smaller.stats.queried_tokens, smaller.stats.hit_tokens) == (20, 8)
+
+
+def test_salts_and_prompt_logprobs():
+    manager = make_manager()
+    first = make_sequence(list(range(40)), salt="a", prompt_logprobs=0)
+    admit(manager, first)
+    compute(manager, first)
+    assert cached(manager, list(range(40)), salt="a") == 32, "it registers its blocks"
+    assert cached(manager, list(range(40)), salt="a", prompt_logprobs=0) == 0, "it reads none"
+    assert cached(manager, list(range(40)), salt="b") == 0
+    assert cached(manager, list(range(40))) == 0
+    assert manager.stats.queried_tokens == 0
+
+
+def test_without_caching_nothing_is_registered():
+    manager = make_manager(enable_prefix_caching=False)
+    first = make_sequence(list(range(40)))
+    admit(manager, first)
+    compute(manager, first)
+    manager.deallocate(first)
+    assert manager.pool.counts()["cached"] == 0
+
+
+def test_readmissions_are_counted_apart():
+    manager = make_manager()
+    seq = make_sequence(list(range(40)))
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.deallocate(seq)
+    seq.num_preempted_tokens, seq.num_computed_tokens = 40, 0
+    admit(manager, seq)
+    stats = manager.stats
+    assert (stats.queried_tokens, stats.hit_tokens, stats.hit_rate) == (40, 0, 0.0)
+    assert (stats.readmit_queried_tokens, stats.readmit_hit_tokens) == (40, 32)
+
+
+def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
+    manager = make_manager()
+    hashed = []
+    real = prefixes.hash_block
+    monkeypatch.setattr(prefixes, "hash_block", lambda data: hashed.append(1) or real(data))
+    seq = make_sequence(list(range(100)))
+    for _ in range(50):
+        manager.can_allocate(seq)
+    assert len(hashed) == 6
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.deallocate(seq)
+    manager.can_allocate(seq)
+    assert len(hashed) == 6
+
+
+def test_blocks_are_freed_tail_first():
+    manager = make_manager(num_blocks=9, block_size=4)
+    seq = make_sequence(list(range(18)))
+    admit(manager, seq)
+    compute(manager, seq)
+    table = list(seq.block_tables[0])
+    manager.deallocate(seq)
+    assert manager.pool.counts() == {"empty": 4, "cached": 4, "active": 0}
+    assert manager.pool.allocate(8)[4:] == table[3::-1]
+
+
+def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly():
+    manager = make_manager(num_blocks=25, block_size=2, windows=(None, None), max_chunk=64)
+    seq = make_sequence(list(range(20)))
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.deallocate(seq)
+    manager.pool.allocate(4)  # the empty ones
+    for left in (9, 8, 7):
+        manager.pool.allocate(2)
+        assert cached(manager, [*range(20), 30]) == 2 * left

@@ -1,0 +1,71 @@
+"""Equal prompts prefilled side by side in chunks: each prefix is computed once, in turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import expected_output, make_engine, run, run_late
+
+PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(66)]
+
+
+def num_computed(prompts: list[list[int]], loop, **options) -> int:
+    """Tokens computed for prompts that arrive together; their outputs are checked."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine = make_engine(257, 4, max_num_batched_tokens=64, **options)
+    requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    loop(engine)
+    for request in requests:
+        (seq,) = request.sequences
+        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 1)
+    return engine.executor.num_computed_tokens
+
+
+@pytest.mark.parametrize("loop", [run, run_late])
+@pytest.mark.parametrize("windows", [(None,), (9,), (None, 9)])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_work_is_shared_block_by_block(windows, count, loop):
+    options = {"windows": windows, "long_prefill_threshold": 8}
+    once = num_computed([PROMPT], loop, **options)
+    assert once == 66
+    # Each computes the 2 tokens behind the last full block itself.
+    assert num_computed([PROMPT] * count, loop, **options) == 66 + 2 * (count - 1)
+
+
+@pytest.mark.parametrize("threshold", [3, 6, 10])
+def test_chunks_that_end_inside_a_block_share_what_is_full(threshold):
+    together = num_computed([PROMPT] * 2, run, long_prefill_threshold=threshold)
+    assert together < 2 * 66 - 4
+
+
+def test_where_the_prompts_part_each_goes_on_alone():
+    other = [*PROMPT[:32], *[1] * 34]
+    assert num_computed([PROMPT, other], run, long_prefill_threshold=8) == 66 + 34
+
+
+def test_who_was_admitted_before_the_other_was_known_catches_up():
+    """The later one leads: it was given what the first had, and more of the budget."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine = make_engine(257, 4, max_num_batched_tokens=20, long_prefill_threshold=4)
+    engine.add_request("first", PROMPT, params)
+    engine.step()
+    engine.add_request("second", PROMPT, params, priority=-1)
+    run(engine)
+    assert engine.executor.num_computed_tokens == 66 + 2
+    stats = engine.stats()
+    assert stats.cache_hit_tokens == 66 - 2, "what was found late counts as found"
+
+
+def test_prompt_logprobs_compute_every_position():
+    params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    engine = make_engine(257, 4, long_prefill_threshold=8)
+    for name in "ab":
+        engine.add_request(name, PROMPT, params)
+    run(engine)
+    assert engine.executor.num_computed_tokens == 2 * 66
+
+
+def test_without_a_prefix_cache_nothing_is_shared():
+    options = {"long_prefill_threshold": 8, "enable_prefix_caching": False}
+    assert num_computed([PROMPT] * 2, run, **options) == 2 * 66

@@ -1,0 +1,168 @@
+"""Content that may be wrong leaves every tier; what ends early lets go of every block."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.places import Content, Level
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.tier_cost import CostModel, LoadCost
+from nanoengine.core.tiers import Tiers
+from nanoengine.engine import LLMEngine
+from nanoengine.sampling_params import SamplingParams
+from tests.support.block_managers import admit, compute, make_manager, make_sequence
+from tests.support.fake_disk import FakeDisk
+from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, make_layout, run
+
+PROMPT = [7, 8, 9, 10] * 5
+PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+def make_tiers(layout, disk: FakeDisk | None = None, num_host_blocks: int = 40) -> Tiers:
+    cost = CostModel(host=LoadCost(1, 0.0, "load"), disk=LoadCost(1, 0.0, "load"))
+    return Tiers(layout, num_host_blocks=num_host_blocks, cost=cost, disk=disk, num_disk_blocks=40)
+
+
+class PromptDisk(FakeDisk):
+    """Each copy has ended when it is asked for."""
+
+    def collect(self, wait_s: float) -> list:
+        while self.queue:
+            self.finish()
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def engine_with_tiers(**options) -> tuple[LLMEngine, Tiers, PromptDisk]:
+    made: list[tuple[Tiers, PromptDisk]] = []
+
+    def make(executor: FakeExecutor) -> Tiers:
+        disk = PromptDisk(executor.host, Random(0))
+        made.append((make_tiers(executor.layout, disk), disk))
+        return made[0][0]
+
+    engine = make_engine(41, 4, make_tiers=make, **options)
+    return engine, *made[0]
+
+
+def ask(engine: LLMEngine, name: str, prompt: list[int] = PROMPT):
+    request = engine.add_request(name, prompt, PARAMS)
+    run(engine)
+    return request.sequences[0]
+
+
+def contents(engine: LLMEngine, prompt: list[int]) -> list[Content]:
+    """What the prompt's full blocks hold, in each group."""
+    manager = engine.scheduler.block_manager
+    seq = make_sequence(prompt)
+    prefixes = manager._name_blocks(seq, len(prompt) // manager.block_size)
+    return [Content(g, prefix) for prefix in prefixes for g in range(len(manager.layout.groups))]
+
+
+# --- distrust -------------------------------------------------------------------------------------
+
+
+def test_distrust_drops_free_blocks_and_leaves_the_others():
+    manager = make_manager(block_size=4)
+    first, second = make_sequence([*range(12)]), make_sequence([*range(8), 50, 51, 52, 53, 54])
+    for seq in (first, second):
+        admit(manager, seq)
+        compute(manager, seq)
+    assert second.num_cached_tokens == 8
+    held = list(first.block_tables[0])
+    manager.deallocate(first)
+    manager.distrust(held)
+    assert [manager.pool.blocks[b].prefix is None for b in held] == [False, False, True]
+    assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 8
+    manager.deallocate(second)
+    manager.distrust(held)
+    assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 0
+    manager.check([])
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_distrusted_content_leaves_host_and_disk(windows):
+    engine, tiers, disk = engine_with_tiers(windows=windows)
+    assert ask(engine, "good").num_cached_tokens == 0
+    ask(engine, "other", [1, 2, 3] * 5)
+    kept, doubtful = contents(engine, [1, 2, 3] * 5), contents(engine, PROMPT)
+    if len(windows) == 2:  # the broken sequence never reads what left its window
+        kept, doubtful = kept + doubtful[1:4:2], [doubtful[0], doubtful[2], *doubtful[4:]]
+    assert all(tiers.find(content).level is Level.HOST for content in doubtful + kept)
+    assert set(doubtful + kept) <= set(disk.files)
+    engine.executor.row_errors = lambda row: "NaN" if row.seq_id == 2 else None
+    broken = ask(engine, "broken")
+    assert (broken.finish_reason, broken.num_cached_tokens) == ("error", 16)
+    ask(engine, "later", [4, 5, 6])
+    assert [tiers.find(content) for content in doubtful] == [None] * len(doubtful)
+    assert not set(doubtful) & set(disk.files), "a file would bring it back after a restart"
+    assert all(tiers.find(content) is not None for content in kept)
+    again = ask(engine, "again")
+    assert again.num_cached_tokens == 0
+    assert again.output_token_ids == expected_output(PROMPT, again.seed, 2)
+    engine.close()
+
+
+def test_content_under_way_to_a_tier_is_dropped_when_it_has_come():
+    layout = make_layout(17, 4)
+    disk = FakeDisk({}, Random(0))
+    disk.host.update({host_id: [0] for host_id in range(41)})
+    tiers = make_tiers(layout, disk)
+    manager = BlockManager(layout, tiers=tiers, watermark_frac=0.0)
+    seq = make_sequence([*range(9)])
+    admit(manager, seq)
+    compute(manager, seq)
+    plan = StepPlan(step=0)
+    assert [t.kind for t in tiers.take_transfers(plan, manager.pool)] == ["store"]
+    held = list(seq.block_tables[0])
+    manager.deallocate(seq)
+    manager.distrust(held)
+    tiers.check()
+    wanted = [Content(0, prefix) for prefix in seq.prefixes]
+    for step in range(20):
+        tiers.commit(StepPlan(step=step), StepResult(token_ids=[]))
+        tiers.check()
+    assert [tiers.find(content) for content in wanted] == [None, None]
+    tiers.close()
+    assert disk.files == {}
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def test_each_group_of_a_prefix_is_copied():
+    """The same prefix in two groups is two contents, stored, written and read side by side."""
+    engine, tiers, disk = engine_with_tiers(windows=(None, 9))
+    ask(engine, "one")
+    ask(engine, "later", [4, 5, 6])
+    stored = contents(engine, PROMPT)
+    assert len(stored) == 10 and set(stored) <= set(disk.files)
+    assert all(tiers.host.lookup(*content) is not None for content in stored)
+    tiers.disk.drain(and_write=True)
+    assert engine.scheduler.block_manager.pool.reset() and tiers.host.reset()
+    again = ask(engine, "two")
+    # The full group needs 4 blocks of the prefix, the window 2; each is read once.
+    assert (tiers.stats()[1].loaded_blocks, tiers.stats()[0].loaded_blocks) == (6, 6)
+    assert again.num_cached_tokens == 16
+    assert again.output_token_ids == expected_output(PROMPT, again.seed, 2)
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["abort_all", "abort", "close"])
+def test_a_step_under_way_lets_go_of_its_copies_when_all_is_aborted(way):
+    engine, tiers, _ = engine_with_tiers(overlap=True)
+    engine.add_request("r", PROMPT, PARAMS)
+    engine.step()
+    assert tiers.host.counts()["active"] > 0, "its blocks are on their way to the host"
+    if way == "abort":
+        engine.abort("r")
+    else:
+        getattr(engine, way)()
+    # What is left belongs to writes to disk, which end by themselves.
+    assert tiers.host.counts()["active"] == len(tiers.disk.held_host_ids())
+    assert not engine.scheduler.has_unfinished
+    if way != "close":
+        assert engine.reset_prefix_cache()

@@ -1,0 +1,566 @@
+"""The engine loop over a FakeExecutor that verifies every KV read and write."""
+
+from __future__ import annotations
+
+import sys
+from random import Random
+
+import pytest
+
+from nanoengine.core.sequence import Request
+from nanoengine.engine import LLMEngine
+from nanoengine.errors import (
+    CapacityError,
+    EngineDeadError,
+    PromptTooLongError,
+    RequestError,
+)
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import (
+    ExecutorFailure,
+    FakeExecutor,
+    chain,
+    expected_output,
+    make_engine,
+    next_token,
+    prefix_hashes,
+    run,
+    run_late,
+)
+
+
+def params(max_tokens: int | None = 20, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **changes)
+
+
+def fake(engine: LLMEngine) -> FakeExecutor:
+    assert isinstance(engine.executor, FakeExecutor)
+    return engine.executor
+
+
+def assert_outputs(*requests: Request) -> None:
+    """Every sequence has the tokens it would have alone."""
+    for request in requests:
+        assert len(request.sequences) == request.params.n
+        for seq in request.sequences:
+            assert seq.finish_reason in ("stop", "length"), (seq, request.error)
+            assert seq.output_token_ids == expected_output(
+                request.prompt_token_ids,
+                seq.seed,
+                seq.max_num_tokens - seq.num_prompt_tokens,
+                seq.stop_ids,
+                request.params.min_tokens,
+            ), seq
+
+
+LOOPS = pytest.mark.parametrize("loop", [run, run_late])
+
+
+@LOOPS
+@pytest.mark.parametrize("num_prompt_tokens", [7, 8, 9])
+def test_parallel_sampling_forks_one_prefill(loop, num_prompt_tokens):
+    engine = make_engine()
+    request = engine.add_request("a", range(1, 1 + num_prompt_tokens), params(n=4, ignore_eos=True))
+    loop(engine)
+    assert_outputs(request)
+    assert len({seq.seed for seq in request.sequences}) == 4
+    assert fake(engine).plans[0].num_tokens == num_prompt_tokens
+    assert fake(engine).num_copies == (3 if num_prompt_tokens % 4 else 0)
+
+
+@LOOPS
+def test_a_fork_takes_the_row_of_a_sequence_preempted_in_the_same_step(loop):
+    engine = make_engine(num_blocks=6, long_prefill_threshold=8)
+    first = engine.add_request("first", range(1, 5), params(3))
+    forked = engine.add_request("forked", range(11, 23), params(1, n=2))
+    victim = engine.add_request("victim", range(31, 35), params(2))
+    loop(engine)
+    plan = next(plan for plan in fake(engine).plans if plan.forks)
+    assert [preempted.seq_id for preempted in plan.preempted] == [victim.sequences[0].seq_id]
+    assert [fork.row for fork in plan.forks] == [2] == plan.released
+    assert_outputs(first, forked, victim)
+
+
+@LOOPS
+def test_a_preempted_sequence_leaves_no_table_update_behind(loop):
+    engine = make_engine(num_blocks=9, windows=(None, 5), max_num_batched_tokens=16)
+    first = engine.add_request("first", range(1, 6), params(3))
+    second = engine.add_request("second", range(11, 19), params(3))
+    loop(engine)
+    assert fake(engine).plans[1].preempted[0].seq_id == second.sequences[0].seq_id
+    assert_outputs(first, second)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["start", "rows", "end"])
+def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
+    engine = make_engine(num_blocks=20, overlap=overlap)
+    old = [
+        engine.add_request(f"old {i}", range(1, 15), params(n=2, ignore_eos=True)) for i in range(6)
+    ]
+    engine.step()
+    engine.step()
+    fake(engine).fail_at = where
+    with pytest.raises(ExecutorFailure):
+        engine.step()
+    assert not engine.has_unfinished()
+    assert all(seq.finish_reason == "abort" for request in old for seq in request.sequences)
+    engine.scheduler.check()
+    assert engine.scheduler.block_manager.pool.counts()["empty"] == 19
+    new = [engine.add_request(f"old {i}", range(1, 15), params(n=2)) for i in range(6)]
+    assert sorted(run(engine)) == [f"old {i}" for i in range(6)]
+    assert_outputs(*new)
+
+
+def error_behind(error: BaseException, cause: BaseException, *, is_context: bool) -> BaseException:
+    """An error as CPython chains it when compiled code returns although one is to be raised."""
+    error.__cause__, error.__context__ = (None, cause) if is_context else (cause, cause)
+    return error
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["launch", "result", "settle"])
+@pytest.mark.parametrize("is_context", [False, True])
+def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where, is_context):
+    """3.12: "SystemError: ... returned a result with an exception set" in its place."""
+    engine = make_engine(overlap=overlap)
+    told = error_behind(
+        SystemError("a kernel returned a result with an exception set"),
+        KeyboardInterrupt(),
+        is_context=is_context,
+    )
+
+    def fail(*args):
+        raise told
+
+    request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
+    engine.step()
+    name = "launch" if where == "launch" else "result"
+    setattr(fake(engine), name, fail)
+    steps = engine.settle if where == "settle" else engine.step
+    if where == "settle" and not overlap:
+        engine.settle()  # nothing is under way
+        steps = engine.step
+    with pytest.raises(KeyboardInterrupt) as caught:
+        steps()
+    assert caught.value.__cause__ is told
+    assert request.sequences[0].finish_reason == "abort"
+    assert not engine.has_unfinished()
+
+
+def test_a_system_error_of_another_kind_stays_one():
+    """3.12: only an interrupt is made of it."""
+    for behind in (None, ValueError()):
+        engine = make_engine()
+        engine.add_request("a", [1, 2], params())
+        told = SystemError("odd")
+        told.__cause__ = behind
+
+        def fail(*args, told=told):
+            raise told
+
+        fake(engine).launch = fail
+        with pytest.raises(SystemError, match="odd"):
+            engine.step()
+
+
+LOOP = ("_overlapped_step", "_take_in", "_launch", "_commit")
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th line that `nanoengine/core` or the loop runs."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        name = frame.f_code.co_filename.replace("\\", "/")
+        in_loop = name.endswith("nanoengine/engine.py") and frame.f_code.co_name in LOOP
+        if "nanoengine/core" not in name and not in_loop:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize(
+    ("at", "overlap"),
+    [*((i, False) for i in range(3, 900, 13)), *((i, True) for i in range(3, 900, 17))],
+)
+def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
+    engine = make_engine(
+        num_blocks=20, windows=(None, 5), max_num_batched_tokens=32, overlap=overlap
+    )
+    for i in range(6):
+        engine.add_request(str(i), [*range(1, 10), *range(10, 15 + i)], params(n=2))
+    engine.step()
+    tracer = sys.gettrace()
+    sys.settrace(Interrupter(at))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+    finally:
+        sys.settrace(tracer)
+    assert not engine.has_unfinished()
+    engine.scheduler.check()
+    new = [engine.add_request(str(i), range(1, 15 + i), params(n=2)) for i in range(6)]
+    run(engine)
+    assert_outputs(*new)
+
+
+def propose(engine: LLMEngine, random: Random) -> None:
+    """Gives running sequences drafts, right ones up to a random place and wrong ones after it."""
+    for seq in engine.scheduler.running:
+        if seq.num_computed_tokens == seq.num_tokens - 1:
+            prefix, drafts = prefix_hashes(seq.token_ids)[-1], []
+            for _ in range(random.randrange(6)):
+                token_id = next_token(prefix, seq.seed) if random.random() < 0.8 else 1
+                drafts.append(token_id)
+                prefix = chain(prefix, token_id)
+            seq.draft_token_ids = tuple(drafts)
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (6,)])
+def test_drafts_never_change_the_output(threshold, windows):
+    random = Random(3)
+    engine = make_engine(
+        num_blocks=40, max_num_batched_tokens=12, windows=windows, long_prefill_threshold=threshold
+    )
+    requests = [
+        engine.add_request(str(i), range(1, 8 + i), params(9 + i, n=1 + i % 2)) for i in range(8)
+    ]
+    while engine.has_unfinished():
+        propose(engine, random)
+        engine.step()
+    assert_outputs(*requests)
+    steps = [plan for plan in fake(engine).plans if plan.draft_token_ids]
+    assert len(steps) > 5
+    longest = max(seq.max_num_tokens for request in requests for seq in request.sequences)
+    for plan in steps:
+        ends = [s + n for s, n in zip(plan.starts, plan.num_scheduled_tokens, strict=True)]
+        assert max(ends) < longest, "a draft lies past the end of its sequence"
+
+
+# --- requests: what is refused, and how sequences end ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "error", "message"),
+    [
+        ([], {}, RequestError, "empty"),
+        ([1, -1], {}, RequestError, r"\[0, 50\), got -1"),
+        ([1, 50], {}, RequestError, r"\[0, 50\), got 50"),
+        ([1, "2"], {}, RequestError, "integers, got '2'"),
+        ([True], {}, RequestError, "integers, got True"),
+        ([1] * 100, {}, PromptTooLongError, "100 tokens; max_model_len=100 leaves room for 99"),
+        ([1] * 81, {}, CapacityError, "81 tokens needs 21 KV blocks of 4 tokens, the pool has 20"),
+        ([1], {"stop_token_ids": [50]}, RequestError, "stop_token_ids"),
+        ([1], {"logit_bias": {77: 1.0}}, RequestError, "logit_bias"),
+        ([1], {"allowed_token_ids": [1, 50]}, RequestError, "allowed_token_ids"),
+        ([1], {"logprobs": 51}, RequestError, "logprobs must be at most 50"),
+        ([1], {"prompt_logprobs": 51}, RequestError, "prompt_logprobs must be at most 50"),
+    ],
+)
+def test_peer_bugs_01_06_31_a_bad_request_is_refused_and_leaves_nothing(
+    prompt, changes, error, message
+):
+    engine = make_engine(num_blocks=21, max_model_len=100)
+    good = engine.add_request("good", [1, 2, 3], params())
+    with pytest.raises(error, match=message):
+        engine.check_request(prompt, params(**changes))
+    with pytest.raises(error, match=message):
+        engine.add_request("bad", prompt, params(**changes))
+    assert engine.num_unfinished == 1
+    assert run(engine) == ["good"]
+    assert_outputs(good)
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
+    engine = make_engine()
+    engine.add_request("a", [1], params())
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request("a", [1], params())
+    run(engine)
+    engine.add_request("a", [1], params())
+    assert run(engine) == ["a"]
+
+
+@LOOPS
+def test_peer_bug_01_a_sequence_that_outgrows_the_pool_ends_alone(loop):
+    engine = make_engine(num_blocks=9)
+    small = engine.add_request("small", [1] * 4, params(6))
+    large = engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
+    assert loop(engine) == ["small", "large"]
+    assert_outputs(small)
+    (seq,) = large.sequences
+    assert seq.finish_reason == "error"
+    assert "33 tokens need 9 KV blocks of 4 tokens, the pool has 8" in large.error
+    assert "num_kv_blocks" in large.error
+    expected = expected_output([2] * 20, seq.seed, 100, ())
+    assert seq.output_token_ids == expected[: seq.num_output_tokens]
+    assert seq.num_output_tokens in (12, 13), "what it had is kept"
+
+
+@LOOPS
+def test_peer_bug_04_max_model_len_ends_a_sequence(loop):
+    engine = make_engine(max_model_len=20)
+    request = engine.add_request("a", range(1, 13), params(None, ignore_eos=True))
+    loop(engine)
+    assert_outputs(request)
+    assert request.sequences[0].num_output_tokens == 8
+    assert request.sequences[0].finish_reason == "length"
+    ends = [
+        start + count
+        for plan in fake(engine).plans
+        for start, count in zip(plan.starts, plan.num_scheduled_tokens, strict=True)
+    ]
+    assert max(ends) == 19, "the last token is sampled, never computed"
+
+
+def test_peer_bug_05_max_tokens_zero_is_refused():
+    with pytest.raises(RequestError, match="max_tokens must be at least 1"):
+        SamplingParams(max_tokens=0)
+
+
+@LOOPS
+def test_stop_ids_of_the_model_and_of_the_request(loop):
+    engine = make_engine(eos_token_ids=(0, 3), max_model_len=500)
+    requests = [
+        engine.add_request(str(i), [1 + i], params(400, **changes))
+        for i, changes in enumerate(
+            [{}, {"stop_token_ids": [7]}, {"ignore_eos": True, "stop_token_ids": [8]},
+             {"min_tokens": 60}]
+        )
+    ]  # fmt: skip
+    loop(engine)
+    assert_outputs(*requests)
+    ends = [request.sequences[0] for request in requests]
+    assert all(seq.finish_reason == "stop" for seq in ends)
+    for seq in ends:
+        last = seq.token_ids[-1]
+        asked_for = last in (seq.params.stop_token_ids or ())
+        assert seq.stop_reason == (last if asked_for else None)
+    assert ends[3].num_output_tokens >= 60
+
+
+class StopAfter:
+    """A sink that ends its sequence at the n-th token."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def append(self, token_id: int) -> str | None:
+        self.left -= 1
+        return None if self.left else "stop string"
+
+
+@LOOPS
+def test_a_sink_ends_its_own_sequence(loop):
+    engine = make_engine()
+    request = engine.add_request(
+        "a", [1, 2], params(9, n=3, ignore_eos=True), make_sink=lambda index: StopAfter(2 + index)
+    )
+    other = engine.add_request("b", [1, 2], params(9))
+    loop(engine)
+    assert_outputs(other)
+    assert [seq.num_output_tokens for seq in request.sequences] == [2, 3, 4]
+    assert {seq.stop_reason for seq in request.sequences} == {"stop string"}
+
+
+@LOOPS
+def test_an_error_of_one_row_ends_that_request_alone(loop):
+    engine = make_engine()
+    requests = [
+        engine.add_request(str(i), [1, 2, 3 + i], params(8, ignore_eos=True)) for i in range(3)
+    ]
+    fake(engine).row_errors = lambda row: (
+        "logits are NaN" if row.seq_id == 1 and len(row.token_ids) == 6 else None
+    )
+    assert loop(engine)[0] == "1"
+    assert requests[1].error == "logits are NaN"
+    assert requests[1].sequences[0].finish_reason == "error"
+    assert_outputs(requests[0], requests[2])
+
+
+def test_abort_frees_at_once_and_is_told_once():
+    engine = make_engine(max_num_seqs=2)
+    requests = [engine.add_request(str(i), range(1, 20), params(30)) for i in range(4)]
+    engine.step()
+    assert engine.abort("0") is requests[0]
+    assert engine.abort("3") is requests[3]
+    assert engine.abort("3") is None
+    assert engine.abort("unknown") is None
+    engine.scheduler.check()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
+    assert sorted(run(engine)) == ["1", "2"]
+    assert_outputs(*requests[1:3])
+    assert [r.sequences[0].finish_reason for r in (requests[0], requests[3])] == ["abort"] * 2
+    assert engine.stats().active_blocks == 0
+
+
+def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported():
+    engine = make_engine(num_blocks=9)
+    engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
+    scheduler = engine.scheduler
+    while not scheduler.running or scheduler.running[0].num_computed_tokens < 32:
+        engine.step()
+    plan = scheduler.schedule()
+    engine.abort("large")
+    assert scheduler.commit(plan, fake(engine).launch(plan).result()) == []
+
+
+def test_abort_all_and_close():
+    engine = make_engine()
+    requests = [engine.add_request(str(i), range(1, 20), params(30)) for i in range(3)]
+    engine.step()
+    engine.abort_all()
+    assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
+    assert all(request.sequences[0].finish_reason == "abort" for request in requests)
+    assert engine.stats().cached_blocks == 4, "an orderly end keeps the prefix cache"
+    again = engine.add_request("again", range(1, 20), params())
+    run(engine)
+    assert again.num_cached_tokens == 16
+    assert_outputs(again)
+    engine.close()
+    engine.close()
+    assert fake(engine).closed
+    for call in (engine.step, lambda: engine.add_request("b", [1], params())):
+        with pytest.raises(EngineDeadError, match="closed"):
+            call()
+
+
+def test_reset_refuses_while_blocks_are_in_use():
+    engine = make_engine()
+    engine.add_request("a", range(1, 20), params(3, ignore_eos=True))
+    engine.step()
+    assert engine.reset_prefix_cache() is False
+    run(engine)
+    assert engine.stats().cached_blocks == 5
+    assert engine.reset_prefix_cache() is True
+    assert engine.stats().empty_blocks == 64
+
+
+def test_observers_see_each_step_once_and_the_counters():
+    class Log:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def on_step(self, plan, result, scheduler) -> None:
+            assert scheduler.stats.steps == plan.step + 1
+            assert result.times.schedule_s > 0 and result.times.commit_s > 0
+            self.tokens.append(plan.num_tokens)
+
+    log = Log()
+    engine = make_engine(observers=[log])
+    engine.add_request("a", range(1, 20), params(4, ignore_eos=True))
+    engine.add_request("b", range(1, 20), params(4, ignore_eos=True))
+    run(engine)
+    assert log.tokens == [19 + 3, 2, 2, 2]
+    stats = engine.stats()
+    assert (stats.steps, stats.prefill_tokens, stats.decode_tokens) == (4, 22, 6)
+    assert (stats.output_tokens, stats.finished_requests) == (8, 2)
+    assert stats.cache_hit_rate == 16 / 38
+
+
+# --- invisible: every configuration gives the same tokens -----------------------------------------
+
+
+@LOOPS
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 34},
+        {"enable_prefix_caching": False, "num_blocks": 34},
+        {"block_size": 16},
+        {"max_num_batched_tokens": 8},
+        {"long_prefill_threshold": 5},
+        {"chunked_prefill": False},
+        {"max_num_seqs": 3},
+        {"watermark_frac": 0.2},
+    ],
+    ids=str,
+)
+def test_no_configuration_shows_in_the_output(loop, windows, options):
+    engine = make_engine(**{"num_blocks": 129, "windows": windows} | options)
+    requests = [
+        engine.add_request(
+            str(i),
+            [*range(1, 14 + 3 * (i % 3)), *([40 + i % 5] * (i % 4))],
+            params(5 + 3 * i, n=1 + (i % 4 == 3) * 2),
+            priority=i % 2,
+        )
+        for i in range(9)
+    ]
+    assert len(loop(engine)) == 9
+    assert_outputs(*requests)
+    assert engine.stats().active_blocks == 0
+
+
+@LOOPS
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 20},
+        {"enable_prefix_caching": False},
+        {"windows": (None, 6)},
+        {"max_num_batched_tokens": 8},
+        {"chunked_prefill": False},
+    ],
+    ids=str,
+)
+def test_more_sequences_of_a_request_than_rows_wait_for_rows(loop, options, max_num_seqs):
+    """4: the tokens are those of an engine with rows for all of them."""
+    engine = make_engine(**{"num_blocks": 129} | options, max_num_seqs=max_num_seqs)
+    requests = [
+        engine.add_request("large", range(1, 14), params(9, n=7)),
+        engine.add_request("small", range(1, 10), params(9)),
+        engine.add_request("late", range(5, 18), params(6, n=6), priority=1),
+    ]
+    assert sorted(loop(engine)) == ["large", "late", "small"]
+    assert_outputs(*requests)
+    assert engine.stats().active_blocks == 0
+
+
+@LOOPS
+def test_sequences_that_wait_for_rows_are_aborted_with_the_others(loop):
+    """4: their request is gone as a whole."""
+    engine = make_engine(max_num_seqs=2)
+    request = engine.add_request("a", range(1, 14), params(9, n=7, ignore_eos=True))
+    other = engine.add_request("b", range(1, 14), params(9))
+    for _ in range(3):
+        engine.step()
+    assert engine.abort("a") is request
+    assert request.finished
+    assert len(request.sequences) == 7
+    engine.scheduler.check()
+    loop(engine)
+    assert_outputs(other)
+
+
+def test_drafts_wait_until_the_forks_are_made_or_wait_for_a_row():
+    """4: with one row, no fork is placed beside its parent."""
+    engine = make_engine(long_prefill_threshold=8, max_num_seqs=1)
+    request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
+    engine.step()
+    (seq,) = request.sequences
+    seq.draft_token_ids = (1, 2)
+    run(engine)
+    assert_outputs(request)
+
+
+def test_drafts_wait_until_the_forks_are_made():
+    engine = make_engine(long_prefill_threshold=8)
+    request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
+    engine.step()
+    (seq,) = request.sequences
+    assert seq.num_computed_tokens == seq.num_tokens - 1
+    seq.draft_token_ids = (1, 2)
+    run(engine)
+    assert_outputs(request)

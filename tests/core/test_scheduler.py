@@ -1,0 +1,270 @@
+"""The Scheduler: budget, admission, fairness, preemption; driven through the engine."""
+
+from __future__ import annotations
+
+from nanoengine.core.plan import StepPlan
+from nanoengine.core.waiting import MAX_LOOK_AHEAD, MAX_OVERTAKEN
+from nanoengine.engine import LLMEngine
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, run, run_late
+
+
+def params(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | changes)
+
+
+def plans(engine: LLMEngine) -> list[StepPlan]:
+    assert isinstance(engine.executor, FakeExecutor)
+    return engine.executor.plans
+
+
+def admission_order(engine: LLMEngine) -> list[int]:
+    """Sequence ids in the order of their admissions."""
+    return [new.seq_id for plan in plans(engine) for new in plan.admitted]
+
+
+# --- fairness -------------------------------------------------------------------------------------
+
+
+def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
+    # The runner holds half of the pool for 60 steps; the head needs more than the other half.
+    engine = make_engine(num_blocks=41, max_num_seqs=8, max_num_batched_tokens=256)
+    engine.add_request("runner", range(1, 17), params(60))
+    engine.step()
+    engine.add_request("head", [2] * 150, params(1))
+    for i in range(40):
+        engine.add_request(f"small {i}", [3 + i] * 3, params(2))
+    run(engine)
+    order = admission_order(engine)
+    assert order.index(1) - 1 == MAX_OVERTAKEN
+    assert sorted(order) == list(range(42))
+
+
+# --- preemption -----------------------------------------------------------------------------------
+
+
+def test_a_preempted_sequence_is_not_refused_for_the_watermark():
+    engine = make_engine(
+        num_blocks=101, watermark_frac=0.05, max_num_batched_tokens=512, enable_prefix_caching=False
+    )
+    first = engine.add_request("first", range(1, 5), params(20))
+    long = engine.add_request("long", [7] * 376, params(18))
+    run(engine)
+    assert engine.stats().preemptions == 1
+    assert [r.sequences[0].finish_reason for r in (first, long)] == ["length", "length"], long.error
+
+
+def test_priority_comes_from_the_params_unless_given_apart():
+    engine = make_engine(max_num_seqs=1)
+    engine.add_request("late", [1], params(1, priority=5))
+    engine.add_request("middle", [1], params(1))
+    engine.add_request("first", [1], params(1, priority=5), priority=-1)
+    assert run(engine) == ["first", "middle", "late"]
+
+
+def test_the_latest_of_the_lowest_priority_is_the_victim_and_returns_first():
+    engine = make_engine(num_blocks=13, max_num_batched_tokens=64, enable_prefix_caching=False)
+    for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
+        engine.add_request(name, range(1, 9), params(12), priority=priority)
+    engine.add_request("e", [1] * 30, params(1), priority=1)
+    finished = run(engine)
+    preempted = [p.seq_id for plan in plans(engine) for p in plan.preempted]
+    assert preempted[0] == 3, "d: priority 1, and the latest of those that run"
+    assert preempted[1] == 1, "b: then the other one of priority 1"
+    assert 0 not in preempted
+    assert admission_order(engine)[-2:] == [3, 4], "d waits at the head, before e"
+    assert finished[:3] == ["a", "c", "b"]
+
+
+def test_preemption_recomputes_and_says_how_much():
+    engine = make_engine(num_blocks=7, enable_prefix_caching=False)
+    first = engine.add_request("first", range(1, 9), params(9))
+    second = engine.add_request("second", range(21, 29), params(9))
+    run(engine)
+    stats = engine.stats()
+    assert stats.preemptions == 1
+    (lost,) = [p.num_computed_tokens for plan in plans(engine) for p in plan.preempted]
+    assert stats.recomputed_tokens == lost
+    assert stats.prefill_tokens == 8 + 8 + lost + 1
+    assert stats.prefill_waste_frac == lost / (17 + lost)
+    assert stats.output_tokens == 18
+    for request in (first, second):
+        (seq,) = request.sequences
+        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 9, ())
+
+
+def test_peer_bug_32_a_preempted_sequence_hits_its_own_blocks_and_computes_the_rest():
+    for loop in (run, run_late):
+        engine = make_engine(num_blocks=9, max_num_seqs=3)
+        requests = [
+            engine.add_request(str(i), range(1 + 9 * i, 9 + 9 * i), params(20)) for i in range(3)
+        ]
+        loop(engine)
+        readmitted = [
+            new
+            for plan in plans(engine)
+            for new in plan.admitted
+            if len(new.token_ids) > new.num_prompt_tokens
+        ]
+        assert readmitted
+        assert any(new.num_cached_tokens for new in readmitted), "its own blocks are found again"
+        assert all(new.num_cached_tokens < len(new.token_ids) for new in readmitted)
+        for request in requests:
+            (seq,) = request.sequences
+            prompt = request.prompt_token_ids
+            assert seq.output_token_ids == expected_output(prompt, seq.seed, 20, ())
+
+
+# --- budget and caps ------------------------------------------------------------------------------
+
+
+def test_peer_bug_02_max_num_seqs_is_a_cap():
+    engine = make_engine(num_blocks=200, max_num_seqs=5)
+    for i in range(12):
+        engine.add_request(str(i), range(1, 10), params(6, n=1 + i % 4))
+    most = 0
+    while engine.has_unfinished():
+        engine.step()
+        most = max(most, engine.stats().num_running)
+    assert most == 5
+    assert max(len(plan.rows) for plan in plans(engine)) == 5
+
+
+def test_chunks_and_decodes_share_the_budget():
+    engine = make_engine(num_blocks=100, max_num_batched_tokens=20)
+    engine.add_request("short", range(1, 5), params(9))
+    engine.add_request("long", range(1, 49), params(1))
+    run(engine)
+    scheduled = [list(plan.num_scheduled_tokens) for plan in plans(engine)[:4]]
+    assert scheduled == [[4, 16], [1, 19], [1, 9], [1]]
+
+
+def test_long_prefill_threshold():
+    engine = make_engine(num_blocks=100, long_prefill_threshold=16, enable_prefix_caching=False)
+    for i in range(2):
+        engine.add_request(str(i), range(1, 41), params(1))
+    run(engine)
+    scheduled = [list(plan.num_scheduled_tokens) for plan in plans(engine)]
+    assert scheduled == [[16, 16], [16, 16], [8, 8]]
+
+
+def test_without_chunks_a_prompt_runs_whole_or_waits():
+    engine = make_engine(num_blocks=100, max_num_batched_tokens=40, chunked_prefill=False)
+    for i in range(3):
+        engine.add_request(str(i), [i + 1] * 25, params(2))
+    run(engine)
+    scheduled = [list(plan.num_scheduled_tokens) for plan in plans(engine)]
+    assert scheduled == [[25], [1, 25], [1, 25], [1]]
+
+
+def test_peer_bug_18_a_long_prefill_never_stalls_a_decode():
+    engine = make_engine(num_blocks=400, max_num_batched_tokens=16)
+    engine.add_request("urgent and long", [1] * 300, params(1), priority=-1)
+    decodes = [engine.add_request(f"decode {i}", [2 + i], params(50)) for i in range(4)]
+    while not all(request.sequences[0].num_output_tokens for request in decodes):
+        engine.step()
+    before = [request.sequences[0].num_output_tokens for request in decodes]
+    engine.add_request("long", [9] * 300, params(1), priority=-2)
+    for step in range(1, 10):
+        engine.step()
+        now = [request.sequences[0].num_output_tokens for request in decodes]
+        assert now == [count + step for count in before]
+        assert plans(engine)[-1].num_tokens == 16, "the prompts take what the decodes leave"
+
+
+def test_peer_bug_17_one_prompt_that_does_not_fit_blocks_nobody():
+    engine = make_engine(num_blocks=21)
+    engine.add_request("runner", range(1, 41), params(30))
+    engine.step()
+    engine.add_request("large", [9] * 70, params(1), cache_salt="its own")
+    for i in range(3):
+        engine.add_request(f"small {i}", [i + 1] * 4, params(3))
+    assert run(engine)[:3] == ["small 0", "small 1", "small 2"]
+
+
+def test_the_look_ahead_is_bounded():
+    engine = make_engine(num_blocks=21, max_num_seqs=32)
+    engine.add_request("runner", range(1, 42), params(4))
+    engine.step()
+    asked = []
+    manager = engine.scheduler.block_manager
+    real = manager.can_allocate
+    type(manager).can_allocate = lambda self, seq, **kw: asked.append(seq.seq_id) or real(seq, **kw)
+    try:
+        for i in range(30):
+            engine.add_request(f"large {i}", [i + 1] * 60, params(1))
+        engine.step()
+    finally:
+        type(manager).can_allocate = real.__func__
+    assert asked == list(range(1, MAX_LOOK_AHEAD + 2))
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+def test_peer_bug_12_equal_prompts_of_one_step_compute_their_prefix_once():
+    # 2 x 100 tokens with blocks of 16 schedule 100 and 4
+    for loop in (run, run_late):
+        engine = make_engine(block_size=16, max_num_batched_tokens=256)
+        requests = [engine.add_request(str(i), [*range(1, 41)] * 2 + [7] * 20, params(5))
+                    for i in range(2)]  # fmt: skip
+        loop(engine)
+        assert plans(engine)[0].num_scheduled_tokens == [100, 4]
+        for request in requests:
+            (seq,) = request.sequences
+            prompt = request.prompt_token_ids
+            assert seq.output_token_ids == expected_output(prompt, seq.seed, 5, ())
+
+
+def test_peer_bug_29_the_writer_of_a_prefix_shared_in_one_step_may_end_first():
+    engine = make_engine(num_blocks=30)
+    requests = [engine.add_request(str(i), range(1, 21), params(1 + 4 * i)) for i in range(4)]
+    engine.step()
+    assert requests[0].finished
+    engine.scheduler.check()
+    table = requests[1].sequences[0].block_tables[0]
+    assert [engine.scheduler.block_manager.pool.blocks[b].ref_count for b in table] == [3] * 4 + [1]
+    engine.add_request("other", [40] * 40, params(2))
+    run(engine)
+    for request in requests:
+        (seq,) = request.sequences
+        assert seq.output_token_ids == expected_output(
+            range(1, 21), seq.seed, 1 + 4 * int(request.request_id), ()
+        )
+
+
+def test_the_next_turn_of_a_chat_finds_prompt_and_answer():
+    # prompt 100 + 200 generated, next prompt 300 long -> 12 tokens computed
+    engine = make_engine(block_size=16, max_num_batched_tokens=256)
+    first = engine.add_request("first", [*range(1, 41), *range(1, 41), *range(1, 21)], params(200))
+    run(engine)
+    second = engine.add_request("second", first.sequences[0].token_ids, params(1))
+    run(engine)
+    assert second.num_cached_tokens == 288
+    assert plans(engine)[-1].num_scheduled_tokens == [12]
+
+
+def test_a_prompt_is_computed_once_for_n_sequences():
+    engine = make_engine(num_blocks=60, max_num_batched_tokens=16, max_num_seqs=4)
+    engine.add_request("a", range(1, 42), params(4, n=4))
+    run(engine)
+    assert [plan.num_tokens for plan in plans(engine)] == [16, 16, 9, 4, 4, 4]
+    assert [len(plan.block_copies) for plan in plans(engine)] == [0, 0, 0, 3, 0, 0]
+
+
+def test_rows_are_kept_for_the_forks_of_running_prompts():
+    engine = make_engine(num_blocks=60, max_num_batched_tokens=16, max_num_seqs=4)
+    engine.add_request("forks", range(1, 42), params(4, n=3))
+    for i in range(3):
+        engine.add_request(str(i), [i + 1] * 2, params(9))
+    assert len(run(engine)) == 4
+    assert admission_order(engine)[:2] == [0, 1]
+
+
+def test_a_block_that_the_last_step_fills_is_found_again():
+    engine = make_engine(block_size=4)
+    first = engine.add_request("first", [1, 2], params(7))  # 8 of its 9 tokens are computed
+    run(engine)
+    second = engine.add_request("second", first.sequences[0].token_ids, params(1))
+    run(engine)
+    assert second.num_cached_tokens == 8

@@ -1,0 +1,179 @@
+"""docs/moving_from_vllm.md: each row of its tables is executed, and none is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+
+import nanoengine
+from nanoengine import LLM, BeamSearchParams, NanoEngineError, SamplingParams, vllm_names
+from nanoengine.assets import demo_model_path
+from nanoengine.build import share_of_memory
+from nanoengine.config import EngineConfig
+from nanoengine.vllm_names import Alias, Idle, Refused, Values
+
+PAGE = (Path(__file__).parents[2] / "docs" / "moving_from_vllm.md").read_text(encoding="utf-8")
+
+
+class Row(NamedTuple):
+    code: str
+    kind: str
+    meaning: str
+
+
+def rows(section: str) -> list[Row]:
+    """The rows of the table in a section."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(.*?)` \| ([a-z ]+) \| (.*?) ?\|$", text, re.MULTILINE)
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(found) == len(lines) > 4, "every line of the table is a row"
+    return [Row(*one) for one in found]
+
+
+def given(code: str) -> dict[str, Any]:
+    """The keywords in `name=value, ...`."""
+    return eval(f"dict({code})")
+
+
+def make_config(**options: Any) -> EngineConfig:
+    """What a GPU would be given."""
+    config = EngineConfig.from_kwargs(**{"model": "m"} | options)
+    return share_of_memory(config, torch.device("cuda"))
+
+
+def make_beams(**options: Any) -> BeamSearchParams:
+    return BeamSearchParams(**{"beam_width": 1, "max_tokens": 1} | options)
+
+
+SETTINGS: dict[str, tuple[Any, vllm_names.Table]] = {
+    "Arguments of LLM": (make_config, vllm_names.LLM_OPTIONS),
+    "SamplingParams": (SamplingParams, vllm_names.SAMPLING_PARAMS),
+    "BeamSearchParams": (make_beams, vllm_names.BEAM_SEARCH_PARAMS),
+}
+
+
+def each(sections: Mapping[str, Any]) -> list[Any]:
+    return [pytest.param(s, row, id=f"{s}-{row.code}") for s in sections for row in rows(s)]
+
+
+@pytest.mark.parametrize(("section", "row"), each(SETTINGS))
+def test_a_setting_is_what_the_page_says(section: str, row: Row) -> None:
+    make, table = SETTINGS[section]
+    options = given(row.code)
+    (name,) = options
+    meaning = table.get(name)
+    why = meaning.why if isinstance(meaning, Idle | Refused) else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if row.kind == "refused":
+            with pytest.raises(NanoEngineError) as refused:
+                make(**options)
+            assert (why or name) in str(refused.value)
+            assert why is None or why.startswith(row.meaning)
+            return
+        made = make(**options)
+    assert bool(caught) == (row.kind == "no effect")
+    match row.kind:
+        case "same":
+            ours, wish = getattr(made, name), options[name]
+            assert ours == (wish if not isinstance(wish, list) else tuple(wish)) or ours == (wish,)
+        case "alias":
+            ours = re.match(r"`(.*?)`", row.meaning)
+            assert ours is not None
+            assert made == make(**given(ours[1]))
+        case "no effect":
+            assert made == make()
+            assert name in str(caught[0].message)
+            assert why is None or why == row.meaning
+        case _:
+            raise AssertionError(f"unknown word {row.kind!r}")
+
+
+@pytest.mark.parametrize("section", SETTINGS)
+def test_no_name_of_a_table_is_missing_on_the_page(section: str) -> None:
+    _, table = SETTINGS[section]
+    shown = {(name, row.kind) for row in rows(section) for name in given(row.code)}
+    for name, meaning in table.items():
+        match meaning:
+            case Alias():
+                assert (name, "alias") in shown
+            case Idle():
+                assert (name, "no effect") in shown
+            case Refused():
+                assert (name, "refused") in shown
+            case Values(_, reported) if reported:
+                assert (name, "no effect") in shown
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "own"),
+    [("SamplingParams", SamplingParams, {"priority"}),
+     ("BeamSearchParams", BeamSearchParams, {"early_stopping"})],
+)  # fmt: skip
+def test_fields_come_in_the_order_of_the_page(section: str, settings: Any, own: set[str]) -> None:
+    same = dict.fromkeys(n for row in rows(section) if row.kind == "same" for n in given(row.code))
+    fields = [field.name for field in dataclasses.fields(settings)]
+    assert [name for name in fields if name not in own][: len(same)] == list(same)
+    assert same.keys() == set(fields) - own
+
+
+# --- what is called and read ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[dict[str, Any]]:
+    """What the code of the page may use."""
+    params = SamplingParams(max_tokens=2, logprobs=1)
+    with LLM(demo_model_path(), max_num_seqs=8, num_kv_blocks=64) as llm:
+        (output,) = llm.generate("Once", params, use_tqdm=False)
+        (beams,) = llm.beam_search("Once", BeamSearchParams(2, 4), use_tqdm=False)
+        yield {
+            "llm": llm,
+            "params": params,
+            "talk": [{"role": "user", "content": "Tell a story."}],
+            "output": output,
+            "beam": beams.sequences[0],
+            "numpy": numpy,
+            "BeamSearchParams": BeamSearchParams,
+            "SamplingParams": SamplingParams,
+        }
+
+
+CODE = ("Methods", "Outputs")
+
+
+@pytest.mark.parametrize(("section", "row"), each(dict.fromkeys(CODE)))
+def test_code_does_what_the_page_says(section: str, row: Row, names: dict[str, Any]) -> None:
+    assert row.kind in ("same", "differs", "refused")
+    if row.kind == "refused":
+        # AttributeError covers assignments to what is frozen, TypeError unknown arguments.
+        with pytest.raises((NanoEngineError, AttributeError, TypeError)) as refused:
+            eval(row.code, dict(names))
+        lacking = row.code.removeprefix("llm.")
+        if lacking in vllm_names.LLM_METHODS:
+            assert vllm_names.LLM_METHODS[lacking] == row.meaning
+            assert str(refused.value) == f"LLM has no {lacking!r}: {row.meaning}"
+    else:
+        eval(row.code, dict(names))
+
+
+def test_what_an_llm_lacks_is_on_the_page(names: dict[str, Any]) -> None:
+    shown = {row.code.removeprefix("llm.") for row in rows("Methods") if row.kind == "refused"}
+    assert vllm_names.LLM_METHODS.keys() <= shown
+    assert not hasattr(names["llm"], "encode")
+    with pytest.raises(AttributeError, match=r"LLM has no 'generat'$"):
+        names["llm"].generat  # noqa: B018
+
+
+@pytest.mark.parametrize("row", rows("Names to import"), ids=lambda row: row.code)
+def test_a_name_can_be_imported_or_not(row: Row) -> None:
+    assert row.kind in ("same", "refused")
+    assert hasattr(nanoengine, row.code) == (row.kind == "same")

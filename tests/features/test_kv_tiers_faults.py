@@ -1,0 +1,487 @@
+"""What a disk can do to a disk tier: right tokens every time, one warning, and no exception."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoengine import DiskTier, HostTier
+from nanoengine.core.disk_tier import DiskCopy
+from nanoengine.engine import LLMEngine
+from nanoengine.features import kv_tiers
+from tests.support.disk_files import carry_out, content
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+MIB = 2**-10  # GiB
+PROMPTS = random_prompts(4, [40, 50], seed=2)
+
+
+def engine_on(path, disk_mib: float = 16) -> LLMEngine:
+    tiers = [
+        HostTier(gib=4 * MIB, policy="load"),
+        DiskTier(path, gib=disk_mib * MIB, policy="load"),
+    ]
+    return make_engine(checkpoint("qwen3"), block_size=8, num_kv_blocks=25, kv_tiers=tiers)
+
+
+def outputs(engine: LLMEngine) -> list[list[list[int]]]:
+    return tokens(run(engine, PROMPTS, greedy(8)))
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return outputs(make_engine(checkpoint("qwen3"), enable_prefix_caching=False))
+
+
+@pytest.fixture
+def warm(tmp_path, truth) -> Path:
+    """A directory that an engine has filled."""
+    engine = engine_on(tmp_path)
+    assert outputs(engine) == truth
+    engine.close()
+    assert len(files(tmp_path)) == 24
+    return tmp_path
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("*/*.kv"))
+
+
+def header(path: Path) -> str:
+    """The start of a file, as text."""
+    return path.read_bytes()[:400].decode("ascii", "replace")
+
+
+def warnings(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == kv_tiers.__name__]
+
+
+TOKEN_IDS = {
+    "no tokens": b"[]",
+    "words": b'["a"]',
+    "large numbers": b"[18446744073709551616]",
+    "brackets": b"[" * 100_000,
+}
+# --- other weights --------------------------------------------------------------------------------
+
+
+def through_an_index(directory: Path, file: str) -> None:
+    """Has the index of a checkpoint name this file for all tensors."""
+    weight_map = dict.fromkeys(load_file(directory / file), file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def other_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The same tensors, those of the last layer with other values."""
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if ".layers.1." in name and "norm" not in name:
+            tensors[name] = -tensor
+    return tensors
+
+
+@pytest.mark.parametrize("how", ["index", "subdirectory", "middle"])
+def test_blocks_of_other_weights_are_never_served(how, tmp_path):
+    directory, cache = tmp_path / "model", tmp_path / "kv"
+    shutil.copytree(checkpoint("qwen3"), directory)
+    weights = directory / "model.safetensors"
+    if how != "middle":
+        (directory / "shards").mkdir()
+        weights = weights.rename(directory / ("shards/a" if how == "subdirectory" else "a"))
+        through_an_index(directory, str(weights.relative_to(directory)))
+    tiers = [HostTier(gib=4 * MIB, policy="load"), DiskTier(cache, gib=16 * MIB, policy="load")]
+
+    def answers(**options) -> list[list[list[int]]]:
+        engine = make_engine(str(directory), block_size=8, num_kv_blocks=25, **options)
+        found = outputs(engine)
+        engine.close()
+        return found
+
+    old = answers(kv_tiers=tiers)
+    changed, stat = other_weights(weights), weights.stat()
+    if how == "index":
+        save_file(changed, directory / "b", metadata={"format": "pt"})
+        through_an_index(directory, "b")
+    elif how == "subdirectory":
+        save_file(changed, weights, metadata={"format": "pt"})
+    else:  # of the same size and time, with the same start and end
+        before = weights.read_bytes()
+        save_file(changed, weights, metadata={"format": "pt"})
+        after = weights.read_bytes()
+        edge = 2**16
+        assert len(after) == len(before) > 3 * edge
+        weights.write_bytes(before[:edge] + after[edge:-edge] + before[-edge:])
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    new = answers(enable_prefix_caching=False)
+    assert new != old
+    assert answers(kv_tiers=tiers) == new
+
+
+def test_a_checkpoint_that_was_copied_is_the_same_model(tmp_path):
+    facts = {"dtype": "float32"}
+    first = Path(checkpoint("qwen3"))
+    second = shutil.copytree(first, tmp_path / "copy", copy_function=shutil.copyfile)
+    names = ("config.json", "model.safetensors")
+    prints = {kv_tiers.model_fingerprint([d / n for n in names], facts) for d in (first, second)}
+    assert len(prints) == 1
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+DAMAGES = ["bytes", "header", "checksum", "torn", "empty", "longer", *TOKEN_IDS]
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_file_is_a_miss_and_is_removed(what, warm, truth, caplog):
+    for path in files(warm):
+        data = bytearray(path.read_bytes())
+        if what == "bytes":
+            data[-100] ^= 1
+        elif what == "header":
+            data[60] ^= 1
+        elif what == "checksum":
+            data[-16384 - 3] ^= 1
+        elif what == "torn":
+            del data[-5000:]
+        elif what == "empty":
+            data.clear()
+        elif what in TOKEN_IDS:
+            (length,) = struct.unpack("<I", data[8:12])
+            text = re.sub(
+                rb'"token_ids":.*?]', b'"token_ids":' + TOKEN_IDS[what], data[12:][:length]
+            )
+            data[8 : 12 + length] = struct.pack("<I", len(text)) + text
+        else:
+            data += b"x"
+        path.write_bytes(data)
+    engine = engine_on(warm)
+    assert outputs(engine) == truth
+    assert engine.stats().cache_hit_tokens == 0
+    assert engine.stats().tiers[1].loaded_blocks == 0
+    assert len(warnings(caplog)) == 1 and "damaged" in warnings(caplog)[0]
+    engine.close()
+    again = engine_on(warm)
+    assert outputs(again) == truth
+    assert again.stats().tiers[1].loaded_blocks > 0, "good files took the place of the damaged"
+    assert again.stats().tiers[1].failed_copies == 0
+    again.close()
+
+
+def in_the_way(path: Path, what: str) -> None:
+    """Puts what is no file where a file is looked for."""
+    if what == "directory":
+        path.mkdir()
+        (path / "inside").write_text("x")
+    elif what == "dangling link":
+        path.symlink_to(path.with_name("nowhere"))
+    elif what == "link":
+        path.with_name("target").write_text("mine")
+        path.symlink_to(path.with_name("target"))
+    elif what == "loop":
+        path.symlink_to(path.name)
+    else:
+        os.mkfifo(path)
+
+
+THINGS = ["directory", "dangling link", "link", "loop", "FIFO"]
+
+
+@pytest.mark.parametrize("what", THINGS)
+def test_what_is_no_file_is_damage_of_that_one(what, warm, truth, caplog):
+    """Found by a scan, and behind it all others."""
+    others = files(warm)
+    (directory,) = warm.iterdir()
+    in_the_way(directory / "!first.kv", what)
+    engine = engine_on(warm)
+    assert engine.stats().tiers[1].cached_blocks == len(others)
+    assert outputs(engine) == truth
+    engine.close()
+    assert "damaged files, !first.kv the first" in warnings(caplog)[0]
+    assert os.path.lexists(directory / "!first.kv") == (what == "directory")
+    if what == "link":
+        assert (directory / "target").read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", THINGS)
+def test_what_is_no_file_is_a_miss_when_it_is_read(what, warm, truth):
+    engine = engine_on(warm)
+    (path,) = [p for p in files(warm) if str(PROMPTS[0][8:16]).replace(" ", "") in header(p)]
+    path.unlink()
+    in_the_way(path, what)
+    assert outputs(engine) == truth
+    assert engine.stats().tiers[1].failed_copies >= 1
+    assert engine.stats().tiers[1].loaded_blocks > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("what", THINGS)
+def test_nothing_is_written_through_what_lies_in_the_way(what, tmp_path, caplog):
+    host = np.arange(3000, dtype=np.uint8).reshape(3, 1000) % 251
+    disk = kv_tiers.DiskFiles(tmp_path, "f", host)
+    digest = content(1).prefix.digest.hex()
+    in_the_way(disk.directory / f"0-{digest}.tmp", what)
+    assert carry_out(disk, DiskCopy("write", content(1), 1, 1)) == [False]
+    assert not os.path.exists(disk.directory / "nowhere")
+    if what == "link":
+        assert (disk.directory / "target").read_text() == "mine"
+    assert disk.can_write, "damage of one file"
+    assert carry_out(disk, DiskCopy("write", content(2), 2, 1)) == [True]
+    if what != "directory":
+        assert carry_out(disk, DiskCopy("write", content(1), 1, 1)) == [True]
+    disk.close()
+
+
+def test_a_header_of_another_group_or_of_endless_length_is_damage(warm, truth, caplog):
+    parents = "".join(map(header, files(warm)))
+    leaves = [p for p in files(warm) if f'"parent":"{p.stem.partition("-")[2]}"' not in parents]
+    first, second = leaves[:2]
+    data = first.read_bytes()
+    (length,) = struct.unpack("<I", data[8:12])
+    text = data[12:][:length].replace(b'"group":0', b'"group":7')
+    first.write_bytes(data[:12] + text + data[12 + length :])
+    with open(second, "r+b") as file:  # sparse
+        file.seek(8)
+        file.write(struct.pack("<I", 2**32 - 1))
+        file.truncate(12 + 2**32 - 1 + 16 + 16384)
+    engine = engine_on(warm)
+    assert engine.stats().tiers[1].cached_blocks == 24 - 2
+    assert outputs(engine) == truth
+    engine.close()
+    (told,) = warnings(caplog)
+    assert f"damaged files, {second.name} the first" in told
+
+
+def test_only_this_user_may_look_into_the_directory(tmp_path):
+    old = os.umask(0)
+    try:
+        engine = engine_on(tmp_path / "below" / "kv")
+        outputs(engine)
+        engine.close()
+    finally:
+        os.umask(old)
+    (directory,) = (tmp_path / "below" / "kv").iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert len(list(directory.iterdir())) > 20 and modes == {0o600}
+
+
+def test_the_lock_is_no_link(tmp_path, caplog):
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "lock").symlink_to(tmp_path / "made")
+    disk = kv_tiers.DiskFiles(tmp_path, "f", np.zeros((2, 8), np.uint8))
+    assert not disk.can_write and not (tmp_path / "made").exists()
+    assert "only read" in warnings(caplog)[0]
+    disk.close()
+
+
+def test_an_engine_that_was_dropped_gives_the_lock_back(warm, truth, caplog):
+    first = engine_on(warm)
+    assert outputs(first) == truth
+    del first
+    second = engine_on(warm)
+    assert warnings(caplog) == []
+    second.close()
+
+
+@pytest.mark.parametrize("where", ["core.tiers.Tiers", "build.Scheduler"])
+def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
+    where, warm, caplog, monkeypatch
+):
+    module, _, name = where.rpartition(".")
+    module = importlib.import_module(f"nanoengine.{module}")
+
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_tiers if name == "Tiers" else module, name, fail)
+        with pytest.raises(ZeroDivisionError) as kept:
+            engine_on(warm)
+    second = engine_on(warm)
+    assert warnings(caplog) == []
+    assert kept.value.__traceback__ is not None, "as a notebook keeps it"
+    second.close()
+
+
+def test_a_block_damaged_while_the_engine_runs_costs_one_miss(warm, truth):
+    engine = engine_on(warm)
+    (path,) = [p for p in files(warm) if str(PROMPTS[0][8:16]).replace(" ", "") in header(p)]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x80
+    path.write_bytes(data)
+    assert outputs(engine) == truth
+    assert engine.stats().tiers[1].failed_copies == 1
+    assert engine.stats().tiers[1].loaded_blocks > 0
+    engine.close()
+
+
+def test_a_file_of_another_name_or_model_is_not_believed(warm, truth):
+    first, second = files(warm)[:2]
+    shutil.copy(first, second)  # whole, with a right checksum, and not what its name says
+    other = warm / "0123456789abcdef"
+    other.mkdir()
+    shutil.copy(first, other / first.name)
+    engine = engine_on(warm)
+    assert outputs(engine) == truth
+    engine.close()
+    assert (other / first.name).exists(), "other models' files are left alone"
+
+
+class FullDisk:
+    """Stands in for `open`: writing fails as on a full disk, after some bytes."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, path, mode="r", **options):
+        if "x" in mode:
+            self.left -= 1
+            if self.left < 0:
+                Path(path).write_bytes(b"half")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open(path, mode, **options)
+
+
+def test_a_full_disk_takes_no_more_and_still_gives(tmp_path, truth, caplog, monkeypatch):
+    monkeypatch.setattr(kv_tiers, "open", FullDisk(after=10), raising=False)
+    engine = engine_on(tmp_path)
+    assert outputs(engine) == truth
+    assert outputs(engine) == truth
+    engine.close()
+    assert len(warnings(caplog)) == 1 and "No space left" in warnings(caplog)[0]
+    assert len(files(tmp_path)) == 10 and not list(tmp_path.glob("*/*.tmp"))
+    caplog.clear()
+    again = engine_on(tmp_path)
+    assert again.stats().tiers[1].cached_blocks == 10
+    assert outputs(again) == truth
+    again.close()
+
+
+def test_a_cap_is_kept_by_evicting_the_oldest(tmp_path, truth):
+    engine = engine_on(tmp_path, disk_mib=0.125)  # 8 blocks
+    assert outputs(engine) == truth
+    assert outputs(engine) == truth
+    engine.close()
+    assert engine.stats().tiers[1].stored_blocks > 8
+    assert len(files(tmp_path)) == 8
+    smaller = engine_on(tmp_path, disk_mib=0.0625)
+    smaller.close()
+    assert len(files(tmp_path)) == 4, "a smaller cap is kept from the start"
+
+
+def test_a_directory_that_disappears_is_reported_once(warm, truth, caplog):
+    engine = engine_on(warm)
+    shutil.rmtree(warm)
+    assert outputs(engine) == truth
+    assert outputs(engine) == truth
+    engine.close()
+    told = warnings(caplog)
+    assert len([t for t in told if "lost files" in t]) == 1
+    assert len(told) == len(set(told)) <= 2
+    assert engine.stats().tiers[1].loaded_blocks == 0
+
+
+def test_a_path_that_cannot_be_made_is_reported_once(tmp_path, truth, caplog):
+    (tmp_path / "file").write_text("in the way")
+    engine = engine_on(tmp_path / "file" / "below")
+    assert outputs(engine) == truth
+    engine.close()
+    assert any("can't be written" in told for told in warnings(caplog))
+    assert engine.stats().tiers[1].stored_blocks == 0
+
+
+def test_a_read_only_directory_is_read(warm, truth, caplog, monkeypatch):
+    def denied(path, flags=os.O_RDWR, *args):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, flags, *args)
+
+    opened = os.open
+    monkeypatch.setattr(kv_tiers.os, "open", denied)
+    monkeypatch.setattr(kv_tiers.os, "utime", denied)
+    before = files(warm)
+    engine = engine_on(warm, disk_mib=0.125)
+    assert outputs(engine) == truth
+    assert engine.stats().tiers[1].loaded_blocks > 0
+    assert engine.stats().tiers[1].stored_blocks == 0
+    engine.close()
+    assert files(warm) == before
+    told = warnings(caplog)
+    assert len(told) == len(set(told)) and "it is only read" in told[0]
+
+
+def test_two_processes_share_a_directory_and_one_writes(warm, truth, caplog):
+    first = engine_on(warm)
+    second = engine_on(warm)
+    assert "another process" in warnings(caplog)[0]
+    assert outputs(second) == outputs(first) == truth
+    assert second.stats().tiers[1].loaded_blocks > 0
+    first.close()
+    assert outputs(second) == truth
+    second.close()
+    third = engine_on(warm)
+    assert len(warnings(caplog)) == 1, "a closed engine has given the lock back"
+    third.close()
+
+
+def test_a_worker_that_meets_a_bad_file_leaves_the_host_block_unindexed(tmp_path):
+    host = np.arange(3000, dtype=np.uint8).reshape(3, 1000) % 251
+    disk = kv_tiers.DiskFiles(tmp_path, "f", host)
+    assert carry_out(disk, DiskCopy("write", content(1), 1, 1)) == [True]
+    (path,) = files(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert carry_out(disk, DiskCopy("read", content(1), 2, 1)) == [False]
+    assert not path.exists()
+    disk.close()
+
+
+CHILD = """
+import sys
+from tests.features.test_kv_tiers_faults import *
+tiers = [HostTier(gib=4 * MIB), DiskTier(sys.argv[2], gib=16 * MIB)]
+engine = make_engine(sys.argv[1], block_size=8, num_kv_blocks=25, kv_tiers=tiers)
+run(engine, PROMPTS, greedy(8))
+print("running", flush=True)
+for seed in range(10_000):
+    run(engine, random_prompts(4, [40, 50], seed=seed + 100), greedy(8))
+"""
+
+
+def test_a_process_killed_while_it_stores_leaves_a_directory_to_start_from(tmp_path, truth):
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, checkpoint("qwen3"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"running\n"
+    deadline = time.monotonic() + 60
+    while len(files(tmp_path)) < 60 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    (directory,) = tmp_path.iterdir()
+    (directory / "0-half.tmp").write_bytes(b"nanoKV01 torn")  # what it may have left
+    engine = engine_on(tmp_path)
+    assert not list(directory.glob("*.tmp"))
+    assert engine.stats().tiers[1].cached_blocks >= 60
+    assert outputs(engine) == truth
+    _, disk = engine.stats().tiers
+    assert disk.loaded_blocks > 0 and disk.failed_copies == 0
+    engine.close()

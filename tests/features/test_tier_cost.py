@@ -1,0 +1,121 @@
+"""CostModel: a tier that was slow once is heard again, and trying it costs little."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoengine import DiskTier, HostTier
+from nanoengine.core.disk_tier import Finished
+from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.core.tier_cost import RETRY_SHARE, CostModel, LoadCost
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+NUM_TOKENS = 16
+PREFILL_S = 0.016  # of one block at 1 ms a token
+
+
+def make_model(**options: object) -> CostModel:
+    """A model that computes a token in 1 ms, with blocks of one byte."""
+    cost = CostModel(host=LoadCost(block_bytes=1, **options), disk=LoadCost(block_bytes=1))
+    cost.prefill.add(1000, 1.0)
+    return cost
+
+
+def run_step(cost: CostModel, seconds: float) -> None:
+    """A step of one decode, which tells nothing of the prefill rate."""
+    plan = StepPlan(step=0, rows=[0], starts=[0], num_scheduled_tokens=[1], num_logits=[1])
+    result = StepResult(token_ids=[[1]], times=StepTimes(forward_s=seconds))
+    cost.observe(plan, result, block_bytes=1)
+
+
+def ask(cost: CostModel, tier: str = "host") -> tuple[bool, str]:
+    """Whether one block is loaded."""
+    num_disk = 1 if tier == "disk" else 0
+    return cost.prefer_load(tier, num_host=1, num_disk=num_disk, num_tokens=NUM_TOKENS)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_one_slow_load_does_not_close_a_tier_for_good(tier):
+    cost = make_model()
+    cost.host.rate.add(1, 1e-3)
+    rate = (cost.host if tier == "host" else cost.disk).rate
+    for _ in range(5):
+        rate.add(100, 100.0)
+    refused = 0
+    while not ask(cost, tier)[0]:
+        refused += 1
+        run_step(cost, 0.1)
+        assert refused < 1000
+    assert refused > 100, "one block was to take a second, which a twentieth of 20 s makes up for"
+    assert not ask(cost, tier)[0], "until it is measured, no other one"
+    rate.add(1, 1e-3)
+    assert ask(cost, tier)[0], "what it took counts, whatever it took before"
+
+
+def test_trying_a_slow_tier_costs_a_twentieth():
+    cost = make_model()
+    cost.host.rate.add(1, 0.5)
+    computed_s = lost_s = 0.0
+    num_loads = 0
+    for _ in range(5000):
+        run_step(cost, 0.02)
+        computed_s += 0.02
+        if ask(cost)[0]:
+            num_loads += 1
+            lost_s += 0.5 - PREFILL_S
+            cost.host.rate.add(1, 0.5)
+    assert num_loads > 5
+    assert lost_s <= RETRY_SHARE * computed_s
+
+
+def test_the_reason_says_that_a_load_is_a_trial():
+    cost = make_model()
+    cost.host.rate.add(1, 0.5)
+    assert ask(cost) == (
+        False,
+        "16 tokens of it are in the host tier: recompute, as loading takes 500 ms and computing"
+        " 16 ms",
+    )
+    run_step(cost, 12.0)
+    assert ask(cost) == (
+        True,
+        "16 tokens of it are in the host tier: load, to measure it again after 12 s without,"
+        " though loading takes 500 ms and computing 16 ms",
+    )
+
+
+def test_a_policy_is_not_tried():
+    cost = make_model(policy="recompute")
+    cost.host.rate.add(1, 0.5)
+    run_step(cost, 1000.0)
+    assert not ask(cost)[0]
+
+
+def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypatch):
+    tiers = [HostTier(gib=4 * 2**-10), DiskTier(tmp_path, gib=16 * 2**-10)]
+    prompts = random_prompts(6, [40, 50])
+    model = checkpoint("qwen3")
+    first = make_engine(model, kv_tiers=tiers, block_size=8, num_kv_blocks=40)
+    expected = tokens(run(first, prompts, greedy(4)))
+    first.close()
+    second = make_engine(model, kv_tiers=tiers, block_size=8, num_kv_blocks=40)
+    storage, finished = second.scheduler.block_manager.tiers._storage, []
+    collect = storage.collect
+
+    def collect_one(wait_s: float) -> list[Finished]:
+        """A block a step, so that the host gets what it is asked for bit by bit."""
+        finished.extend(collect(wait_s))
+        return [finished.pop(0)] if finished else []
+
+    monkeypatch.setattr(storage, "collect", collect_one)
+    cost = second.scheduler.block_manager.tiers._cost
+    cost.prefill.add(1e6, 1.0)
+    for slow in (cost.host, cost.disk):
+        slow.rate.add(1.0, 1.0)
+    block_bytes = second.info.block_bytes
+    cost.host.rate.silent_s = cost.disk.rate.silent_s = 1e3 * block_bytes
+    assert tokens(run(second, prompts, greedy(4))) == expected
+    host, disk = second.stats().tiers
+    assert disk.loaded_blocks > 0 and host.loaded_blocks > 0
+    assert cost.host.rate.time_for(block_bytes) < block_bytes / 2, "what it took counts alone"
+    second.close()

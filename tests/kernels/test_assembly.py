@@ -1,0 +1,150 @@
+"""The tiles of the CPU kernels as assembly of CPUs that are not here: the loop that takes the time
+holds the instruction that it was written for, as often as it was written, and nothing spills."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from dataclasses import replace
+
+import pytest
+from llvmlite import ir
+
+from nanoengine.kernels import cpu_peak
+from nanoengine.kernels.isa import ISA, ISAS
+from nanoengine.kernels.tiles import PANEL, float_tile, tile_shapes
+from tests.support import assembly
+from tests.support.assembly import ARM, CPUS, TILES, assembly_of, inner_loops, intrinsics_on, spills
+
+BY_NAME = {isa.name: isa for isa in ISAS}
+I64, FLOAT = ir.IntType(64), ir.FloatType()
+
+
+def held_by(isa: ISA, bits: int) -> str:
+    """A register of a vector of so many bits."""
+    return r"v\d+\.4s" if isa.name == "neon" else {128: "%xmm", 256: "%ymm", 512: "%zmm"}[bits]
+
+
+def fma(isa: ISA) -> str:
+    """The multiply-add of a full vector of float32."""
+    name = "fmla" if isa.name == "neon" else r"vfmadd\d+ps"
+    return rf"{name}\s.*{held_by(isa, isa.vector_bits)}"
+
+
+def byte_dot(isa: ISA) -> str:
+    return rf"{isa.byte_dots}\s.*{held_by(isa, isa.byte_bits)}"
+
+
+def bf16_dot(isa: ISA) -> str:
+    return rf"{isa.bf16_dots}\s.*{held_by(isa, isa.vector_bits)}"
+
+
+def hottest(text: str, instruction: str) -> list[str]:
+    """The inner loop that has the instruction most often."""
+    loops = inner_loops(text)
+    return max(loops, key=lambda loop: count(loop, instruction), default=[])
+
+
+def count(loop: list[str], instruction: str) -> int:
+    return sum(re.search(instruction, line) is not None for line in loop)
+
+
+def test_the_assembly_is_read_right():
+    assert doctest.testmod(assembly).failed == 0
+
+
+# --- the peaks that everything else is held against -----------------------------------------------
+
+
+def products(isa: ISA, kind: str):
+    def write(module: ir.Module) -> None:
+        of = ir.FunctionType(ir.VoidType(), [FLOAT.as_pointer(), I64])
+        function = ir.Function(module, of, "products")
+        builder = ir.IRBuilder(function.append_basic_block())
+        cpu_peak.write_products(builder, isa, kind, *function.args)
+        builder.ret_void()
+
+    return write
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_peaks_are_taken_with_the_instruction_in_question_alone(cpu):
+    isa = BY_NAME[CPUS[cpu][1]]
+    kinds = {"float": fma(isa)}
+    if isa.bf16_dots != "generic":
+        kinds["bfloat16"] = bf16_dot(isa)
+    if isa.byte_dots != "generic":
+        kinds["int8"] = byte_dot(isa)
+    for kind, instruction in kinds.items():
+        loop = hottest(assembly_of(cpu, products(isa, kind)), instruction)
+        found = count(loop, instruction)
+        assert found and found % cpu_peak.chains(isa) == 0, (kind, loop)
+        whole = {"vpmaddubsw": 3}.get(isa.byte_dots, 1) if kind == "int8" else 1
+        assert len(loop) <= whole * found + 3, (kind, loop)  # and the loop's own counting
+        assert spills(loop) == [], kind
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "znver5", "neoverse-n1"])
+def test_a_tile_too_large_for_the_registers_is_found(cpu):
+    isa = BY_NAME[CPUS[cpu][1]]
+    greedy = replace(isa, registers=2 * isa.registers)
+    loop = hottest(assembly_of(cpu, products(greedy, "float")), fma(isa))
+    assert spills(loop), loop
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "sapphirerapids"])
+def test_a_tile_of_the_wrong_width_is_found(cpu):
+    isa = BY_NAME[CPUS[cpu][1]]
+    narrow = replace(isa, vector_bits=isa.vector_bits // 2)
+    assert count(hottest(assembly_of(cpu, products(narrow, "float")), "vfmadd"), fma(isa)) == 0
+
+
+# --- linear layers --------------------------------------------------------------------------------
+
+
+def stored_as(isa: ISA) -> dict[str, str]:
+    """The instruction that multiplies, by the form of a packed weight."""
+    forms = dict.fromkeys(("float32", "float16", "bfloat16"), fma(isa))
+    return forms if isa.bf16_dots == "generic" else forms | {"pairs": bf16_dot(isa)}
+
+
+# Tiles that spill all the same, by the bits of a vector: both halves of each line are loaded before
+# the first product, into registers that are not there. Found here, to be mended there.
+SPILLING = {
+    256: {("float16", 1, 4), ("bfloat16", 1, 4), ("bfloat16", 2, 2), ("bfloat16", 6, 1)},
+    128: {("float16", 1, 4), ("bfloat16", 1, 4), ("bfloat16", 2, 2),
+          ("float16", 6, 1), ("bfloat16", 6, 1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_tiles_of_linear_layers_multiply_full_vectors_and_keep_their_sums_in_registers(cpu):
+    isa = BY_NAME[CPUS[cpu][1]]
+    for kind, instruction in stored_as(isa).items():
+        for rows, panels in tile_shapes(isa):
+            text = assembly_of(cpu, lambda module: float_tile(module, isa, kind, rows, panels))  # noqa: B023
+            loop = hottest(text, instruction)
+            of_a_turn = rows * panels * PANEL * 32 // isa.vector_bits
+            found = count(loop, instruction)
+            assert found and found % of_a_turn == 0, (kind, rows, panels, loop)
+            known = (kind, rows, panels) in SPILLING.get(isa.vector_bits, ())
+            assert bool(spills(loop)) == known, (kind, rows, panels, spills(loop))
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_tiles_of_attention_multiply_full_vectors_and_keep_their_sums_in_registers(cpu, name):
+    isa = BY_NAME[CPUS[cpu][1]]
+    dots = "products" in name and isa.bf16_dots != "generic"
+    instruction = bf16_dot(isa) if dots else fma(isa)
+    loop = hottest(intrinsics_on(cpu)[name], instruction)
+    assert count(loop, instruction) >= 8, loop
+    assert spills(loop) == []
+
+
+def test_every_instruction_set_with_instructions_of_its_own_has_a_cpu_here():
+    assert {name for _, name in CPUS.values()} == {isa.name for isa in ISAS if isa.needs}
+    assert [cpu for cpu, (triple, _) in CPUS.items() if triple == ARM] == ["neoverse-n1"]

@@ -1,0 +1,255 @@
+"""The CPU kernels of linear layers, norms, gates and rotation, against plain torch in float64."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention import make_backend
+from nanoengine.attention.rotate import HeadNormWeights, rotate
+from nanoengine.kernels import cpu_decoder
+from nanoengine.kernels.jit import stamp
+from nanoengine.layers.cpu_ops import CPUOps
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
+from nanoengine.layers.ops import GATES, TorchOps
+from nanoengine.layers.packed import PackedLinear
+from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run
+from tests.support.paged_batches import Paged
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def packed(num_outputs: int, num_inputs: int) -> tuple[PackedLinear, torch.Tensor]:
+    """A loaded layer and the weight that it holds."""
+    weight = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(1))
+    method = PackedLinear("layer")
+    method.create(num_inputs, num_outputs, dtype=torch.float32, device=CPU)
+    half = num_outputs // 2
+    method.load(weight[:half], slice(0, half))
+    assert not method.is_packed, "packed before its last rows came"
+    method.load(weight[half:], slice(half, num_outputs))
+    return method, weight
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 640), (50, 72), (7, 5), (96, 4100)])
+def test_linear_equals_float64_at_every_number_of_rows(outputs, inputs, bias):
+    method, weight = packed(outputs, inputs)
+    bias = torch.randn(outputs) if bias else None
+    for rows in (0, 1, 2, 3, 4, 6, 7, 8, 13, 96, 97, 200):
+        x = torch.randn(rows, inputs)
+        wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        out = method.apply(x, bias)
+        assert out.shape == (rows, outputs)
+        # A chain of K float32 additions of products of size 1.
+        assert (out - wide).abs().sum() <= 3e-7 * inputs * out.numel()
+
+
+def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_in_any_batch():
+    method, _ = packed(50, 2100)
+    x = torch.randn(200, 2100)
+    whole = method.apply(x, None)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 11, 96, 97):
+        for first in (0, 31):
+            part = x[first : first + rows]
+            assert torch.equal(method.apply(part, None), whole[first : first + rows])
+    assert torch.equal(method.apply(x[:, None], None)[:, 0], whole)
+
+
+def test_a_nan_stays_in_its_row():
+    method, _ = packed(50, 72)
+    x = torch.randn(9, 72)
+    clean = method.apply(x, None)
+    x[4, 3] = torch.nan
+    out = method.apply(x, None)
+    assert out[4].isnan().all()
+    assert torch.equal(out[:4], clean[:4])
+    assert torch.equal(out[5:], clean[5:])
+
+
+def test_an_embedding_reads_rows_of_a_packed_weight():
+    method, weight = packed(50, 72)
+    ids = torch.tensor([49, 0, 15, 16, 31, 32, 47, 48, 0])
+    assert torch.equal(method.rows(ids), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_norms_equal_torch(rows, dtype):
+    x, residual = torch.randn(2, rows, 96, dtype=dtype)
+    weight = torch.randn(96, dtype=dtype)
+    expected = TorchOps().rms_norm(x, weight, 1e-5)
+    tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 1e-13, "atol": 1e-6}
+    torch.testing.assert_close(CPUOps().rms_norm(x, weight, 1e-5), expected, **tolerance)
+    normed, total = TorchOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    got, added = CPUOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(added, total)
+    torch.testing.assert_close(got, normed, **tolerance)
+    alone, _ = CPUOps().add_rms_norm(x[:1].clone(), residual[:1].clone(), weight, 1e-5)
+    assert torch.equal(alone[0], got[0]), "other bits alone than in a batch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", sorted(GATES))
+@pytest.mark.parametrize("rows", [1, 300])
+def test_gates_equal_torch(rows, activation, dtype):
+    gate_up = 4 * torch.randn(rows, 2 * 72, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([100.0, -100.0, 0.0, -0.0])
+    out = CPUOps().gate(gate_up, activation)
+    # Why 1e-5: where tanh is near -1, 1 + tanh keeps few digits in float32, in torch's as in ours.
+    tolerance = {"rtol": 2e-6, "atol": 1e-5} if dtype == torch.float32 else {}
+    torch.testing.assert_close(out, TorchOps().gate(gate_up, activation), **tolerance)
+    assert torch.equal(CPUOps().gate(gate_up[:1], activation)[0], out[0])
+    gate_up[0, 3] = torch.nan
+    assert CPUOps().gate(gate_up, activation).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("lengths", [[(1, 20), (3, 30)], [(1, 9), (200, 230)]])
+def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
+    paged = Paged(lengths=lengths, dtype=torch.float32)
+    spec, batch = paged.spec, paged.batch
+    heads = spec.num_heads + spec.num_kv_heads
+    projected = torch.randn(batch.num_tokens, heads + spec.num_kv_heads, spec.head_dim)
+    table = torch.randn(batch.num_tokens, 1, spec.head_dim)
+    rotation = (table[..., : spec.head_dim // 2], table[..., spec.head_dim // 2 :])
+    norm = HeadNormWeights(weight=torch.randn(heads, spec.head_dim), eps=1e-6) if normed else None
+    backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
+    batch = replace(batch, attention=backend.prepare(batch))
+    k_cache, v_cache = paged.cache("KPD")
+    q = backend.rotate_and_store(projected, rotation, norm, k_cache, v_cache, batch, spec)
+    qk, v = projected.split((heads, spec.num_kv_heads), dim=1)
+    expected, k = rotate(qk, rotation, norm).split((spec.num_heads, spec.num_kv_heads), dim=1)
+    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
+    starts = batch.query_start_loc.tolist()
+    for i, (query_len, _) in enumerate(lengths):
+        new = slice(starts[i], starts[i + 1])
+        paged.dense[i][-query_len:, spec.num_heads : heads] = k[new]
+        paged.dense[i][-query_len:, heads:] = v[new]
+    stored, expected = (k_cache, v_cache), paged.cache("KPD", after=True)
+    torch.testing.assert_close(stored[0], expected[0], rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(stored[1], expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+def quantized_pair(
+    bits: int, outputs: int, inputs: int, group_size: int, zeros: bool
+) -> tuple[QuantizedLinear, QuantizedLinear]:
+    """The plain layer and that of the kernels, over one weight of all values there are."""
+    generator = torch.Generator().manual_seed(3)
+    low, high, groups = (-128, 128, 1) if bits == 8 else (-8, 8, inputs // group_size)
+    weight = QuantizedWeight(
+        values=torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8),
+        scales=(0.5 + torch.rand(outputs, groups, generator=generator)).half().float() / 64,
+        zeros=torch.randint(-8, 8, (outputs, groups), generator=generator).float()
+        if zeros
+        else None,
+        bits=bits,
+        group_size=group_size,
+    )
+    made = []
+    for kind in (QuantizedLinear, CPUQuantizedLinear):
+        method = kind("layer", bits=bits, group_size=group_size, activations="int8")
+        method.create(inputs, outputs, dtype=torch.float32, device=CPU)
+        method.load_quantized(weight, slice(0, outputs))
+        made.append(method)
+    assert made[1].is_packed
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(
+    ("bits", "outputs", "inputs", "group_size", "zeros"),
+    [
+        (8, 64, 640, 640, False),
+        (8, 50, 72, 72, False),
+        (4, 64, 640, 32, False),
+        (4, 50, 256, 128, True),
+        (4, 7, 96, 96, False),
+        (4, 16, 64, 64, True),
+    ],
+)
+def test_quantized_kernels_equal_the_plain_layer(bits, outputs, inputs, group_size, zeros):
+    plain, fast = quantized_pair(bits, outputs, inputs, group_size, zeros)
+    x = torch.randn(140, inputs, generator=torch.Generator().manual_seed(4))
+    # Why these: the largest sums that a 16-bit lane may see, and a row without a scale.
+    x[0], x[1] = 1.0, torch.where(torch.arange(inputs) % 2 == 0, -1.0, 1.0)
+    x[2] = 0
+    whole = fast.apply(x, None)
+    torch.testing.assert_close(whole, plain.apply(x, None), rtol=1e-4, atol=1e-3)
+    for rows in (0, 1, 2, 3, 4, 5, 9, 130):
+        assert torch.equal(fast.apply(x[:rows], None), whole[:rows]), "other bits in a batch"
+
+
+def test_an_extreme_dot_product_is_exact():
+    _, fast = quantized_pair(8, 16, 64, 64, zeros=False)
+    fast.load_quantized(
+        QuantizedWeight(
+            values=torch.full((16, 64), -128, dtype=torch.int8),
+            scales=torch.ones(16, 1),
+            zeros=None,
+            bits=8,
+            group_size=64,
+        ),
+        slice(0, 16),
+    )
+    assert (fast.apply(torch.full((1, 64), 127.0), None) == -128 * 127 * 64).all()
+
+
+def test_weights_lie_side_by_side_in_one_array(tmp_path):
+    make_checkpoint(tmp_path, "qwen3")
+    for quantization in (None, "int8", "int4_weight_only"):
+        engine = make_engine(str(tmp_path), quantization=quantization)
+        model = engine.executor.model
+        for tensors in (list(model.parameters()), list(model.buffers())):
+            places = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
+            assert all(at % 64 == 0 for at, _ in places)
+            gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(places)]
+            assert all(0 <= gap < 64 for gap in gaps)
+        engine.close()
+
+
+def test_a_closed_engine_keeps_neither_cache_nor_weights():
+    engine = make_engine(checkpoint("qwen3"), attention_backend="cpu")
+    run(engine, random_prompts(1, [20]), greedy(2))
+    kept = [weakref.ref(t) for t in (engine.executor.kv_cache.kv, engine.executor.model)]
+    kept += [weakref.ref(layer.k_cache) for layer in engine.executor.model.attention_layers]
+    engine.close()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_kernels_share_torchs_threads_under_any_attention_backend():
+    """In a process of its own: numba's threads are chosen once."""
+    code = (
+        "import torch, numba; torch.set_num_threads(1);"
+        "from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run;"
+        "e = make_engine(checkpoint('qwen3'), attention_backend='naive');"
+        "run(e, random_prompts(1, [20]), greedy(2));"
+        "print(numba.threading_layer(), torch.get_num_threads(), numba.get_num_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split()[-3:] == ["omp", "1", "1"], done.stdout + done.stderr
+
+
+def test_compiled_code_is_kept_until_a_source_of_its_room_changes(tmp_path):
+    """A kernel holds the code of those it calls, also of those in other files."""
+    room = Path(cpu_decoder.__file__).parent
+    kept = cpu_decoder.decoder_layer._cache._cache_file._source_stamp
+    assert kept == stamp(room)
+    for path in room.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert stamp.__wrapped__(tmp_path) == kept
+    changed = tmp_path / "cpu_attention.py"
+    changed.write_text(changed.read_text() + "\n")
+    assert stamp.__wrapped__(tmp_path) != kept

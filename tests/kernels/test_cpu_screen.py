@@ -1,0 +1,209 @@
+"""The screened head: the most likely token from an int8 copy, against all logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine.kernels.cpu_linear import PANEL
+from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST
+from nanoengine.layers import packed
+from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
+from nanoengine.layers.pages import place_buffers
+from nanoengine.runner.draw import argmax
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _screen_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+
+
+def head(weight: torch.Tensor) -> ScreenedHead:
+    outputs, inputs = weight.shape
+    method = ScreenedHead("lm_head")
+    method.create(inputs, outputs, dtype=torch.float32, device=CPU)
+    method.load(weight, slice(0, outputs))
+    return method
+
+
+def copy_of(method: ScreenedHead) -> np.ndarray:
+    """The int8 copy times its scales, [N, K] float64; N a multiple of 16."""
+    outputs, inputs = method.shape
+    pairs = method.values.view(len(method.values), -1, PANEL, 2)  # of inputs, padded with zeros
+    values = pairs.transpose(1, 2).reshape(outputs, -1)[:, :inputs]
+    return values.double().numpy() * method.scales.double().numpy()[:, None]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(method: ScreenedHead, x: torch.Tensor) -> bool:
+    """Whether the screen found the tokens; if so they must be those of all logits."""
+    found = method.argmax(x)
+    if found is None:
+        return False
+    ids, largest = argmax(method.apply(x, None))
+    assert torch.equal(found[0], ids)
+    assert torch.equal(found[1].isnan(), largest.isnan())
+    assert torch.equal(found[1].nan_to_num(), largest.nan_to_num()), "other bits than apply's"
+    return True
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 64), (1003, 130), (8208, 2100), (15, 8)])
+def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: int) -> None:
+    method = head(normal(outputs, inputs))
+    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MOST_ROWS)]
+    assert all(found) or (outputs, inputs) != (4096, 64), "too many panels were left"
+    assert any(found[1:])
+    assert method.argmax(normal(MOST_ROWS + 1, inputs)) is None
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["equal rows", "neighbours", "outliers", "scales", "sparse", "far from zero"]),
+)
+def test_no_weights_deceive_it(seed: int, kind: str) -> None:
+    random = np.random.default_rng(seed)
+    weight = random.standard_normal((4096, 40)).astype(np.float32)
+    x = random.standard_normal((2, 40)).astype(np.float32)
+    best = (weight @ x[0]).argmax()
+    others = random.integers(0, 4096, 5)
+    if kind == "equal rows":
+        weight[others] = weight[best]
+    elif kind == "neighbours":  # the same but for the last bit of some weights
+        weight[others] = weight[best]
+        weight[others, random.integers(0, 40, 5)] *= np.float32(1 + 2**-23)
+    elif kind == "outliers":  # of weights and of inputs: most of a row rounds to nothing
+        weight[others, random.integers(0, 40, 5)] *= 1e4
+        x[:, random.integers(0, 40)] *= 1e3
+    elif kind == "scales":
+        weight *= (10.0 ** random.uniform(-20, 12, 4096))[:, None].astype(np.float32)
+    elif kind == "sparse":
+        weight[random.random((4096, 40)) < 0.9] = 0
+    else:
+        weight += 100
+    found = check(head(torch.from_numpy(weight)), torch.from_numpy(x))
+    assert found or kind in ("outliers", "scales", "far from zero"), "nothing was tested"
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.floats(-10, 10), st.floats(-8, 8))
+def test_every_output_is_within_its_slack(seed: int, weight_size: float, x_size: float) -> None:
+    random = np.random.default_rng(seed)
+    weight = (random.standard_normal((64, 333)) * 10**weight_size).astype(np.float32)
+    x = (random.standard_normal((1, 333)) * 10**x_size).astype(np.float32)
+    method = head(torch.from_numpy(weight.copy()))
+    estimate = copy_of(method) @ x[0].astype(float)
+    distance = np.abs(estimate - weight.astype(float) @ x[0].astype(float))
+    reach = method.slack.numpy() * np.linalg.norm(x.astype(float))
+    assert (distance < reach).all()
+    assert (reach < 0.02 * np.linalg.norm(weight, axis=1) * np.linalg.norm(x)).all(), "too wide"
+
+
+def test_no_slack_is_wider_than_its_worst_input() -> None:
+    """No estimate is further off than that of an input along its output's own error."""
+    weight = normal(64, 333)
+    method = head(weight.clone())
+    errors = weight.double().numpy() - copy_of(method)
+    worst = errors.astype(np.float32)
+    distance = np.abs(np.sum(errors * worst, axis=1))
+    reach = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
+    assert (distance < reach).all()
+    assert (distance > 0.95 * reach).all(), "the rest is for rounding, of inputs and of sums"
+    check(method, torch.from_numpy(worst[:MOST_ROWS]))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
+def test_weights_beyond_measure_are_always_looked_at(value: float) -> None:
+    weight = normal(4096, 64)
+    weight[1234, 5] = value
+    method = head(weight)
+    x = normal(2, 64)
+    assert check(method, x)
+    assert check(method, -x)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20, 0.0, 1e-20])
+def test_inputs_beyond_measure_take_all_outputs(value: float) -> None:
+    method = head(normal(4096, 64))
+    x = normal(3, 64)
+    x[1] = value
+    assert method.argmax(x) is None
+    assert check(method, x[::2])
+
+
+def test_inputs_too_far_apart_for_16_bits_take_all_outputs() -> None:
+    method = head(normal(4096, 1024))
+    x = torch.full((1, 1024), 0.49)
+    x[0, 7] = 32000.0  # the unit is 1, so all others round to 0
+    assert method.argmax(x) is None
+    x[0, 7] = 320.0
+    assert check(method, x)
+
+
+def test_small_numbers_stay_normal_where_processors_flush_the_others_to_zero() -> None:
+    """`torch.set_flush_denormal`: no estimate becomes 0, and K lost products are within a slack."""
+    least_normal = 2.0**-126
+    least_unit = SMALLEST / (32000 * MOST_SUM) ** 0.5  # of all inputs of that norm
+    least_factor = SMALLEST / 127 * least_unit
+    assert least_factor > 10 * least_normal
+    least_reach = LEAST_SLACK * SMALLEST
+    assert least_reach > 2**18 * least_normal
+
+
+def test_where_all_outputs_are_alike_all_are_computed() -> None:
+    assert head(normal(1, 64).expand(4096, 64).clone()).argmax(normal(1, 64)) is None
+
+
+def test_a_tight_slack_is_what_keeps_it_right() -> None:
+    """The check of the checks: without slack the copy alone decides, and is found wrong."""
+    method = head(normal(4096, 64))
+    x = normal(200, 64, seed=1)
+    expected = argmax(method.apply(x, None))[0]
+    method.slack.zero_()
+    ids = torch.cat([method.argmax(row)[0] for row in x.split(1)])
+    assert 0 < (ids != expected).sum() < 50
+
+
+def test_buffers_that_move_take_the_copy_along() -> None:
+    """As those of every loaded model do: an array of the old place would keep the copy twice."""
+    method, x = head(normal(4096, 64)), normal(1, 64)
+    place_buffers(method)
+    assert check(method, x)
+    method.slack.fill_(torch.inf)
+    assert method.argmax(x) is None, "a slack was read that is not the buffer's"
+
+
+def test_an_engine_takes_it_for_greedy_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens come without logits; every other wish makes the engine compute them."""
+    calls: list[str] = []
+    for name in ("apply", "argmax"):
+        original = getattr(ScreenedHead, name)
+
+        def noted(self, *args, original=original, name=name):
+            calls.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(ScreenedHead, name, noted)
+    directory = checkpoint("qwen3", vocab_size=4096)
+    prompts, options = random_prompts(3, (9, 12)), {"attention_backend": "cpu", "dtype": "float32"}
+    plain = greedy(6)
+    engine = make_engine(directory, **options)
+    expected = tokens(run(engine, prompts, plain))
+    assert set(calls) == {"argmax"}
+    for wish in ({"logprobs": 1}, {"logit_bias": {3: 0.0}}, {"temperature": 1.0, "top_k": 1}):
+        calls.clear()
+        assert tokens(run(engine, prompts, replace(plain, **wish))) == expected, wish
+        assert set(calls) == {"apply"}, wish
+    monkeypatch.setattr(packed, "ScreenedHead", PackedLinear)
+    assert tokens(run(make_engine(directory, **options), prompts, plain)) == expected

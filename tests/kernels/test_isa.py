@@ -1,0 +1,107 @@
+"""The instruction set that kernels are written for: how it is found, asked for and kept apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoengine.cli.info import device_lines
+from nanoengine.errors import ConfigError
+from nanoengine.kernels.isa import CURRENT, ISAS, VARIABLE, choose, cpu_features, target_features
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ZEN3 = {"x86_64", "avx", "avx2", "fma", "f16c", "sse4.1"}
+ALDER_LAKE = ZEN3 | {"avxvnni"}
+SKYLAKE_SERVER = ZEN3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+ICE_LAKE = SKYLAKE_SERVER | {"avx512vnni", "avx512vbmi"}
+ZEN5 = ICE_LAKE | {"avx512bf16", "avxvnni"}
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own: the choice is made once."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, cwd=ROOT, env={"PATH": "", **variables},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        (ZEN5, "avx512_bf16"), (ICE_LAKE, "avx512_vnni"), (SKYLAKE_SERVER, "avx512"),
+        (ALDER_LAKE, "avx2_vnni"), (ZEN3, "avx2"), ({"aarch64"}, "neon"), ({"x86_64"}, "generic"),
+        (ZEN3 - {"fma"}, "generic"), (SKYLAKE_SERVER - {"avx512bw"}, "avx2"),
+    ],
+)  # fmt: skip
+def test_a_cpu_gets_the_best_that_it_has(features, name):
+    assert choose(None, features).name == name
+
+
+def test_a_lesser_one_may_be_asked_for_and_none_that_the_cpu_lacks():
+    for name in ("avx512_vnni", "avx512", "avx2_vnni", "avx2", "generic", "generic_512"):
+        assert choose(name, ZEN5).name == name
+    with pytest.raises(ConfigError, match=r"'avx512' is more than .* avx2, generic, generic_256"):
+        choose("avx512", ZEN3)
+    with pytest.raises(ConfigError, match=r"got 'axv2'; did you mean 'avx2'\?"):
+        choose("axv2", ZEN5)
+
+
+def test_the_compiler_keeps_to_the_one_asked_for():
+    flags = target_features(choose("avx2", ZEN5), ZEN5 - {"x86_64"}).split(",")
+    assert {flag for flag in flags if "avx512" in flag or "vnni" in flag} == {
+        "-avx512f", "-avx512bw", "-avx512dq", "-avx512vl", "-avx512cd", "-avx512vnni",
+        "-avx512vbmi", "-avx512bf16", "-avxvnni",
+    }  # fmt: skip
+    assert {"+avx2", "+fma"} <= set(flags)
+
+
+def test_a_process_obeys_the_variable_and_refuses_what_its_cpu_lacks():
+    ask = "from nanoengine.kernels.isa import CURRENT; print(CURRENT.name)"
+    for isa in (CURRENT.name, "generic_512"):
+        done = python(ask, **{VARIABLE: isa})
+        assert done.stdout.strip() == isa, done.stderr
+    lacking = {isa.name for isa in ISAS if not set(isa.needs) <= cpu_features()}
+    for name in ("neon" if "neon" in lacking else "avx2", "sse9"):
+        done = python(ask, **{VARIABLE: name})
+        assert done.returncode and "ConfigError" in done.stderr
+        assert not done.stdout
+
+
+def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
+    """Else each change of the set would compile everything anew."""
+    code = (
+        "import numpy as np; from nanoengine.kernels.cpu_linear import last_outputs as kernel;"
+        "a = np.ones(3, np.float32); kernel(1, a, a, a, a.copy(), 1, 3);"
+        "print(sum(kernel.stats.cache_hits.values()))"
+    )
+    hits = [
+        python(code, NUMBA_CACHE_DIR=str(tmp_path), **{VARIABLE: isa}).stdout.strip()
+        for isa in ("generic", "generic_512", "generic", "generic_512")
+    ]
+    assert hits == ["0", "0", "1", "1"]
+
+
+def test_info_shows_it():
+    import torch
+
+    assert f"kernels for {CURRENT}" in device_lines(torch.device("cpu"))
+
+
+def test_info_says_how_many_threads_and_why(monkeypatch):
+    import numba
+    import torch
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
+    assert "2 threads (torch's choice, of 3 cores" in device_lines(cpu)[0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "2 threads (OMP_NUM_THREADS=2)" in device_lines(cpu)[0]
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 1)
+    assert "1 threads (NUMBA_NUM_THREADS, or" in device_lines(cpu)[0]

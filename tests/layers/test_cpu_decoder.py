@@ -1,0 +1,102 @@
+"""A decoder layer as one compiled call: the same bits as its parts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.batch import Batch
+from nanoengine.layers.cpu_decoder import FusedLayer
+from nanoengine.models.decoder import DecoderLayer
+from tests.support.engines import checkpoint, random_prompts
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # plain; biases; norms of heads; windows
+QUANTIZATIONS = (None, "int8", "int4", "int8_weight_only", "int4_weight_only")
+
+
+def outputs(llm: LLM) -> list[tuple[object, ...]]:
+    """Tokens and log-probabilities: prompts of one tile and of many, chunks, decodes; then a prompt
+    alone, whose first chunks need no logits, and one that is scored."""
+    found: list[tuple[object, ...]] = []
+    for lengths, scored in (((1, 5, 40, 90, 300, 2), None), ((270,), None), ((150,), 0)):
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(len(lengths), lengths)]
+        params = SamplingParams(
+            temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=scored
+        )
+        llm.reset_prefix_cache()
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            (result,) = output.outputs
+            found.append((result.token_ids, result.logprobs, output.prompt_logprobs))
+    # More rows leave the last layer than have come in: all six sample from the prompt's last token.
+    llm.reset_prefix_cache()
+    drawn = SamplingParams(n=6, seed=3, max_tokens=4, ignore_eos=True, logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 7]}], drawn, use_tqdm=False)
+    return found + [(result.token_ids, result.logprobs) for result in output.outputs]
+
+
+def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor:
+    """A forward that takes the rows of logits at its end, not in the last layer."""
+    hidden = forward(replace(batch, logits_indices=None))
+    return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "kv_cache_dtype", "dtype"),
+    [(family, None, "auto", "float32") for family in FAMILIES]
+    + [("qwen2", kind, "auto", "float32") for kind in QUANTIZATIONS[1:]]
+    + [("qwen3", None, "bfloat16", "float32"), ("qwen2", None, "auto", "bfloat16")],
+)
+def test_a_fused_layer_gives_the_bits_of_its_parts(
+    family, quantization, kv_cache_dtype, dtype, monkeypatch
+):
+    options = {
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "num_kv_blocks": 64,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    with LLM(
+        checkpoint(family),
+        dtype=dtype,
+        device="cpu",
+        skip_tokenizer_init=True,
+        quantization=quantization,
+        **options,
+    ) as llm:
+        decoder = llm._engine.executor.model.model
+        assert all(isinstance(layer, FusedLayer) for layer in decoder.stack)
+        fused = outputs(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "forward", partial(all_rows, decoder.forward))
+            assert fused == outputs(llm)
+        decoder.stack = list(decoder.layers)
+        assert fused == outputs(llm)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma3", {}),  # norms behind attention and MLP
+        ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
+        ("llama", {"attention_backend": "naive"}),
+    ],
+)
+def test_a_layer_that_no_kernel_fits_runs_part_by_part(family, options):
+    options = {"dtype": "float32", "num_kv_blocks": 16} | options
+    with LLM(checkpoint(family), device="cpu", skip_tokenizer_init=True, **options) as llm:
+        stack = llm._engine.executor.model.model.stack
+        assert all(isinstance(layer, DecoderLayer) for layer in stack)
+
+
+def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
+    """Qwen3-MoE with experts in some layers only."""
+    directory = checkpoint("qwen3_moe")
+    with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
+        stack = llm._engine.executor.model.model.stack
+        assert [isinstance(layer, FusedLayer) for layer in stack] == [False, True, False]

@@ -1,0 +1,418 @@
+"""Quantized linear layers: the arithmetic, its errors, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine import LLM, ConfigError, EngineConfig
+from nanoengine.build import build_engine
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.quantization import (
+    Quantization,
+    StoredQuantization,
+    resolve_quantization,
+)
+from nanoengine.cli import main as cli
+from nanoengine.cli.generate import GenerateArgs
+from nanoengine.cli.options import engine_options
+from nanoengine.errors import UnsupportedModelError, WeightLoadError
+from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.packed import PackedLinear
+from nanoengine.layers.quantized import (
+    QuantizedLinear,
+    QuantizedWeight,
+    multiply_int8,
+    pack_pairs,
+    quantize,
+    quantize_rows,
+    unpack_pairs,
+)
+from nanoengine.models import loader
+from nanoengine.models.weights import model_size
+from nanoengine.parallel.shard import Shard
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import random_prompts as token_prompts
+
+CPU = torch.device("cpu")
+OPTIONS = ("int8", "int4", "int8_weight_only", "int4_weight_only")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def method(
+    weight: torch.Tensor, option: str, *, dtype: torch.dtype = torch.float32
+) -> QuantizedLinear:
+    """A layer made and filled as a model does it, in two parts."""
+    quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+    made = linear_method_for(CPU, dtype, quantization)("model.layers.0.mlp.down_proj")
+    made.create(weight.shape[1], weight.shape[0], dtype=dtype, device=CPU)
+    half = weight.shape[0] // 2
+    made.load(weight[half:], slice(half, weight.shape[0]))  # parts may come in any order
+    made.load(weight[:half], slice(0, half))
+    made.finish()
+    return made
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([(8, 96), (8, 32), (4, 32), (4, 96)]),
+    st.integers(0, 2**32),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e4]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_weight_is_off_by_half_a_step_at_most(
+    form: tuple[int, int], seed: int, size: float
+) -> None:
+    bits, group_size = form
+    weight = size * random(3, 96, seed=seed)
+    weight[1] = 0
+    quantized = quantize(weight, bits, group_size)
+    assert quantized.values.dtype == torch.int8
+    assert quantized.scales.shape == (3, 96 // group_size)
+    low, high = (-127, 127) if bits == 8 else (-8, 7)
+    assert quantized.values.min() >= low
+    assert quantized.values.max() <= high
+    steps = quantized.scales.abs().repeat_interleave(group_size, 1)
+    error = (quantized.dequantized() - weight).abs()
+    # A value that 4 bits would round to 8 becomes 7, so it may be a whole step off.
+    assert (error <= steps * (0.5 if bits == 8 else 1.0) * (1 + 1e-5)).all()
+    assert (quantized.dequantized()[1] == 0).all()
+
+
+def test_int4_uses_its_range_whole_whatever_the_sign() -> None:
+    weight = torch.linspace(-1, 0.9, 32)[None]
+    for sign in (1, -1):
+        quantized = quantize(sign * weight, 4, 32)
+        assert quantized.values.min() == -8
+        assert torch.allclose(quantized.dequantized()[0, 0], sign * weight[0, 0])
+
+
+def test_the_error_on_normal_weights_is_the_documented_one() -> None:
+    weight = random(256, 512)
+    errors = {
+        bits: (((quantize(weight, bits, size).dequantized() - weight) ** 2).sum() / 512 / 256)
+        for bits, size in ((8, 512), (4, 32))
+    }
+    assert errors[4] == pytest.approx(0.0074, rel=0.02)
+    assert errors[8] < errors[4] / 100
+
+
+def test_pairs_of_values_share_a_byte() -> None:
+    values = torch.arange(-8, 8, dtype=torch.int8).view(2, 8)
+    pairs = pack_pairs(values)
+    assert pairs.dtype == torch.uint8
+    assert pairs[0, 0] == 0 | (1 << 4)
+    assert torch.equal(unpack_pairs(pairs), values)
+
+
+def test_parts_stack_and_are_cut_for_ranks() -> None:
+    weight = random(8, 64)
+    whole = quantize(weight, 4, 32)
+    cut = whole.part(slice(2, 6), slice(32, 64))
+    assert torch.equal(cut.dequantized(), whole.dequantized()[2:6, 32:])
+    rows = quantize(weight, 8, 64)
+    assert torch.equal(
+        rows.part(slice(0, 8), slice(16, 40)).dequantized(), rows.dequantized()[:, 16:40]
+    )
+    with pytest.raises(WeightLoadError, match=r"inputs 16 to 48 cut through .* groups of 32"):
+        whole.part(slice(0, 8), slice(16, 48))
+    zeros = replace(whole, zeros=torch.ones_like(whole.scales))
+    stacked = QuantizedWeight.stacked([whole, zeros], "x")
+    assert torch.equal(stacked.dequantized(), torch.cat([whole.dequantized(), zeros.dequantized()]))
+    turned = replace(whole, order=torch.arange(64).flip(0))
+    for other in (rows, turned, quantize(weight, 4, 16)):
+        with pytest.raises(WeightLoadError, match=r"fused in qkv are quantized differently"):
+            QuantizedWeight.stacked([whole, other], "qkv")
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def test_rows_are_quantized_one_by_one() -> None:
+    x = random(5, 48) * torch.tensor([1e-3, 1, 0, 1e6, 7.0]).unsqueeze(1)
+    values, scales = quantize_rows(x)
+    assert values.dtype == torch.int8
+    assert scales.dtype == torch.float32
+    assert values.abs().amax(1).tolist() == [127, 127, 0, 127, 127]
+    assert ((values * scales.unsqueeze(1) - x).abs() <= scales.unsqueeze(1) * 0.5001).all()
+    for row in range(5):
+        alone = quantize_rows(x[row : row + 1])
+        assert torch.equal(alone[0][0], values[row])
+        assert torch.equal(alone[1][0], scales[row])
+
+
+def test_ties_round_to_even() -> None:
+    values, _ = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
+    assert values.tolist() == [[127, 0, 2, -2]]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(option: str) -> None:
+    made, x = method(random(16, 64), option), random(4, 64)
+    expected = made.apply(x, None)
+    spoiled = x.clone()
+    spoiled[1, 3], spoiled[2, 5] = torch.nan, torch.inf
+    found = made.apply(spoiled, None)
+    assert not torch.isfinite(found[1:3]).any()
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.dtype) -> None:
+    weight, x, bias = random(48, 96), random(2, 5, 96, seed=1, dtype=dtype), random(48, seed=2)
+    made = method(weight, option, dtype=dtype)
+    bits, group_size = (8, 96) if option.startswith("int8") else (4, 32)
+    matrix = quantize(weight, bits, group_size).dequantized().double()
+    inputs = x.double()
+    if not option.endswith("weight_only"):
+        values, scales = quantize_rows(x.flatten(0, 1))
+        inputs = (values.double() * scales.double().unsqueeze(1)).view_as(inputs)
+    expected = inputs @ matrix.T + bias.double()
+    found = made.apply(x, bias.to(dtype))
+    assert found.dtype == dtype
+    assert found.shape == (2, 5, 48)
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.3}[dtype]
+    assert (found.double() - expected).abs().max() < tolerance
+    if dtype != torch.bfloat16:
+        exact = x.double() @ weight.double().T + bias.double()
+        assert (found.double() - exact).abs().max() > 100 * tolerance, "nothing was quantized"
+
+
+@pytest.mark.parametrize("option", ["int8", "int4"])
+def test_a_row_has_the_same_bits_in_any_batch(option: str) -> None:
+    made, x = method(random(48, 320), option), random(37, 320, seed=1)
+    together = made.apply(x, None)
+    for size in (1, 2, 5, 16):
+        parts = [made.apply(part, None) for part in x.split(size)]
+        assert torch.equal(torch.cat(parts), together)
+
+
+def test_zero_points_and_the_order_of_inputs_are_obeyed() -> None:
+    weight = quantize(random(24, 96), 4, 32)
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    zeros = torch.randint(-5, 5, weight.scales.shape, generator=torch.Generator().manual_seed(1))
+    weight = replace(weight, zeros=zeros.float(), order=order)
+    x = random(7, 96, seed=3)
+    values, scales = quantize_rows(x)
+    for activations, inputs in (
+        ("float", x.double()),
+        ("int8", values.double() * scales.double().unsqueeze(1)),
+    ):
+        made = QuantizedLinear("x", bits=4, group_size=32, activations=activations)
+        made.create(96, 24, dtype=torch.float32, device=CPU)
+        made.load_quantized(weight, slice(0, 24))
+        expected = inputs @ weight.dequantized().double().T
+        assert (made.apply(x, None) - expected).abs().max() < 1e-5
+    plain = (weight.values.double() - zeros.repeat_interleave(32, 1)) * (
+        weight.scales.double().repeat_interleave(32, 1)
+    )
+    assert torch.allclose(weight.dequantized()[:, order].double(), plain, atol=1e-6)
+
+
+def test_long_dot_products_are_exact() -> None:
+    """Sums of 12,000 products of 127 pass float32's whole numbers."""
+    weight = QuantizedWeight(
+        values=torch.full((1, 12_001), 127, dtype=torch.int8),
+        scales=torch.ones(1, 1), zeros=None, bits=8, group_size=12_001,
+    )  # fmt: skip
+    x = torch.full((1, 12_001), 127.0, dtype=torch.float64)
+    assert multiply_int8(x, weight).item() == 127 * 127 * 12_001
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def test_which_layers_are_quantized_and_how() -> None:
+    def make(name: str, quantization: Quantization | None) -> object:
+        return linear_method_for(CPU, torch.float32, quantization)(name)
+
+    for option, bits in (("int8", 8), ("int4", 4)):
+        quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+        inner, head = (
+            make("model.layers.0.mlp.down_proj", quantization),
+            make("lm_head", quantization),
+        )
+        assert (inner.bits, inner.group_size) == (bits, None if bits == 8 else 32)
+        assert (head.bits, head.group_size) == (8, None), "the head has int8 in either case"
+    assert isinstance(make("lm_head", None), PackedLinear)
+    stored = StoredQuantization(format="gptq", bits=4, group_size=128, skipped=("lm_head$",))
+    quantization = resolve_quantization(None, stored, device="cpu", has_experts=False)
+    assert isinstance(make("lm_head", quantization), PackedLinear)
+    assert make("model.layers.3.self_attn.qkv_proj", quantization).group_size == 128
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])  # a tied head, an untied one
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_model_computes_with_the_dequantized_weights(
+    family: str, option: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family)
+    prompts = token_prompts(9, 3)
+    quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+    factory = linear_method_for(CPU, torch.float64, quantization)
+    model = build(tmp_path, torch.float64, linear_method_factory=factory)
+    plain = build(tmp_path, torch.float64)
+    exact = all_logits(plain, prompts)
+    methods = [m for m in plain.modules() if hasattr(m, "apply") and hasattr(m, "finish")]
+    assert len(methods) == 2 * 4 + 1
+    found = all_logits(model, prompts)
+    for module in methods:
+        is_head = module is plain.lm_head.method
+        bits = 8 if option.startswith("int8") or is_head else 4
+        size = module.weight.shape[1] if bits == 8 else 32
+        weight = quantize(module.weight, bits, size).dequantized().double()
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    # A tied head's weight is quantized as a copy; tokens are looked up in the float one.
+    embedding = plain.model.embed_tokens
+    embedding.lookup = partial(F.embedding, weight=embedding.weight)
+    expected = all_logits(plain, prompts)
+    scale = exact.std()
+    if option.endswith("weight_only"):
+        assert (found - expected).abs().max() < 1e-5 * scale
+    else:
+        assert (found - expected).abs().max() < 0.2 * scale
+    assert (found - exact).abs().max() > 1e-3 * scale
+
+
+def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    plain, plain_bytes = model_size(build(tmp_path))
+    assert plain_bytes == 4 * plain
+    for option, share in (("int8", 8), ("int4", 4 + 16 / 32)):
+        quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+        factory = linear_method_for(CPU, torch.float32, quantization)
+        model = build(tmp_path, linear_method_factory=factory)
+        count, num_bytes = model_size(model)
+        assert count == plain
+        layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96)
+        rows = 2 * (128 + 64 + 2 * 96 + 64)
+        scales = 4 * rows
+        head = 256 * 64 + 256 * 4
+        floats = 4 * (256 * 64 + 5 * 64)
+        assert num_bytes == layers * share // 8 + scales + head + floats
+
+
+def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", intermediate_size=128)
+    quantization = resolve_quantization("int4", None, device="cpu", has_experts=False)
+    # Why float64: there the plain form is kept, which can be read.
+    factory = linear_method_for(CPU, torch.float64, quantization)
+    whole = build(tmp_path, torch.float64, linear_method_factory=factory).model.layers[0]
+    shard = Shard(1, 2)
+    half = build(tmp_path, torch.float64, linear_method_factory=factory, shard=shard)
+    half = half.model.layers[0]
+    down, cut = whole.mlp.down_proj.method, half.mlp.down_proj.method
+    assert torch.equal(cut.scales, down.scales[:, 2:])
+    assert torch.equal(cut.values, down.values[:, 32:])
+    gate_up, cut = whole.mlp.gate_up_proj.method, half.mlp.gate_up_proj.method
+    assert torch.equal(cut.scales, gate_up.scales.view(2, 128, -1)[:, 64:].flatten(0, 1))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_dummy_weights_are_quantized_too(option: str) -> None:
+    engine = make_engine(checkpoint("llama"), load_format="dummy", quantization=option)
+    (request,) = run(engine, random_prompts(1, [5]), greedy(3))
+    assert len(request.sequences[0].output_token_ids) == 3
+    assert engine.info.quantization is not None
+    assert engine.info.quantization.startswith(option[:4])
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+STORED = StoredQuantization(format="awq", bits=4, group_size=128)
+
+
+def test_options_choose_activations_and_may_not_contradict_the_checkpoint() -> None:
+    def resolve(option: str | None, stored: StoredQuantization | None) -> Quantization | None:
+        return resolve_quantization(option, stored, device="cpu", has_experts=False)
+
+    assert resolve(None, None) is None
+    assert resolve("int4", None) == Quantization(bits=4, activations="int8")
+    assert resolve("int8_weight_only", None) == Quantization(bits=8, activations="float")
+    assert resolve(None, STORED) == Quantization(bits=4, activations="float", stored=STORED)
+    assert resolve("int4", STORED) == Quantization(bits=4, activations="int8", stored=STORED)
+    for option in ("int8", "int8_weight_only"):
+        with pytest.raises(ConfigError, match=rf"{option}.* contradicts .* int4 \(awq\): .*'int4'"):
+            resolve(option, STORED)
+
+
+def test_an_option_may_name_the_format_that_the_checkpoint_has() -> None:
+    def resolve(option: str | None, stored: StoredQuantization | None) -> Quantization | None:
+        return resolve_quantization(option, stored, device="cpu", has_experts=False)
+
+    gptq = dataclasses.replace(STORED, format="gptq")
+    packed = dataclasses.replace(STORED, format="pack-quantized")
+    for option, stored in (("awq", STORED), ("gptq", gptq), ("compressed-tensors", packed)):
+        assert resolve(option, stored) == resolve(None, stored)
+    for option, other in (("awq", gptq), ("gptq", packed), ("compressed-tensors", None)):
+        found = other.method if other else "floats"
+        with pytest.raises(ConfigError, match=f"'{option}' contradicts .* stored as {found}"):
+            resolve(option, other)
+
+
+def test_a_gpu_and_experts_are_refused() -> None:
+    for option, stored in itertools.product(("int8", None), (None, STORED)):
+        if (option is None) == (stored is None):
+            continue
+        with pytest.raises(ConfigError, match="runs on the CPU only, got device='cuda'"):
+            resolve_quantization(option, stored, device="cuda", has_experts=False)
+        error = ConfigError if option else UnsupportedModelError
+        with pytest.raises(error, match="not implemented for mixtures of experts"):
+            resolve_quantization(option, stored, device="cpu", has_experts=True)
+    with pytest.raises(ConfigError, match="mixtures of experts"):
+        make_engine(checkpoint("qwen3_moe"), quantization="int8")
+
+
+@pytest.mark.parametrize("value", ["int3", "fp8", 4, True])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"quantization must be one of int8, int4, .*, None, got"):
+        EngineConfig(model="m", quantization=value)  # type: ignore[arg-type]
+
+
+def test_inputs_that_make_no_groups_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama", intermediate_size=72)
+    monkeypatch.setattr(loader, "load_weights", None)
+    with pytest.raises(ConfigError, match=r"groups of 32 inputs, and .*down_proj has 72"):
+        build_engine(EngineConfig(model=str(tmp_path), device="cpu", quantization="int4"))
+
+
+def test_the_option_is_one_of_the_command_line_and_of_llm(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = cli.parse(GenerateArgs, "x", ["m", "--quantization", "int8"])
+    assert engine_options(args)["quantization"] == "int8"
+    assert engine_options(cli.parse(GenerateArgs, "x", ["m"]))["quantization"] is None
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "m", "--quantization", "int5"])
+    assert "int5" in capsys.readouterr().err
+    directory = checkpoint("qwen3")
+    assert load_model_config(directory).quantization is None
+    options = {"attention_backend": "naive", "num_kv_blocks": 64, "skip_tokenizer_init": True}
+    with LLM(directory, device="cpu", dtype="float64", quantization="int4", **options) as llm:
+        (output,) = llm.generate([[5, 6, 7]], greedy(5), use_tqdm=False)
+        assert llm.info.quantization == "int4 weights (quantized at load), int8 activations"
+    engine = make_engine(directory, quantization="int4")
+    assert [[list(output.outputs[0].token_ids)]] == tokens(run(engine, [[5, 6, 7]], greedy(5)))

@@ -1,0 +1,225 @@
+"""16-bit weights on a CPU: kept as they are, computed in float32 exactly or multiplied in bf16."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.build import resolve_dtype
+from nanoengine.errors import ConfigError
+from nanoengine.kernels import cpu_linear
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.layers import packed
+from nanoengine.layers.packed import PackedLinear, ScreenedHead
+from tests.support.checkpoints import make_checkpoint
+from tests.support.quantized_checkpoints import gptq, write_quantized
+
+CPU = torch.device("cpu")
+KINDS = [torch.bfloat16, torch.float16]
+PROMPTS = [[5, 9, 11, 7, 30, 2], [5, 9, 11, 7, 30, 2, 8, 8, 8, 1], [40]]
+
+
+def layer(weight: torch.Tensor, *, kind: type[PackedLinear] = PackedLinear, **options: bool):
+    method = kind("lm_head", **options)
+    method.create(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
+    method.load(weight, slice(0, len(weight)))
+    method.finish()
+    return method
+
+
+def random_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(outputs)
+    return (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17, 100])
+def test_a_16_bit_weight_gives_the_bits_of_its_float32_copy(dtype, rows):
+    weight = random_weight(53, 96, dtype)
+    x, bias = torch.randn(rows, 96), torch.randn(53)
+    kept, copied = layer(weight), layer(weight.float())
+    assert kept.weight.dtype == dtype
+    assert torch.equal(kept.apply(x, bias), copied.apply(x, bias))
+    ids = torch.tensor([0, 52, 17, 48])
+    assert torch.equal(kept.rows(ids), weight[ids].float())
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_screened_head_of_16_bits_finds_the_token_of_all_logits(dtype, monkeypatch):
+    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+    weight = random_weight(500, 64, dtype)
+    kept, copied = layer(weight, kind=ScreenedHead), layer(weight.float(), kind=ScreenedHead)
+    assert torch.equal(kept.values, copied.values)
+    x = torch.randn(6, 64)
+    found = kept.argmax(x)
+    assert found is not None
+    logits = copied.apply(x, None)
+    assert torch.equal(found[0], logits.argmax(-1))
+    assert torch.equal(found[1], logits.amax(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 33])
+def test_products_of_bfloat16_are_exact_and_added_in_float32(rows):
+    weight = random_weight(37, 128, torch.bfloat16)
+    x = torch.randn(rows, 128)
+    result = layer(weight, rounds_inputs=True).apply(x, None)
+    # The twin: the same numbers rounded, by the layer that is held to float32.
+    rounded = layer(weight).apply(x.bfloat16().float(), None)
+    assert torch.equal(result, rounded)
+    exact = x.bfloat16().double() @ weight.double().T
+    assert (result - exact).abs().max() < 1e-5
+    alone = torch.cat([layer(weight, rounds_inputs=True).apply(row[None], None) for row in x])
+    assert torch.equal(result, alone), "a row does not depend on those beside it"
+
+
+def test_inputs_are_rounded_half_to_even_and_nan_stays():
+    x = torch.tensor([[1.00390625, 1.01171875, -3.0e38, float("nan")]])  # ties, both ways
+    out = np.empty(x.shape, np.float32)
+    cpu_linear.round_rows(x.numpy(), out, 1)
+    assert np.array_equal(out, x.bfloat16().float().numpy(), equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of bfloat16, and the same numbers in float32."""
+    kept = tmp_path_factory.mktemp("kept")
+    make_checkpoint(kept, "qwen3", dtype=torch.bfloat16)
+    copied = tmp_path_factory.mktemp("copied")
+    weights = {name: w.float() for name, w in load_file(kept / "model.safetensors").items()}
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((kept / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return kept, copied
+
+
+def outputs(directory, **options):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    with LLM(directory, skip_tokenizer_init=True, num_kv_blocks=64, **options) as llm:
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        records = [
+            [{i: one.logprob for i, one in step.items()} for step in o.outputs[0].logprobs]
+            for o in found
+        ]
+        return [list(o.outputs[0].token_ids) for o in found], records, llm.info
+
+
+def test_a_bfloat16_checkpoint_in_float32_has_the_bits_of_a_float32_one(checkpoint):
+    kept, copied = checkpoint
+    tokens, logprobs, info = outputs(kept, dtype="float32")
+    assert (tokens, logprobs) == outputs(copied)[:2]
+    whole = outputs(copied)[2].weight_bytes
+    assert info.dtype == "float32"
+    assert info.weight_bytes < 0.52 * whole, "norms alone stay float32"
+
+
+def test_bfloat16_is_close_to_float32_and_needs_half_of_the_cache(checkpoint):
+    kept, _ = checkpoint
+    _, exact, wide = outputs(kept, dtype="float32")
+    _, rounded, info = outputs(kept, dtype="bfloat16")
+    assert info.dtype == "bfloat16"
+    assert info.block_bytes == wide.block_bytes // 2
+    for one, other in zip(exact, rounded, strict=True):
+        common = one[0].keys() & other[0].keys()  # of the first token, after the same prompt
+        assert common
+        assert all(abs(one[0][i] - other[0][i]) < 0.1 for i in common)
+    assert exact != rounded
+
+
+def test_a_row_in_bfloat16_is_the_same_alone_and_in_company(checkpoint):
+    kept, _ = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    with LLM(kept, dtype="bfloat16", skip_tokenizer_init=True, num_kv_blocks=64) as llm:
+        together = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        for prompt, output in zip(PROMPTS, together, strict=True):
+            (alone,) = llm.generate([prompt], params, use_tqdm=False)
+            assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+            assert alone.outputs[0].cumulative_logprob == output.outputs[0].cumulative_logprob
+            llm.reset_prefix_cache()
+
+
+def test_a_wider_matrix_among_16_bit_ones_is_not_rounded(checkpoint, tmp_path):
+    kept, copied = checkpoint
+    weights = load_file(kept / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name].float() * 1.001
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((kept / "config.json").read_text())
+    info = outputs(tmp_path, dtype="float32")[2]
+    assert info.weight_bytes == outputs(copied)[2].weight_bytes
+
+
+def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
+    best = torch.bfloat16 if CURRENT.bf16_dots != "generic" else torch.float32
+    assert resolve_dtype("auto", "bfloat16", CPU) == best
+    assert resolve_dtype("auto", "bfloat16", CPU, quantized=True) == torch.float32
+    assert resolve_dtype("auto", "bfloat16", CPU, backend="naive") == torch.float32
+    assert resolve_dtype("auto", "float16", CPU) == torch.float32
+    assert resolve_dtype("float32", "bfloat16", CPU) == torch.float32
+
+
+def test_an_odd_number_of_inputs_keeps_float32(tmp_path):
+    """bfloat16 weights lie in pairs of inputs, and float16 ones are read two by two."""
+    make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=97)
+    assert outputs(tmp_path, dtype="float32")[2].weight_bytes > 4 * 2 * 64 * 97 * 3
+    with pytest.raises(
+        ConfigError, match=r"intermediate_size=97, which must be even.*dtype='float32'"
+    ):
+        outputs(tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):
+    """The embedding stays in 16 bits, tied to a quantized head or not."""
+    make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    with LLM(
+        tmp_path, quantization="int8", dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64
+    ) as llm:
+        assert llm._engine.executor.model.model.embed_tokens.weight.dtype == torch.bfloat16
+    kept = outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
+    file = tmp_path / "model.safetensors"
+    save_file({n: w.float() for n, w in load_file(file).items()}, file, metadata={"format": "pt"})
+    if dtype == "float32":
+        assert kept == outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
+    """Its whole numbers say nothing of the floats beside them."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    write_quantized(tmp_path, "llama", config, gptq)
+    file = tmp_path / "quantized" / "model.safetensors"
+    floats = torch.float16 if dtype == "auto" else torch.float64
+    stored = load_file(file).items()
+    stored = {n: t.to(floats) if t.dtype == torch.float64 else t for n, t in stored}
+    save_file(stored, file, metadata={"format": "pt"})
+    raw = json.loads((file.parent / "config.json").read_text())
+    (file.parent / "config.json").write_text(json.dumps(raw | {"dtype": "float16"}))
+    with LLM(file.parent, dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64) as llm:
+        model = llm._engine.executor.model
+        kept = torch.float16 if dtype == "auto" else torch.bfloat16
+        assert model.model.embed_tokens.weight.dtype == model.lm_head.method.weight.dtype == kept
+    assert len(outputs(file.parent, dtype=dtype)[0]) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_every_family_in_bfloat16_is_off_by_its_roundings(family, tmp_path):
+    make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    exact, rounded = (outputs(tmp_path, dtype=dtype)[1] for dtype in ("float32", "bfloat16"))
+    for one, other in zip(exact, rounded, strict=True):
+        common = one[0].keys() & other[0].keys()
+        assert common
+        assert all(abs(one[0][i] - other[0][i]) < 0.1 for i in common)
+
+
+def test_an_odd_number_of_inputs_is_no_16_bit_layers():
+    """Its last would be left out."""
+    for dtype in KINDS:
+        with pytest.raises(AssertionError):
+            layer(torch.ones(16, 5, dtype=dtype))

@@ -1,0 +1,264 @@
+"""Deterministic linear layers, and a whole model of them: right, and the same bits in any batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention import triton as attention
+from nanoengine.attention import triton_uniform
+from nanoengine.attention.triton_uniform import UniformConfig
+from nanoengine.errors import ConfigError
+from nanoengine.kernels import triton_gemm, triton_layers
+from nanoengine.layers import triton_linear
+from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.ops import TorchOps
+from nanoengine.layers.triton_linear import (
+    GatedLinear,
+    GemmConfig,
+    TritonLinear,
+    gate_config,
+    gemm_config,
+)
+from nanoengine.layers.triton_ops import TritonOps
+from nanoengine.runner import model_runner
+from nanoengine.sampling_params import SamplingParams
+from tests.support.attention_cases import DEVICE
+from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
+from tests.support.row_products import row_products  # noqa: F401
+
+ATOL = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles so small that tiny layers have several."""
+    config = GemmConfig(rows=16, columns=16, inputs=32, warps=4, stages=2)
+    monkeypatch.setattr(triton_linear, "gemm_config", lambda *shape: config)
+
+
+def layer(in_features, out_features, dtype):
+    method = TritonLinear("layer").to(DEVICE)
+    method.create(in_features, out_features, dtype=dtype, device=DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    method.load(weight, slice(0, out_features))
+    return method
+
+
+def inputs(rows, size, dtype):
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 48), (80, 20)])
+def test_products_with_and_without_bias(small, sizes, dtype):
+    method, x = layer(*sizes, dtype), inputs(19, sizes[0], dtype)
+    bias = inputs(1, sizes[1], dtype)[0]
+    for b in (None, bias):
+        out, wide = method.apply(x, b), None if b is None else b.float()
+        expected = F.linear(x.float(), method.weight.float(), wide)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=ATOL[dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gates_in_the_same_kernel(small, activation):
+    method, x, ops = layer(64, 80, torch.float16), inputs(5, 64, torch.float16), TorchOps()
+    expected = ops.gate(method.apply(x, None), activation)
+    out = method.apply_gated(x, activation, ops)
+    assert out.shape == (5, 40)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "own"), [(1, True), (64, True), (65, False), (256, False)])
+def test_gates_of_few_rows_are_one_kernel_and_those_of_many_are_not(monkeypatch, rows, own):
+    method = GatedLinear("layer").to(DEVICE)
+    method.create(64, 80, dtype=torch.float16, device=DEVICE)
+    method.load(layer(64, 80, torch.float16).weight, slice(0, 80))
+    x, ops, gated = inputs(rows, 64, torch.float16), TorchOps(), []
+    plain = TorchOps.gate
+    monkeypatch.setattr(TorchOps, "gate", lambda *args: gated.append(1) or plain(*args))
+    expected = ops.gate(method.apply(x, None), "silu")
+    gated.clear()
+    torch.testing.assert_close(
+        method.apply_gated(x, "silu", ops), expected, rtol=0, atol=ATOL[torch.float16]
+    )
+    assert bool(gated) is not own
+
+
+def test_a_gpu_gets_these_gates_where_its_dtype_has_16_bits():
+    for dtype in (torch.float16, torch.bfloat16):
+        assert linear_method_for(torch.device("cuda"), dtype) is GatedLinear
+        assert linear_method_for(torch.device("cpu"), dtype) is UnquantizedLinear
+    assert linear_method_for(torch.device("cuda"), torch.float32) is UnquantizedLinear
+
+
+@pytest.mark.usefixtures("row_products")
+def test_a_row_has_the_same_bits_in_any_batch(small):
+    method, x = layer(64, 48, torch.float32), inputs(40, 64, torch.float32)
+    many = method.apply(x, None)
+    for rows in (slice(0, 1), slice(21, 22), slice(9, 30)):
+        assert torch.equal(method.apply(x[rows], None), many[rows])
+    gated = method.apply_gated(x, "silu", TorchOps())
+    assert torch.equal(method.apply_gated(x[21:22], "silu", TorchOps()), gated[21:22])
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+def test_tiles_fit_together(arch):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for rows in (1, 64, 65, 256):
+            gates = gate_config(arch, rows, 3072, dtype)
+            assert (gates is not None) is (rows <= 64 and dtype != torch.float32)
+            assert gates is None or rows <= gates.rows, "weights must be read once"
+        for out_features in (64, 1024, 4096, 151936):
+            for gated in (False, True):
+                config = gemm_config(arch, out_features, gated, dtype)
+                tiles = config.rows + (1 + gated) * config.columns
+                in_flight = tiles * config.inputs * dtype.itemsize * (config.stages - 1)
+                assert min(config.rows, config.columns, config.inputs) >= 16
+                assert in_flight < 99 * 1024
+
+
+@pytest.fixture
+def deterministic_engine(monkeypatch, row_products):  # noqa: F811
+    """Makes engines whose every operation is the GPU's, interpreted, with small tiles."""
+    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
+    uniform = UniformConfig(rows=16, keys=16, warps=4, stages=2, split=16)
+    monkeypatch.setattr(triton_uniform, "uniform_config", lambda *shape: uniform)
+
+    def make(**options):
+        directory = checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64)
+        return make_engine(
+            directory, dtype="float32", attention_backend="triton", block_size=16,
+            deterministic=True, num_kv_blocks=24, max_num_seqs=8, **options,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(deterministic_engine):
+    """Log-probabilities are compared bit for bit: tokens would hide last bits."""
+    prompts = random_prompts(2, [37, 20], vocab_size=64)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
+
+    def logprobs(engine, which):
+        requests = run(engine, which, params)
+        return [[found[0].logprob for found in r.sequences[0].logprobs] for r in requests]
+
+    engine = deterministic_engine()
+    together = logprobs(engine, prompts)
+    after_a_hit = logprobs(engine, prompts[:1])
+    engine.close()
+    assert after_a_hit == together[:1]
+    engine = deterministic_engine(long_prefill_threshold=13, enable_prefix_caching=False)
+    assert logprobs(engine, prompts[:1]) == together[:1]
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+def test_overlap_changes_no_bit_of_deterministic_outputs_over_an_fp8_cache(deterministic_engine):
+    """A sequence that stops has an over-run beside the others; a prompt is cut."""
+    prompts = random_prompts(3, [19, 3, 9], vocab_size=64)
+    common = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
+    each = [
+        SamplingParams(max_tokens=3, **common),
+        SamplingParams(max_tokens=5, stop_token_ids=[*range(32)], **common),
+        SamplingParams(max_tokens=4, **common),
+    ]
+    found = []
+    for overlap in (False, True):
+        engine = deterministic_engine(
+            overlap=overlap, kv_cache_dtype="fp8", long_prefill_threshold=11
+        )
+        requests = run(engine, prompts, each)
+        assert engine.overlap is overlap
+        engine.close()
+        found.append((tokens(requests), [r.sequences[0].logprobs for r in requests]))
+    assert found[1] == found[0]
+    assert len(found[0][0][1][0]) < 5, "it was to stop"
+
+
+@pytest.fixture
+def launches_of_a_decode(monkeypatch):
+    """Counts what one decode of three sequences launches: kernels of our own, and "library"."""
+    launched = []
+
+    class Count:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for module in (
+        triton_gemm, triton_layers, triton_uniform, attention.kernels, attention.store_kernels
+    ):  # fmt: skip
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Count(name, getattr(module, name)))
+    product = F.linear
+    monkeypatch.setattr(F, "linear", lambda *rest: launched.append("library") or product(*rest))
+
+    def launches(engine):
+        for i, prompt in enumerate(random_prompts(3, [2], vocab_size=64)):
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            engine.add_request(f"{i}", prompt, params)
+        engine.step()  # the prompts
+        launched.clear()
+        engine.step()
+        engine.close()
+        return launched
+
+    return launches
+
+
+# Around the layer: the last norm and the head. The embedding and its rotation are one lookup a step
+# each, plain torch.
+LAYER = ["norm", "qkv", "rotate and store", "attend", "o", "norm", "gate and up", "down"]
+AROUND = ["norm", "head"]
+
+
+def test_a_dense_layer_takes_eight_kernels(monkeypatch, launches_of_a_decode):
+    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
+    monkeypatch.setattr(model_runner, "linear_method_for", lambda *_, **__: GatedLinear)
+    engine = make_engine(
+        checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
+        attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    launched = launches_of_a_decode(engine)
+    assert launched == [
+        "rms_norm_kernel", "library", "rotate_store_kernel", "decode_kernel",
+        "library", "rms_norm_kernel", "gemm_kernel", "library",
+        "rms_norm_kernel", "library",
+    ]  # fmt: skip
+    assert len(launched) == len(LAYER + AROUND)
+
+
+def test_a_deterministic_layer_takes_eight_kernels(deterministic_engine, launches_of_a_decode):
+    launched = launches_of_a_decode(deterministic_engine(enable_prefix_caching=False))
+    assert launched == [
+        "rms_norm_kernel", "gemm_kernel", "rotate_store_kernel", "uniform_kernel",
+        "gemm_kernel", "rms_norm_kernel", "gemm_kernel", "gemm_kernel",
+        "rms_norm_kernel", "gemm_kernel",
+    ]  # fmt: skip
+    assert len(launched) == len(LAYER + AROUND)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("qwen3", {"attention_backend": "naive"}, "needs the attention backend triton"),
+        ("qwen3", {"attention_backend": "triton", "dtype": "float64"}, "float64"),
+        ("qwen3_moe", {"attention_backend": "triton"}, "does not cover mixtures of experts"),
+        (
+            "qwen3", {"attention_backend": "triton", "quantization": "int8"},
+            "does not cover quantized weights",
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_cover_is_refused(family, options, words):
+    options = {"dtype": "float32", "block_size": 16} | options
+    with pytest.raises(ConfigError, match=words):
+        make_engine(checkpoint(family), deterministic=True, **options)

@@ -1,0 +1,126 @@
+"""The fused norms and gates against plain torch: on the GPU if there is one, else interpreted."""
+
+import pytest
+import torch
+
+from nanoengine.errors import ConfigError
+from nanoengine.layers.ops import GATES, TorchOps, make_ops
+from nanoengine.layers.triton_ops import TritonOps, norm_warps
+from tests.support.attention_cases import DEVICE
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.float16]
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3}
+"""Two roundings of numbers of size 2 to 4: the twins may round a tie's neighbour differently."""
+
+
+def numbers(*shape, dtype, seed=0, spread=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+
+def close(ours, theirs):
+    assert ours.dtype == theirs.dtype
+    atol = ATOL[theirs.dtype]
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 80, 1000, 1024])
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms(dtype, size, wide):
+    ops, plain = TritonOps(dtype), TorchOps()
+    weight = 1 + numbers(size, dtype=torch.float32 if wide else dtype, seed=1, spread=0.3)
+    x, residual = numbers(3, size, dtype=dtype), numbers(3, size, dtype=dtype, seed=2)
+    close(ops.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
+    expected = plain.add_rms_norm(x, residual, weight, EPS)
+    normed, summed = ops.add_rms_norm(x, residual.clone(), weight, EPS)
+    close(normed, expected[0])
+    assert torch.equal(summed, expected[1])
+
+
+def test_the_weight_s_dtype_says_where_the_norm_is_rounded():
+    x = numbers(8, 128, dtype=torch.float16)
+    weight = 1 + numbers(128, dtype=torch.float32, seed=1, spread=0.3)
+    ops, plain = TritonOps(torch.float16), TorchOps()
+    narrow = ops.rms_norm(x, weight.half(), EPS)
+    wide = ops.rms_norm(x, weight.half().float(), EPS)
+    assert not torch.equal(narrow, wide)
+    # Nearly all of the twins' elements have the same bits; were the rules mixed up, a tenth or more
+    # would differ.
+    for ours, of in ((narrow, weight.half()), (wide, weight.half().float())):
+        assert (ours != plain.rms_norm(x, of, EPS)).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1.0])
+def test_eps_and_rows_of_zeros(eps):
+    x = numbers(2, 64, dtype=torch.float32)
+    x[1] = 0
+    weight = torch.ones(64, device=DEVICE)
+    out = TritonOps(torch.float32).rms_norm(x, weight, eps)
+    close(out, TorchOps().rms_norm(x, weight, eps))
+    assert out[1].abs().max() == 0
+
+
+def test_rows_of_something_wider():
+    wide = numbers(4, 200, dtype=torch.float32)
+    weight = torch.ones(64, device=DEVICE)
+    ops, plain = TritonOps(torch.float32), TorchOps()
+    close(ops.rms_norm(wide[:, 8:72], weight, EPS), plain.rms_norm(wide[:, 8:72], weight, EPS))
+    close(ops.gate(wide[:, 4:100], "silu"), plain.gate(wide[:, 4:100], "silu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", list(GATES))
+@pytest.mark.parametrize("size", [16, 100, 1500])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gates(dtype, activation, size):
+    gate_up = numbers(3, 2 * size, dtype=dtype, spread=4.0)
+    expected = TorchOps().gate(gate_up, activation)
+    close(TritonOps(dtype).gate(gate_up, activation), expected)
+
+
+@pytest.mark.parametrize("activation", list(GATES))
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gates_of_large_numbers(activation):
+    gate_up = torch.tensor([[-1e4, -90.0, 90.0, 1e4, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    out = TritonOps(torch.float32).gate(gate_up, activation)
+    torch.testing.assert_close(out, TorchOps().gate(gate_up, activation))
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others():
+    ops = TritonOps(torch.float32)
+    x, residual = numbers(5, 192, dtype=torch.float32), numbers(5, 192, dtype=torch.float32, seed=1)
+    weight = numbers(192, dtype=torch.float32, seed=2)
+    many = ops.add_rms_norm(x, residual.clone(), weight, EPS)
+    one = ops.add_rms_norm(x[3:4], residual[3:4].clone(), weight, EPS)
+    assert all(torch.equal(a[3:4], b) for a, b in zip(many, one, strict=True))
+    assert torch.equal(ops.gate(x, "silu")[3:4], ops.gate(x[3:4], "silu"))
+
+
+def test_the_factory_takes_fused_ops_on_cuda_alone():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert isinstance(make_ops(cuda, torch.bfloat16), TritonOps)
+    assert isinstance(make_ops(cuda, torch.float64), TorchOps)
+    assert not isinstance(make_ops(cpu, torch.float32), TritonOps)
+
+
+def test_refuses_a_dtype_it_can_not_compute():
+    with pytest.raises(ConfigError, match="float64"):
+        TritonOps(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("size", "warps"), [(64, 1), (1024, 4), (2048, 8), (2560, 16), (4096, 16), (16384, 16)]
+)
+def test_a_thread_reads_16_bytes_at_a_time(size, warps):
+    assert norm_warps(size) == warps
+
+
+def test_no_rows_are_no_work():
+    """A chunk in the middle of a prompt gives no logits: nobody goes on in the last layer."""
+    ops, weight = TritonOps(torch.float32), torch.ones(64, device=DEVICE)
+    nothing = numbers(0, 64, dtype=torch.float32)
+    assert ops.rms_norm(nothing, weight, EPS).shape == (0, 64)
+    assert [x.shape for x in ops.add_rms_norm(nothing, nothing, weight, EPS)] == [(0, 64)] * 2
+    assert ops.gate(nothing, "silu").shape == (0, 32)

@@ -1,0 +1,381 @@
+"""Every model family against transformers: same checkpoint, same tokens, same logits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.errors import ConfigError
+from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.norm import RMSNorm
+from nanoengine.layers.packed import PackedLinear, ScreenedHead
+from nanoengine.models.decoder import CausalLM
+from nanoengine.parallel.shard import Shard
+from tests.support.checkpoints import make_checkpoint
+from tests.support.model_helpers import (
+    all_logits,
+    build,
+    make_context,
+    prefill_batch,
+    random_prompts,
+)
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def oracle(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Logits of transformers, prompt by prompt."""
+    model = copy.deepcopy(model).to(dtype)
+    if dtype == torch.float64:
+        _widen(model)
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
+
+
+def _widen(model: torch.nn.Module) -> None:
+    """transformers computes norms and router probabilities in float32 even in a float64 model;
+    widened, it is an oracle for far more digits."""
+
+    def norm(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        centered = type(module).__name__.startswith("Gemma")
+        eps = module.eps if centered else module.variance_epsilon
+        weight = 1 + module.weight if centered else module.weight
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+            return weight * (x * scale)
+
+        return forward
+
+    def route(module: torch.nn.Module) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = F.linear(x, module.weight)
+            values, indices = logits.softmax(dim=-1).topk(module.top_k, dim=-1)
+            if module.norm_topk_prob:
+                values = values / values.sum(dim=-1, keepdim=True)
+            return logits, values, indices
+
+        return forward
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = norm(module)
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = route(module)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {}),
+    "gemma3 pattern": (
+        "gemma3",
+        {"layer_types": None, "num_hidden_layers": 7, "attention_bias": True, "sliding_window": 8},
+    ),
+    "gemma3 ropes": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama attention bias": ("llama", {"attention_bias": True}),
+    "llama head_dim": ("llama", {"head_dim": 48}),
+    "llama no GQA": ("llama", {"num_key_value_heads": 4}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {}),
+    "mistral full": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2 windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 bias": ("qwen3", {"attention_bias": True}),
+    "qwen3 windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3 yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 1000000.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            }
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe raw probabilities": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3_moe step": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen3_moe windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    reference = make_checkpoint(tmp_path, family, **overrides)
+    prompts = random_prompts(40, 1, 23)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-9)):
+        expected = oracle(reference, prompts, dtype)
+        got = all_logits(build(tmp_path, dtype), prompts)
+        assert got.dtype == dtype
+        assert (got - expected).abs().max() < tolerance
+        assert torch.equal(got.argmax(-1), expected.argmax(-1))
+        assert len(set(expected.argmax(-1).tolist())) > 10, "the oracle's tokens are degenerate"
+
+
+class Ranks:
+    """Collectives of threads that run one model: each rank waits for all others' tensors."""
+
+    def __init__(self, world_size: int) -> None:
+        self.parts: list[torch.Tensor | None] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=30)
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.parts[rank] = tensor
+        self.barrier.wait()
+        parts = list(self.parts)
+        self.barrier.wait()
+        return parts
+
+    def build(self, directory: Path, rank: int) -> CausalLM:
+        return build(
+            directory,
+            torch.float64,
+            shard=Shard(rank, len(self.parts)),
+            all_reduce=lambda x: sum(self.exchange(rank, x)),
+            all_gather=lambda x: torch.cat(self.exchange(rank, x), dim=-1),
+        )
+
+
+@pytest.mark.parametrize(
+    "case", ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral", "gemma3"]
+)
+def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    make_checkpoint(tmp_path, family, **overrides)
+    prompts = random_prompts(17, 5)
+    expected = all_logits(build(tmp_path, torch.float64), prompts)
+    ranks = Ranks(2)
+    models = [ranks.build(tmp_path, rank) for rank in range(2)]
+    results: list[torch.Tensor | None] = [None, None]
+
+    def run(rank: int) -> None:
+        results[rank] = all_logits(models[rank], prompts)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        assert result is not None
+        assert (result - expected).abs().max() < 1e-12
+    whole = sum(p.numel() for p in build(tmp_path).parameters())
+    halves = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert halves[0] == halves[1] < 0.6 * whole
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ranks"),
+    [
+        ("num_attention_heads", 4, 3),
+        ("num_key_value_heads", 2, 4),
+        ("intermediate_size", 97, 2),
+        ("vocab_size", 255, 2),
+        ("moe_intermediate_size", 31, 2),
+    ],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(
+    field: str, value: int, ranks: int, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", **{field: value})
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path, shard=Shard(0, ranks))
+    assert f"tensor_parallel_size={ranks} must divide {field}={value}" in str(error.value)
+
+
+def test_a_sequence_has_the_same_logits_alone_and_with_neighbours(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    model = build(tmp_path, torch.float64)
+    first, second, third = random_prompts(9, 21, 4)
+    together = all_logits(model, [first, second, third])
+    alone = all_logits(model, [second])
+    assert (together[9:30] - alone).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_sixteen_bit_models_stay_close_and_keep_their_dtype(family: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    prompts = random_prompts(30)
+    expected = oracle(reference, prompts, torch.bfloat16)
+    got = all_logits(build(tmp_path, torch.bfloat16), prompts)
+    assert got.dtype == torch.bfloat16
+    exact = oracle(reference, prompts, torch.float32)
+    error = (got.float() - exact).abs().max()
+    assert error < 2 * (expected.float() - exact).abs().max()
+
+
+def test_positions_past_the_models_context_are_refused_at_start(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"max_model_len=513 must be in \[1, 512\]"):
+        build(tmp_path, max_positions=513)
+    short = build(tmp_path, max_positions=20)
+    assert short.model.rotary.table.shape == (20, 16)
+    prompts = random_prompts(20)
+    assert torch.equal(all_logits(short, prompts), all_logits(build(tmp_path), prompts))
+
+
+def test_attention_layers_are_in_order_and_bind_their_cache(tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path,
+        "qwen2",
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=2,
+    )
+    layers = build(tmp_path).attention_layers
+    assert [layer.spec.sliding_window for layer in layers] == [None, None, 8]
+    assert [layer.spec.group for layer in layers] == [0, 0, 0]
+    assert (layers[0].spec.num_heads, layers[0].spec.num_kv_heads) == (4, 2)
+    assert layers[0].spec.scale == 16**-0.5
+    k_cache, v_cache = torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)
+    layers[2].bind(k_cache, v_cache, 1)
+    assert layers[2].k_cache is k_cache
+    assert layers[2].v_cache is v_cache
+    assert [layer.spec.group for layer in layers] == [0, 0, 1]
+
+
+def test_hidden_states_have_the_models_width(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    model = build(tmp_path)
+    hidden = model.forward(prefill_batch(random_prompts(6, 3)))
+    assert hidden.shape == (9, 64)
+    assert model.logits(hidden[[5, 8]]).shape == (2, 256)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_norm_with_residual_returns_the_norm_of_the_sum_and_the_sum() -> None:
+    norm = RMSNorm(8, 1e-6, context=make_context(torch.float64))
+    norm.weight.copy_(torch.arange(1.0, 9.0))
+    x, residual = torch.randn(2, 3, 8, dtype=torch.float64)
+    normed, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(norm(total), expected)
+
+
+class TransposedLinear(LinearMethod):
+    """Keeps [in, out]; takes a tied weight over when it is loaded."""
+
+    made: list[str] = []  # noqa: RUF012
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.made.append(name)
+
+    def create(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: torch.Tensor | None = None,
+    ) -> None:
+        self.tied = weight
+        self.register_buffer("stored", torch.empty(in_features, out_features, dtype=dtype))
+
+    def load(self, weight: torch.Tensor, rows: slice) -> None:
+        self.stored[:, rows] = weight.T
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = x @ self.stored
+        return out if bias is None else out + bias
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.stored.T[ids]
+
+    def finish(self) -> None:
+        if self.tied is not None:
+            self.stored.copy_(self.tied.T)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_another_linear_method_enters_by_the_door(tied: bool, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied, num_hidden_layers=1)
+    TransposedLinear.made.clear()
+    model = build(tmp_path, linear_method_factory=TransposedLinear)
+    assert TransposedLinear.made == [
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.mlp.down_proj",
+        "lm_head",
+    ]
+    prompts = random_prompts(12)
+    expected = oracle(reference, prompts, torch.float32)
+    assert (all_logits(model, prompts) - expected).abs().max() < 1e-4
+    assert load_model_config(tmp_path).tie_word_embeddings == tied
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3 bias", "qwen3_moe"])
+def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    reference = make_checkpoint(tmp_path, family, **overrides)
+    prompts = random_prompts(40, 1, 23)
+    model = build(tmp_path, linear_method_factory=PackedLinear)
+    methods = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert all(m.is_packed for m in methods), "a weight was left unpacked"
+    plain = build(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    got = all_logits(model, prompts)
+    assert (got - oracle(reference, prompts, torch.float32)).abs().max() < 1e-4
+    with torch.inference_mode():
+        assert model.logits(torch.empty(0, 64)).shape == (0, 256)
+
+
+def test_packed_weights_are_for_float32_on_a_cpu() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    made = [linear_method_for(cpu, torch.float32)(name) for name in ("lm_head", "o_proj")]
+    assert [type(method) for method in made] == [ScreenedHead, PackedLinear]
+    for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
+        assert linear_method_for(device, dtype) is UnquantizedLinear

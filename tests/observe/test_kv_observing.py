@@ -1,0 +1,176 @@
+"""What the prefix cache says about itself: counters, reasons of misses, events, residency."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoengine.core.block_pool import BlockPool
+from nanoengine.core.cache_stats import CacheStats
+from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.errors import RequestError
+from nanoengine.observe.kv_events import AllCleared, BlockRemoved, BlockStored, KVEvents
+from nanoengine.observe.residency import Residency
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import ExecutorFailure, make_engine, run
+
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+def ask(engine, prompt, salt=None):
+    request = engine.add_request("r", prompt, ONE, cache_salt=salt)
+    run(engine)
+    return request
+
+
+def test_every_miss_has_a_reason():
+    engine = make_engine(num_blocks=9)
+    misses = []
+    first, other = list(range(1, 21)), list(range(21, 48))
+    for prompt, salt in (
+        ([1, 2, 3, 4], None),  # a single block, of which the last token must be computed
+        (first, None),
+        (first, None),  # all found
+        (first, "salt"),
+        (first[:8] + other[:12], None),  # a known start, then nothing known
+        (other, None),  # takes the whole pool
+        (first, None),
+    ):
+        before = engine.stats().cache_misses
+        ask(engine, prompt, salt)
+        after = engine.stats().cache_misses
+        misses.append([reason for reason in after if after[reason] > before[reason]])
+    assert misses == [["short"], ["cold"], [], ["salt"], ["cold"], ["cold"], ["evicted"]]
+
+
+def test_the_recent_rate_forgets():
+    stats = CacheStats()
+    for _ in range(1000):
+        stats.count(10, 0)
+    for _ in range(1000):
+        stats.count(10, 5)
+    assert (stats.hit_rate, stats.recent_hit_rate) == (0.25, 0.5)
+
+
+def test_readmissions_are_counted_apart():
+    engine = make_engine(num_blocks=9, max_num_seqs=3)
+    for i in range(3):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        engine.add_request(str(i), range(1 + 9 * i, 9 + 9 * i), params)
+    run(engine)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.cache_readmit_queried_tokens >= stats.cache_readmit_hit_tokens > 0
+    assert (stats.cache_queried_tokens, stats.cache_hit_tokens) == (24, 0)
+
+
+def test_empty_slots_are_reported():
+    engine = make_engine(block_size=8)
+    engine.add_request("a", range(1, 14), SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    assert engine.stats().waste_slots == 16 - 13
+    run(engine)
+    assert engine.stats().waste_slots == 0
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def test_a_mirror_of_the_events_is_the_cache():
+    engine, events = make_engine(num_blocks=17), KVEvents()
+    pool = engine.scheduler.block_manager.pool
+    pool.observers.append(events)
+    mirror = {}
+    for i in range(12):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        engine.add_request(str(i), [1, 2, 3, 4, 5 + i % 3] * 3, params)
+        for _ in range(4):
+            engine.step()
+            for event in events.drain():
+                if isinstance(event, BlockStored):
+                    assert event.block_id not in mirror
+                    roots = (None, b"")
+                    known = {stored.block_hash for stored in mirror.values()}
+                    assert event.parent_hash in roots or event.parent_hash in known
+                    mirror[event.block_id] = event
+                else:
+                    assert isinstance(event, BlockRemoved)
+                    assert mirror.pop(event.block_id).block_hash == event.block_hash
+            held = {block.block_id: block for block in pool.blocks if block.hash is not None}
+            assert held.keys() == mirror.keys()
+            for block_id, stored in mirror.items():
+                assert stored.block_hash == held[block_id].hash
+                assert stored.token_ids == tuple(held[block_id].token_ids)
+    assert pool.num_evicted > 0
+
+
+def test_cleared_is_one_event():
+    engine, events = make_engine(), KVEvents()
+    engine.scheduler.block_manager.pool.observers.append(events)
+    ask(engine, range(1, 18))
+    assert [type(event) for event in events.drain()] == [BlockStored] * 4
+    assert engine.reset_prefix_cache()
+    assert events.drain() == [AllCleared()]
+
+
+def test_a_failed_step_clears_and_goes_on_telling():
+    engine, events = make_engine(), KVEvents()
+    engine.scheduler.block_manager.pool.observers.append(events)
+    engine.executor.fail_at = "end"
+    with pytest.raises(ExecutorFailure):
+        ask(engine, range(1, 10))
+    assert events.drain()[-1] == AllCleared()
+    ask(engine, range(1, 10))
+    assert [type(event) for event in events.drain()] == [BlockStored] * 2
+
+
+def test_evict_drops_what_is_cached_and_nothing_else():
+    engine = make_engine()
+    ask(engine, range(1, 18))
+    assert engine.stats().cached_blocks == 4
+    table = engine.add_request("b", range(1, 18), SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    (in_use,) = table.sequences[0].block_tables
+    assert engine.evict(in_use) == 0
+    run(engine)
+    assert engine.evict(in_use[:2]) == 2
+    engine.add_request("c", range(1, 18), ONE)
+    run(engine)
+    assert engine.stats().cache_misses["evicted"] == 1
+    for bad in (0, 65):
+        with pytest.raises(RequestError, match="block ids"):
+            engine.evict([bad])
+
+
+# --- residency ------------------------------------------------------------------------------------
+
+
+def test_residency_measures_the_three_spans():
+    now = [0.0]
+    residency = Residency(every=1, clock=lambda: now[0])
+    pool = BlockPool(num_blocks=2)
+    pool.observers.append(residency)
+    (block_id,) = pool.allocate(1)
+    pool.register([block_id], 0, [Prefix(b"a", None, pack([1]))])
+    now[0] = 1.0
+    pool.free([block_id])
+    now[0] = 1.5
+    pool.touch([block_id])
+    now[0] = 2.0
+    pool.free([block_id])
+    now[0] = 5.0
+    pool.allocate(1)
+    assert residency.reuse_gap_s == {0.5: 1}
+    assert residency.idle_s == {4.0: 1}
+    assert residency.lifetime_s == {8.0: 1}
+    assert "<= 4 s: 1" in str(residency)
+
+
+def test_residency_samples():
+    residency = Residency(every=4, clock=lambda: 0.0)
+    pool = BlockPool(num_blocks=9)
+    pool.observers.append(residency)
+    for block_id in pool.allocate(8):
+        pool.register([block_id], 0, [Prefix(bytes([block_id]), None, pack([1]))])
+    pool.free(range(1, 9))
+    assert pool.evict(range(1, 9)) == 8
+    assert sum(residency.lifetime_s.values()) == 2

@@ -1,0 +1,404 @@
+"""The observers and the arithmetic behind the benchmark's figures, on plans written by hand."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.core.plan import (
+    AdmittedSequence,
+    ChosenToken,
+    Fork,
+    Preemption,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+from nanoengine.core.tiers import TierStats
+from nanoengine.kernels import cpu_peak
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.observe import metrics
+from nanoengine.observe.cost import ModelCost
+from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, summarize
+from nanoengine.observe.peak import measure_cpu_peaks, measure_peaks
+from nanoengine.observe.trace import Trace
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import make_engine
+
+SCHEDULER = SimpleNamespace(
+    num_waiting=3,
+    num_running=2,
+    block_manager=SimpleNamespace(
+        pool=SimpleNamespace(counts=lambda: {"empty": 5, "cached": 1, "active": 2}),
+        tiers=SimpleNamespace(
+            stats=lambda: (TierStats(name="host", block_bytes=8, empty_blocks=3, cached_blocks=4),)
+        ),
+    ),
+)
+
+
+def admit(row: int, seq_id: int, num_tokens: int, num_cached: int = 0) -> AdmittedSequence:
+    return AdmittedSequence(
+        row=row,
+        seq_id=seq_id,
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        num_cached_tokens=num_cached,
+        params=SamplingParams(),
+        seed=0,
+    )
+
+
+def plan_and_result(
+    step: int, rows: list[tuple[int, int, int]], tokens: list[list[int]], **plan: object
+) -> tuple[StepPlan, StepResult]:
+    """`rows` are (row, start, tokens computed); rows that sample have one logit."""
+    return (
+        StepPlan(
+            step=step,
+            rows=[row for row, _, _ in rows],
+            starts=[start for _, start, _ in rows],
+            num_scheduled_tokens=[count for _, _, count in rows],
+            num_logits=[1 if t else 0 for t in tokens],
+            **plan,
+        ),
+        StepResult(token_ids=tokens, times=StepTimes(schedule_s=0.25, forward_s=0.75)),
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times that `Metrics` reads, one a step."""
+    times: list[float] = []
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: times.pop(0))
+    return times
+
+
+def test_metrics_split_prefill_from_decode_and_measure_gaps(clock: list[float]) -> None:
+    clock += [10.0, 11.0, 13.0]
+    observer = Metrics()
+    # Sequence 7 has 6 tokens, 2 cached; sequence 8 has 4. Then a mixed step, then both decode.
+    steps = [
+        plan_and_result(0, [(0, 2, 4)], [[50]], admitted=[admit(0, 7, 6, 2)]),
+        plan_and_result(1, [(0, 6, 1), (1, 0, 3)], [[51], []], admitted=[admit(1, 8, 4)]),
+        plan_and_result(2, [(0, 7, 1), (1, 3, 1)], [[52], [60]]),
+    ]
+    for plan, result in steps:
+        observer.on_step(plan, result, SCHEDULER)
+    summary = summarize(observer.records)
+    assert (summary.prefill_tokens, summary.decode_tokens) == (4 + 3 + 1, 1 + 1)
+    assert summary.sampled_tokens == 4
+    assert summary.prefill_s == pytest.approx(1.0 + 0.75 + 0.5)
+    assert summary.decode_s == pytest.approx(0.25 + 0.5)
+    assert summary.itl_s == [1.0, 2.0]
+    assert summary.mean_batch == pytest.approx(5 / 3)
+    assert summary.max_batch == 2
+    assert summary.times == StepTimes(schedule_s=0.75, forward_s=2.25)
+    assert observer.records[0].num_running == 2
+
+
+def test_metrics_count_recomputation_as_prefill_and_keep_the_gap(clock: list[float]) -> None:
+    clock += [0.0, 1.0, 5.0]
+    observer = Metrics()
+    gone = [Preemption(7, 5, "no block")]
+    steps = [
+        plan_and_result(0, [(0, 0, 4)], [[50]], admitted=[admit(0, 7, 4)]),
+        plan_and_result(1, [], [], preempted=gone),
+        plan_and_result(2, [(1, 0, 5)], [[51]], released=[0], admitted=[admit(1, 7, 5)]),
+    ]
+    for plan, result in steps:
+        observer.on_step(plan, result, SCHEDULER)
+    summary = summarize(observer.records)
+    assert (summary.prefill_tokens, summary.decode_tokens) == (9, 0)
+    assert summary.num_preemptions == 1
+    assert summary.itl_s == [5.0]
+
+
+def test_metrics_share_the_gap_among_accepted_drafts(clock: list[float]) -> None:
+    clock += [0.0, 3.0]
+    observer = Metrics()
+    for plan, result in (
+        plan_and_result(0, [(0, 0, 4)], [[50]], admitted=[admit(0, 7, 4)]),
+        plan_and_result(1, [(0, 4, 3)], [[51, 52, 53]]),
+    ):
+        observer.on_step(plan, result, SCHEDULER)
+    assert summarize(observer.records).itl_s == [1.0, 1.0, 1.0]
+
+
+def test_forks_belong_to_their_own_sequence(clock: list[float]) -> None:
+    clock += [0.0, 2.0]
+    observer = Metrics()
+    for plan, result in (
+        plan_and_result(
+            0,
+            [(0, 0, 4), (1, 4, 0)],
+            [[50], [60]],
+            admitted=[admit(0, 7, 4)],
+            forks=[Fork(row=1, parent_row=0, seq_id=8, seed=1)],
+        ),
+        plan_and_result(1, [(0, 4, 1), (1, 4, 1)], [[51], [61]]),
+    ):
+        observer.on_step(plan, result, SCHEDULER)
+    summary = summarize(observer.records)
+    assert (summary.prefill_tokens, summary.decode_tokens) == (4, 2)
+    assert summary.itl_s == [2.0, 2.0]
+    assert summary.mean_batch == 1.5
+
+
+def test_percentiles() -> None:
+    assert percentiles([4.0, 1.0, 3.0, 2.0, 5.0]) == pytest.approx(
+        {"p50": 3.0, "p90": 4.6, "p99": 4.96}
+    )
+    assert percentiles([]) == {}
+
+
+def test_trace_names_sequences_across_steps(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        first = plan_and_result(
+            0,
+            [(0, 0, 4), (1, 4, 0)],
+            [[50], [60]],
+            admitted=[admit(0, 7, 4)],
+            forks=[Fork(row=1, parent_row=0, seq_id=8, seed=1)],
+            chosen_tokens=[ChosenToken(row=1, position=3, token_id=44)],
+            reasons=["seq 9 waits"],
+        )
+        second = plan_and_result(
+            1,
+            [(0, 0, 3)],
+            [[]],
+            released=[0],
+            admitted=[admit(0, 9, 5, 2)],
+            preempted=[Preemption(7, 4, "no block")],
+        )
+        second[1].errors[0] = "NaN logits"
+        trace.on_step(*first, SCHEDULER)
+        trace.on_step(*second, SCHEDULER)
+    one, two = map(json.loads, path.read_text().splitlines())
+    assert one["tokens"] == {"7": [0, 4], "8": [4, 0]}
+    assert one["sampled"] == {"7": [50], "8": [60]}
+    assert one["forked"] == [[8, 7]]
+    assert (one["chosen"], two["chosen"]) == ([[8, 3, 44]], []), "a fork has its name already"
+    assert one["reasons"] == ["seq 9 waits"]
+    assert one["blocks"] == {
+        "device": {"empty": 5, "cached": 1, "active": 2},
+        "host": {"empty": 3, "cached": 4, "active": 0},
+    }
+    assert (one["waiting"], one["running"]) == (3, 2)
+    assert one["times_ms"]["forward"] == 750
+    assert two["released"] == [7]
+    assert two["admitted"] == [[9, 5, 2]]
+    assert two["preempted"] == [[7, 4, "no block"]]
+    assert two["tokens"] == {"9": [0, 3]}
+    assert two["errors"] == {"9": "NaN logits"}
+    assert two["time_s"] >= one["time_s"] >= 0
+
+
+def test_outputs_can_be_rebuilt_from_a_trace(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        engine = make_engine(num_blocks=12, max_num_seqs=4, observers=[trace])
+        prompt = [1, 2, 3, 4, 5]
+        request = engine.add_request("a", prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+        for step in range(40):
+            engine.step()
+            if step in (2, 5):
+                last = request.sequences[0].token_ids[-1]
+                engine.fork("a", next_token_id=(last + 1) % 50)
+            if not engine.has_unfinished():
+                break
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    assert any(step["preempted"] for step in steps)
+    tokens: dict[int, list[int]] = {0: list(prompt)}
+    for step in steps:
+        for child, parent in step["forked"]:
+            tokens[child] = list(tokens[parent])
+        for seq_id, position, token_id in step["chosen"]:
+            tokens[seq_id][position:] = [token_id]
+        for seq_id, sampled in step["sampled"].items():
+            tokens[int(seq_id)] += sampled
+    assert sum(len(step["chosen"]) for step in steps) == 2
+    assert tokens == {seq.seq_id: seq.token_ids for seq in request.sequences}
+    assert len(tokens) == 3
+
+
+CONFIG = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "vocab_size": 32,
+}
+
+
+def record(*rows: tuple[int, int, int]) -> StepRecord:
+    """A step of (start, tokens, logits) a row."""
+    return StepRecord(
+        time_s=0.0,
+        rows=range(len(rows)),
+        starts=[start for start, _, _ in rows],
+        num_scheduled=[count for _, count, _ in rows],
+        num_logits=[logits for _, _, logits in rows],
+        num_sampled=[],
+        admitted=[],
+        num_preempted=0,
+        num_running=0,
+        num_waiting=0,
+        times=StepTimes(),
+    )
+
+
+def brute_force_cost(config: dict, windows: list, rows: list[tuple[int, int, int]]) -> tuple:
+    """FLOPs and elements by loops over layers, rows and tokens."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim, hidden = config["head_dim"], config["hidden_size"]
+    matrices = [
+        (hidden, (heads + 2 * kv_heads) * dim),
+        (heads * dim, hidden),
+        *[(hidden, config["intermediate_size"])] * 3,
+    ]
+    of_qkv, *behind = (a * b for a, b in matrices)
+    flops = elements = 0
+    for layer, window in enumerate(windows):
+        is_last = layer == len(windows) - 1
+        elements += of_qkv
+        elements += sum(behind) if any((n if is_last else count) for _, count, n in rows) else 0
+        for start, count, num_logits in rows:
+            flops += 2 * count * of_qkv + 2 * (num_logits if is_last else count) * sum(behind)
+            read = set()
+            for position in range(start, start + count):
+                context = [p for p in range(position + 1) if not window or p > position - window]
+                read |= set(context)
+                flops += 2 * 2 * len(context) * heads * dim
+            elements += 2 * kv_heads * dim * (len(read) + count)
+    head = config["vocab_size"] * hidden
+    num_logits = sum(n for _, _, n in rows)
+    return flops + 2 * num_logits * head, elements + (head if num_logits else 0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("rows", [[(0, 5, 0), (9, 1, 1), (3, 4, 1), (6, 0, 1)], [(4, 8, 0)]])
+def test_cost_equals_a_count_by_hand(rows: list, window: int | None) -> None:
+    layers = ["sliding_attention", "full_attention"]
+    config = CONFIG | {"sliding_window": window, "layer_types": layers}
+    flops, elements = brute_force_cost(config, [window, None], rows)
+    assert ModelCost.from_config(config, 2).step(record(*rows)) == (flops, 2 * elements)
+
+
+def test_cost_reads_the_window_of_all_layers_and_its_switch() -> None:
+    everywhere = ModelCost.from_config(CONFIG | {"sliding_window": 4}, 4)
+    assert everywhere.windows == (4, 4)
+    off = CONFIG | {"sliding_window": 4, "use_sliding_window": False}
+    assert ModelCost.from_config(off, 4).windows == (None, None)
+
+
+def test_quantized_weights_cost_their_own_bytes() -> None:
+    step = record((3, 1, 1))
+    plain = ModelCost.from_config(CONFIG, 4)
+    eighth = ModelCost.from_config(CONFIG, 4, 0.5)
+    weights = plain.dense_params + plain.head_params
+    assert eighth.step(step)[0] == plain.step(step)[0]
+    assert plain.step(step)[1] - eighth.step(step)[1] == 3.5 * weights
+
+
+def test_cost_of_experts() -> None:
+    moe = CONFIG | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+    cost = ModelCost.from_config(moe, 1)
+    dense = ModelCost.from_config(CONFIG | {"intermediate_size": 10}, 1)
+    router = 2 * 8 * 8
+    one_token = record((0, 1, 1))
+    # A single token meets exactly its 2 experts of size 5: a dense MLP of size 10, and the router.
+    assert cost.step(one_token)[0] == dense.step(one_token)[0] + 2 * router
+    assert cost.step(one_token)[1] == pytest.approx(dense.step(one_token)[1] + router)
+    many = record((0, 1000, 1000))
+    all_experts = ModelCost.from_config(CONFIG | {"intermediate_size": 40}, 1)
+    assert cost.step(many)[1] == pytest.approx(all_experts.step(many)[1] + router)
+    # A chunk without logits leaves the router and the experts of the last layer alone.
+    chunk = record((0, 1000, 0))
+    assert cost.step(chunk)[1] == pytest.approx(all_experts.step(chunk)[1] + router / 2)
+
+
+def test_a_step_without_work_costs_nothing() -> None:
+    cost = ModelCost.from_config(CONFIG, 4)
+    assert cost.run([record(), record((3, 1, 1))]) == cost.step(record((3, 1, 1)))
+
+
+def test_peaks_are_measured() -> None:
+    peaks = measure_peaks(torch.device("cpu"), torch.float32, seconds=0.01, buffer_bytes=2**22)
+    assert peaks.read_gbs > 0
+    assert peaks.gemm_gflops > 0
+    assert (peaks.dtype, peaks.by) == ("float32", CURRENT.name)
+
+
+def test_peaks_are_those_of_the_products_that_the_cpu_has() -> None:
+    found = measure_cpu_peaks(seconds=0.01, buffer_bytes=2**20)
+    has = {
+        "float32": True,
+        "bfloat16": CURRENT.bf16_dots == "vdpbf16ps",
+        "int8": CURRENT.byte_dots != "generic",
+    }
+    assert set(found.gflops) == {kind for kind, there in has.items() if there}
+    assert found.threads == torch.get_num_threads()
+    # float16 has no products of its own on any CPU here: what runs is float32.
+    lacking = measure_cpu_peaks(["float16", "float64"], seconds=0.01, buffer_bytes=2**20)
+    assert set(lacking.gflops) == {"float32", "float64"}
+    whole = measure_peaks(
+        torch.device("cpu"), torch.float32, products="int8", seconds=0.01, buffer_bytes=2**20
+    )
+    assert whole.dtype == ("int8" if has["int8"] else "float32")
+
+
+def test_a_multiplying_kernel_does_the_products_that_it_is_credited_with() -> None:
+    def sums(kernel: Any, x: np.ndarray, y: np.ndarray, start: np.ndarray, turns: int) -> Any:
+        """The sums behind `turns` turns on one worker, all of them started at `start`."""
+        data = np.zeros((1, cpu_peak.ROOM), start.dtype)
+        width = len(x.view(start.dtype))
+        data[0, :width], data[0, width : 2 * width] = x.view(start.dtype), y.view(start.dtype)
+        data[0, 2 * width :] = start[0]
+        kernel(data, turns)
+        return data[0, 2 * width : (2 + cpu_peak.CHAINS) * width]
+
+    for real in (np.float32, np.float64):
+        width = CURRENT.vector_bits // 8 // real().itemsize
+        x, y = np.full(width, 3, real), np.arange(width).astype(real)
+        got = sums(cpu_peak.multiply_floats, x, y, np.ones(1, real), 5)
+        assert np.array_equal(got, np.tile(1 + 5 * x * y, cpu_peak.CHAINS))
+        assert cpu_peak.operations(np.dtype(real).name) == 2 * got.size
+    if "bfloat16" in cpu_peak.KERNELS:
+        width = CURRENT.vector_bits // 16
+        numbers = torch.arange(width, dtype=torch.bfloat16)
+        x = y = numbers.view(torch.int16).numpy()
+        got = sums(cpu_peak.multiply_bfloat16, x, y, np.ones(1, np.float32), 5)
+        pairs = 1 + 5 * (np.arange(width, dtype=np.float32) ** 2).reshape(-1, 2).sum(1)
+        assert np.array_equal(got, np.tile(pairs, cpu_peak.CHAINS))
+        assert cpu_peak.operations("bfloat16") == 4 * got.size
+    if "int8" in cpu_peak.KERNELS:
+        width = CURRENT.byte_bits // 8
+        x, y = np.full(width, 3, np.uint8), np.arange(width, dtype=np.int8)
+        start = np.ones(1, np.int32).view(np.float32)
+        got = sums(cpu_peak.multiply_bytes, x, y, start, 1).view(np.int32)
+        # Without the one instruction the second factor is the sum itself: 1, 0, 0, 0 as bytes.
+        fours = y.reshape(-1, 4).sum(1) if CURRENT.byte_dots == "vpdpbusd" else np.ones(width // 4)
+        assert np.array_equal(got, np.tile(1 + 3 * fours, cpu_peak.CHAINS))
+        assert cpu_peak.operations("int8") == 8 * got.size
+
+
+def test_the_reading_kernel_leaves_nothing_out() -> None:
+    data, found = cpu_peak.buffer(3 * 4 * cpu_peak.PAGE, 2), np.empty(2, np.int32)
+    assert len(data) == 3 * cpu_peak.PAGE
+    assert (data == 1).all()
+    data[:] = 0
+    for at in (0, 5, cpu_peak.PAGE - 1, cpu_peak.PAGE, 2 * cpu_peak.PAGE + 4321, len(data) - 1):
+        data[at] = 1 << at % 31
+        cpu_peak.read(data, found, 2)
+        assert found.tolist() == [(1 << at % 31) * (worker == int(at >= cpu_peak.PAGE))
+                                  for worker in range(2)]  # fmt: skip
+        data[at] = 0

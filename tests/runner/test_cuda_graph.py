@@ -1,0 +1,401 @@
+"""GraphedDecode and DecodeStep on the CPU: operators are recorded and replayed, as a graph does."""
+
+import contextlib
+import functools
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import nanoengine.runner.decode_step as decode_step
+import nanoengine.runner.draw as draw
+import nanoengine.runner.model_runner as model_runner
+from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
+from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.ops import TorchOps
+from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode, capture_sizes
+from nanoengine.runner.decode_step import DecodeStep
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.pick import Kind
+from nanoengine.runner.rows import Rows
+from nanoengine.runner.sampler import Sampler
+from nanoengine.sampling_params import SamplingParams
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.late_device import make_graph_safe
+from tests.support.recorded_graphs import RecordedGraphs
+
+VOCAB = 40
+BLOCK = 4
+
+
+@pytest.mark.parametrize(
+    "limit", [1, 2, 3, 4, 7, 8, 9, 100, 255, 256, 257, 271, 272, 273, 500, 512]
+)
+def test_sizes_cover_every_batch_and_never_more(limit):
+    sizes = capture_sizes(limit)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == limit
+    for smaller, size in itertools.pairwise(sizes):
+        assert size - smaller <= (8 if size <= 256 else 16)
+
+
+def test_sizes_are_dense_where_batches_are_small():
+    assert capture_sizes(300)[:7] == [1, 2, 4, 8, 16, 24, 32]
+    assert capture_sizes(300)[-4:] == [256, 272, 288, 300]
+
+
+def test_all_captures_warm_up_and_record_on_one_stream(monkeypatch):
+    """Each further stream that cuBLAS runs on keeps a workspace for good."""
+    made, entered = [], []
+
+    def stream(device=None):
+        made.append(mock.Mock())
+        return made[-1]
+
+    def graph(*args, **options):
+        return entering(options.get("stream"))
+
+    @contextlib.contextmanager
+    def entering(entered_stream):
+        entered.append(entered_stream)
+        yield
+
+    fakes = {"Stream": stream, "stream": entering, "graph": graph}
+    for name in ("current_stream", "graph_pool_handle", "CUDAGraph"):
+        fakes[name] = mock.Mock()
+    fakes["current_device"] = mock.Mock(return_value=mock.sentinel.device)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for _ in range(2):
+        graphs = CudaGraphs()
+        for number in range(3):
+            assert graphs.capture(lambda number=number: (number,))[1] == (number,)
+    assert len(made) == 1
+    assert entered == made * 12
+
+
+def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
+    """Triton and graphs go by the current device; another one's memory is out of their reach."""
+    current = ["cuda:0"]
+
+    @contextlib.contextmanager
+    def device(wanted):
+        current.append(str(wanted))
+        try:
+            yield
+        finally:
+            current.pop()
+
+    def note(*plan):
+        seen.append((current[-1], torch.is_inference_mode_enabled()))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen = []
+    for name in ("cuda:1", "cpu"):
+        runner = mock.Mock(device=torch.device(name), _load=note, _update_rows=note)
+        runner.config.max_model_len = None
+        with pytest.raises(InterruptedError):
+            ModelRunner.start(runner)
+        with pytest.raises(InterruptedError):
+            ModelRunner.launch(runner, StepPlan(step=0))
+    assert seen == [("cuda:1", True)] * 2 + [("cuda:0", True)] * 2
+    assert current == ["cuda:0"]
+
+
+# --- the decode step over a model that tells what it was given -----------------------------------
+
+
+class Model:
+    """The next token is (token + position + first block) % VOCAB; the cache tells what it wrote."""
+
+    def __init__(self, num_groups=1, num_slots=4096, device="cpu"):
+        self.cache = torch.zeros(num_groups, num_slots, dtype=torch.int64, device=device)
+        self.prepared = []
+
+    def prepare(self, batch):
+        self.prepared.append(batch)
+        return "prepared"
+
+    def forward(self, batch):
+        assert batch.attention == "prepared"
+        assert batch.logits_indices is None, "all rows go on: nothing is gathered"
+        written = batch.token_ids.expand_as(batch.slot_mapping)
+        self.cache.scatter_(1, batch.slot_mapping, written)
+        assert batch.num_decodes == batch.num_tokens == batch.num_seqs
+        first = batch.block_tables[0, :, 0]
+        return torch.stack((batch.token_ids, batch.positions, batch.seq_lens - 1, first), 1)
+
+    def logits(self, hidden):
+        tokens, positions, before, first = hidden.unbind(1)
+        best = (tokens + positions + first) % VOCAB
+        ids = torch.arange(VOCAB, device=hidden.device)
+        # A wrong `seq_lens` shows as NaN.
+        poison = torch.where(positions == before, 0.0, torch.nan)[:, None]
+        return -((ids - best[:, None]) ** 2).float() + poison
+
+
+def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
+    device = torch.device(device)
+    rows = Rows(
+        max_num_seqs=max_num_seqs,
+        max_model_len=64,
+        block_size=BLOCK,
+        num_groups=num_groups,
+        device=device,
+    )
+    model, sampler = Model(num_groups, device=device), Sampler(VOCAB, max_num_seqs)
+    step = DecodeStep(
+        forward=model.forward,
+        logits=model.logits,
+        prepare=model.prepare,
+        rows=rows,
+        sampler=sampler,
+        max_model_len=64,
+        dtype=torch.float32,
+    )
+    return model, rows, sampler, step
+
+
+def admit(rows, sampler, step, *new):
+    """Sequences whose tokens but the last are computed; row, tokens, blocks, parameters."""
+    plan = StepPlan(step=0)
+    for row, token_ids, blocks, params in new:
+        plan.admitted.append(
+            AdmittedSequence(row, row, token_ids, 1, len(token_ids) - 1, params, 5 + row)
+        )
+        for group in range(len(rows.block_tables)):
+            ids = tuple(block + group for block in blocks)
+            plan.table_updates.append(TableUpdate(row, group, 0, ids))
+        sampler.admit(plan.admitted[-1])
+    rows.update(plan)
+    step.update(plan)
+
+
+def decodes(*entries):
+    """The plan in which each (row, start) computes one token."""
+    plan = StepPlan(step=1)
+    for row, start in entries:
+        plan.rows.append(row)
+        plan.starts.append(start)
+        plan.num_scheduled_tokens.append(1)
+        plan.num_logits.append(1)
+    return plan
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture
+def capturable(monkeypatch):
+    """On a CPU, candidates are searched by numpy, which can't be recorded; a GPU has topk."""
+    monkeypatch.setattr(draw, "_largest_keys", lambda keys, width: keys.topk(width).values)
+
+
+@pytest.mark.usefixtures("capturable")
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_padded_replay_is_the_eager_step(num_groups):
+    with torch.inference_mode():
+        model, rows, sampler, step = make_step(num_groups=num_groups)
+        graphs = RecordedGraphs()
+        graphed = GraphedDecode(step, max_num_seqs=8, graphs=graphs)
+        graphed.capture(graphed.sizes)
+        new = [(r, [3 * r + 1] * (2 + 3 * r), range(10 * r + 10, 10 * r + 20), GREEDY)
+               for r in range(5)]  # fmt: skip
+        admit(rows, sampler, step, *new)
+        twin_model, twin_rows, twin_sampler, twin = make_step(num_groups=num_groups)
+        admit(twin_rows, twin_sampler, twin, *new)
+        for count, later in ((5, 0), (5, 1), (3, 2), (1, 3)):
+            plan = decodes(*((r, 1 + 3 * r + later) for r in range(count)))
+            size = graphed.size_for(count)
+            assert size >= count
+            step.load(plan, size)
+            token_ids, valid = graphed(size, Kind.GREEDY)
+            twin.load(plan, count)
+            expected, _ = twin(count, Kind.GREEDY)
+            assert token_ids[:count].tolist() == expected.tolist()
+            assert valid.all()
+            assert torch.equal(model.cache[:, BLOCK:], twin_model.cache[:, BLOCK:])
+            assert rows.pool.tolist() == twin_rows.pool.tolist()
+            assert step.held.lengths.tolist() == twin.held.lengths.tolist()
+        assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
+        assert graphs.num_replayed == 2 * 4, "the forward, then the pick"
+        # Four decodes of row 0, from position 1: token + position + first block, again and again.
+        token = 1
+        for position in range(1, 5):
+            token = (token + position + 10) % VOCAB
+        assert rows.pool[0] == token
+
+
+def test_padding_writes_the_null_block_alone():
+    with torch.inference_mode():
+        model, rows, sampler, step = make_step()
+        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
+        step.load(decodes((0, 1), (1, 1)), 2)
+        step(2, Kind.GREEDY)
+        cache = model.cache.clone()
+        step.load(decodes((1, 2)), 4)  # row 0 has left, its place in the batch is padding now
+        step(4, Kind.GREEDY)
+        batch = model.prepared[-1]
+        assert batch.slot_mapping.tolist() == [[8 * BLOCK + 2, 0, 0, 0]]
+        assert batch.seq_lens.tolist() == [3, 1, 1, 1]
+        assert batch.block_tables[0, 1:].abs().max() == 0
+        cache[0, 8 * BLOCK + 2], cache[0, 0] = model.cache[0, 8 * BLOCK + 2], 0
+        assert torch.equal(model.cache, cache)
+
+
+def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
+    shipped = []
+
+    def counted(device, *arrays):
+        shipped.append([array.size for array in arrays])
+        return ship(device, *arrays)
+
+    ship = decode_step.ship
+    monkeypatch.setattr(decode_step, "ship", counted)
+    with torch.inference_mode():
+        _, rows, sampler, step = make_step()
+        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
+        for later in range(3):
+            step.load(decodes((0, 1 + later), (1, 1 + later)), 2)
+            step(2, Kind.GREEDY)
+        # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns; then nothing at all
+        assert shipped == [[2, 2, 2, 2, 2, 4, 4, 2, 8, 2]]
+        grown = decodes((0, 4), (1, 4))
+        grown.table_updates.append(TableUpdate(1, 0, 2, (11,)))
+        rows.update(grown)
+        step.update(grown)
+        step.load(grown, 2)
+        assert shipped[1:] == [[2, 0, 0, 0, 0, 1, 1, 0, 0, 0]]
+        assert step.held.tables[0, 1, :3].tolist() == [8, 9, 11]
+
+
+def test_after_a_step_that_failed_nothing_is_taken_for_known():
+    with torch.inference_mode():
+        _, rows, sampler, step = make_step()
+        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY))
+        step.load(decodes((0, 1)), 1)  # and the step itself never runs
+        again = StepPlan(step=2, released=list(range(8)))
+        rows.update(again)
+        step.update(again)
+        admit(rows, sampler, step, (0, [1, 2, 3], (5, 6), GREEDY))
+        step.load(decodes((0, 2)), 1)
+        assert step.held.lengths[0] == 2
+        assert rows.pool[0] == 3
+
+
+def test_a_decode_step_never_asks_its_device(monkeypatch):
+    """torch's meta device has shapes and no values: whoever asks for one fails."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    with torch.inference_mode():
+        _, rows, sampler, step = make_step(device="meta")
+        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
+        for kind in (None, *Kind):
+            lines = step.load(decodes((0, 1), (1, 1)), 4)
+            outputs = step(4, kind)
+            assert outputs[0].shape[0] == 4
+            assert lines.device_rows.shape == (2,)
+
+
+# --- the whole runner over recorded graphs -------------------------------------------------------
+
+
+def graphed_engine(graphs, **options):
+    """An engine that replays its decodes."""
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
+    family, overrides = options.pop("family", "qwen3"), options.pop("overrides", {})
+    with (
+        mock.patch.object(ModelRunner, "_uses_graphs", True),
+        mock.patch.object(ModelRunner, "_free_bytes", return_value=0),
+        mock.patch.object(model_runner, "CudaGraphs", return_value=graphs),
+        mock.patch.object(model_runner, "make_backend", make_graph_safe),
+        # Why: numba's kernels write memory behind torch's back, and would not be recorded.
+        mock.patch.object(model_runner, "make_ops", return_value=TorchOps()),
+        mock.patch.object(model_runner, "linear_method_for", return_value=UnquantizedLinear),
+    ):
+        return make_engine(checkpoint(family, **overrides), **defaults | options)
+
+
+@functools.cache
+def plain(params, lengths, family="qwen3", window=None):
+    overrides = {"sliding_window": window} if window else {}
+    engine = make_engine(checkpoint(family, **overrides), max_num_seqs=4, max_model_len=128)
+    return tokens(run(engine, random_prompts(len(lengths), lengths), params))
+
+
+LENGTHS = (1, 7, 16, 33, 20, 5)
+PARAMS = {
+    "greedy": greedy(12),
+    "drawn": SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True),
+    "top_k": SamplingParams(top_k=20, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True),
+    "filtered": SamplingParams(min_p=0.05, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True),
+    "edited": SamplingParams(
+        temperature=0, repetition_penalty=1.3, max_tokens=12, min_tokens=4, logprobs=2
+    ),
+    "forked": SamplingParams(n=3, temperature=0.9, seed=3, max_tokens=9, ignore_eos=True),
+}
+
+
+@pytest.mark.usefixtures("capturable")
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("greedy", False), *((name, True) for name in PARAMS)]
+)
+def test_replayed_decodes_give_the_tokens_of_eager_ones(name, overlap):
+    expected, graphs = plain(PARAMS[name], LENGTHS), RecordedGraphs()
+    engine = graphed_engine(graphs, overlap=overlap)
+    found = run(engine, random_prompts(len(LENGTHS), LENGTHS), PARAMS[name])
+    assert tokens(found) == expected
+    assert graphs.num_captured == len(capture_sizes(4)) * (1 + len(Kind))
+    assert graphs.num_replayed > 10
+
+
+@pytest.mark.usefixtures("capturable")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_blocks": 14, "block_size": 8},  # preempts
+        {"block_size": 8, "long_prefill_threshold": 7},
+        {"enable_prefix_caching": False},
+        {"family": "mistral", "overrides": {"sliding_window": 16}, "block_size": 8},
+    ],
+    ids=["small", "chunks", "nocache", "window"],
+)
+def test_replays_beside_other_features(options):
+    graphs = RecordedGraphs()
+    family, overrides = options.get("family", "qwen3"), options.get("overrides", {})
+    expected = plain(greedy(12), LENGTHS, family, overrides.get("sliding_window"))
+    engine = graphed_engine(graphs, overlap=True, **options)
+    for _ in range(2):
+        assert tokens(run(engine, random_prompts(6, LENGTHS), greedy(12))) == expected
+    if "num_kv_blocks" in options:
+        assert engine.stats().preemptions > 0
+    assert graphs.num_replayed > 10
+
+
+@pytest.mark.usefixtures("capturable")
+def test_mixed_kinds_in_one_batch():
+    names = ["greedy", "drawn", "top_k", "filtered"]
+    expected = [plain(PARAMS[name], (9,))[0] for name in names]
+    engine = graphed_engine(RecordedGraphs(), overlap=True)
+    prompts = random_prompts(1, [9]) * 4
+    assert tokens(run(engine, prompts, [PARAMS[name] for name in names])) == expected
+
+
+def test_the_recorder_notices_what_a_graph_would_not_do():
+    graphs, held, shift = RecordedGraphs(), torch.zeros(3), [1.0]
+
+    def function():
+        return (held + shift[0],)
+
+    replay, (out,) = graphs.capture(function)
+    shift[0] = 5.0
+    held.fill_(2.0)
+    replay()
+    assert out.tolist() == [3.0] * 3, "the tensor is read again, the Python number is not"
+    with pytest.raises(AssertionError, match="wait"):
+        graphs.capture(lambda: (held[held > 0],))
+    assert np.isnan(graphs.capture(lambda: (torch.zeros(1) * float("nan"),))[1][0].numpy()).all()

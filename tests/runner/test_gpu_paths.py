@@ -1,0 +1,296 @@
+"""The engine's paths for a GPU, on a device that is not there; see `support/emulated_gpu.py`.
+
+Tokens are those of the CPU, no launch waits, no stream is out of order, and all memory comes back.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import nanoengine.features.kv_tiers as kv_tiers
+import nanoengine.runner.model_runner as model_runner
+import nanoengine.runner.transfers as transfers
+from nanoengine import HostTier
+from nanoengine.features.kv_tiers import HostStorage
+from nanoengine.runner.pick import Kind
+from nanoengine.sampling_params import SamplingParams
+from tests.support.emulated_gpu import CUDA, NODE_BYTES, EmulatedGPU
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.late_device import make_graph_safe
+
+PROMPTS = random_prompts(4, [1, 7, 40, 20])
+SHAPE = {"head_dim": 64, "num_hidden_layers": 2}
+SMALL = {"max_model_len": 64, "max_num_seqs": 3, "block_size": 16, "num_kv_blocks": 20}
+PARAMS = [
+    greedy(5),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True),
+    SamplingParams(repetition_penalty=1.3, temperature=0, logprobs=2, prompt_logprobs=1,
+                   min_tokens=3, max_tokens=5),
+]  # fmt: skip
+
+
+def on_cpu(params, prompts=PROMPTS):
+    options = {"dtype": "float32", "attention_backend": "naive"}
+    engine = make_engine(checkpoint("qwen3", **SHAPE), **SMALL | options)
+    return tokens(run(engine, prompts, params))
+
+
+def on_gpu(**options):
+    defaults = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
+    return make_engine(checkpoint("qwen3", **SHAPE), **SMALL | defaults | options)
+
+
+def on_gpu_by_torch(**options):
+    """As `on_gpu`, in float64 and without Triton, whose interpreter takes its time."""
+    with mock.patch.object(model_runner, "make_backend", make_graph_safe):
+        return on_gpu(**{"dtype": "float64", "attention_backend": "naive"} | options)
+
+
+def close(gpu, engine):
+    """Closes an engine, and holds what all of them are held to."""
+    engine.close()
+    assert not gpu.disorder
+    assert gpu.num_allocated == 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
+    expected = on_cpu(PARAMS)
+    with EmulatedGPU() as gpu:
+        engine = on_gpu(enforce_eager=eager)
+        assert engine.overlap
+        gpu.waits.clear()
+        assert tokens(run(engine, PROMPTS, PARAMS)) == expected
+        assert set(gpu.waits) == {"event.synchronize, runner/transfers.py wait"}
+        assert bool(gpu.num_replayed) is not eager
+        close(gpu, engine)
+
+
+def test_the_memory_plan_counts_what_graphs_take():
+    """A pool that takes all it is given stays within its share of the memory, graphs included."""
+    with EmulatedGPU(memory_bytes=384 * 2**20) as gpu:
+        engine = on_gpu_by_torch(
+            num_kv_blocks=None, kv_cache_gib=None, memory_fraction=0.5, max_model_len=512,
+            max_num_seqs=20, max_num_batched_tokens=256,
+        )  # fmt: skip
+        plan, info = engine.executor.memory, engine.info
+        assert plan.graph_bytes > 30 * 5 * NODE_BYTES, "six sizes, and more kernels than these"
+        assert f"CUDA graphs {plan.graph_bytes / 2**30:.2f} GiB" in info.memory_plan
+        free, total = torch.cuda.mem_get_info()
+        assert total - free + plan.activation_bytes <= 0.5 * total
+        assert 100 < plan.num_blocks < 20 * 512 // 16, "no more than there is room for"
+        close(gpu, engine)
+
+
+def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
+    """Whatever is picked: the inputs, random numbers among them; the token; the rows' advance."""
+    with EmulatedGPU() as gpu:
+        engine = on_gpu()
+        decode = engine.executor._decode[0]
+        for kind in Kind:
+            gpu.kernels.clear()
+            with torch.inference_mode():
+                decode.pick(1, kind)
+            assert gpu.kernels == {"pick_kernel": 1, "advance_kernel": 1}
+        gpu.kernels.clear()
+        with (
+            torch.inference_mode(),
+            mock.patch.object(decode, "_forward", side_effect=LayersReached),
+            pytest.raises(LayersReached),
+        ):
+            decode.forward(1)
+        assert gpu.kernels == {"gather_kernel": 1}
+        del decode
+        close(gpu, engine)
+
+
+class LayersReached(Exception):
+    """Raised in place of the layers."""
+
+
+def test_a_host_tier_stores_and_loads_beside_the_steps():
+    params, prompts = greedy(6), random_prompts(4, [40, 33, 36])
+    expected = on_cpu(params, prompts)
+    with EmulatedGPU() as gpu:
+        engine = on_gpu_by_torch(num_kv_blocks=6, kv_tiers=(HostTier(gib=0.01, policy="load"),))
+        for _ in range(2):
+            assert tokens(run(engine, prompts, params)) == expected
+        (host,) = engine.stats().tiers
+        assert host.stored_blocks > 0 and host.loaded_blocks > 0
+        close(gpu, engine)
+
+
+@pytest.fixture
+def gpu():
+    with EmulatedGPU() as gpu, torch.inference_mode():
+        yield gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("buffer_blocks", [1, 2, 64])
+def test_blocks_come_back_whole_by_way_of_buffers_of_any_size(
+    gpu, monkeypatch, dtype, buffer_blocks
+):
+    kv = torch.randn(2, 3, 12, 4, 2, 8).to(dtype).to(CUDA)
+    block_bytes = kv[:, :, 0].numel() * dtype.itemsize
+    monkeypatch.setattr(transfers, "STAGING_BYTES", buffer_blocks * block_bytes)
+    monkeypatch.setattr(kv_tiers, "CHUNK_BYTES", 4096)
+    storage = HostStorage(kv, 20)
+    before = kv.view(torch.uint8).cpu()
+    for _ in range(3):
+        wait = storage.store([1, 4, 7, 8, 2], [8, 9, 10, 19, 3])
+        kv.view(torch.uint8).fill_(0)
+        wait()
+        storage.load([10, 9, 3, 8, 19], [7, 4, 2, 1, 8])
+    after = kv.view(torch.uint8).cpu()
+    for block in range(12):
+        expected = before[:, :, block] if block in (1, 2, 4, 7, 8) else torch.tensor(0)
+        assert (after[:, :, block] == expected).all()
+    assert not gpu.disorder
+
+
+def test_the_blocks_of_a_step_are_one_kernel_and_neighbours_one_copy(gpu):
+    kv = torch.zeros(2, 3, 300, 4, 2, 8, device=CUDA)
+    storage = HostStorage(kv, 2000)
+    gpu.kernels.clear()
+    gpu.waits.clear()
+    storage.store(range(20, 276), range(1, 257))
+    assert gpu.kernels == {"upload": 1, "index_select": 1, "download": 1}
+    assert not gpu.waits, "a store waits for nothing"
+
+
+def test_a_step_waits_for_its_own_copies_alone(gpu):
+    storage = HostStorage(torch.zeros(2, 3, 30, 4, 2, 8, device=CUDA), 30)
+    first = storage.store([1, 2], [3, 4])
+    done = gpu.streams[-2].clock.copy()
+    storage.store([5, 6], [7, 8])
+    first()
+    down = gpu.streams[-2]
+    assert gpu.host_clock[down] == done[down] < down.clock[down]
+
+
+def test_a_store_or_load_that_is_cut_off_keeps_both_buffers(gpu, monkeypatch):
+    kv = torch.randn(2, 3, 9, 4, 2, 8, device=CUDA)
+    storage, before = HostStorage(kv, 9), kv.cpu()
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_tiers, "ship", lambda *_: 1 / 0)
+        for cut_off in (storage.store, storage.load):
+            with pytest.raises(ZeroDivisionError):
+                cut_off([1], [1])
+    storage.store([1, 2], [5, 6])()
+    kv.zero_()
+    storage.load([5, 6], [2, 1])
+    assert torch.equal(kv[:, :, 2].cpu(), before[:, :, 1])
+
+
+def test_a_cache_made_in_inference_mode_is_loaded_outside_of_it():
+    with EmulatedGPU():
+        for device in ("cpu", CUDA):
+            with torch.inference_mode():
+                kv = torch.ones(2, 3, 9, 4, 2, 8, device=device)
+            storage = HostStorage(kv, 9)
+            storage.store([1], [2])()
+            storage.load([2], [3])
+
+
+@pytest.mark.parametrize(("gib", "block_bytes"), [(20, 7_340_032), (70, 5_242_880), (0.01, 40_000)])
+def test_a_host_tier_pins_its_size_and_not_the_next_power_of_two(gib, block_bytes):
+    num_blocks = int(gib * 2**30) // block_bytes
+    sizes = kv_tiers.chunk_sizes(num_blocks, block_bytes)
+    assert sum(sizes) == num_blocks
+    pinned = sum(1 << (size * block_bytes - 1).bit_length() for size in sizes)
+    assert pinned <= 1.01 * gib * 2**30 + 2**24
+
+
+# --- the device itself ----------------------------------------------------------------------------
+
+
+def test_streams_need_an_event_between_them(gpu):
+    tensor, side = torch.zeros(4, device=CUDA), torch.cuda.Stream()
+    host = torch.empty(4, pin_memory=True)
+    with torch.cuda.stream(side):
+        host.copy_(tensor, non_blocking=True)
+    assert list(gpu.disorder) == ["download reads what another stream uses, test"]
+    gpu.disorder.clear()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host.copy_(tensor, non_blocking=True)
+        copied = side.record_event()
+    tensor.fill_(1)
+    assert list(gpu.disorder) == ["fill_ writes what another stream uses, test"]
+    gpu.disorder.clear()
+    torch.cuda.current_stream().wait_event(copied)
+    tensor.fill_(2)
+    assert not gpu.disorder and not gpu.waits
+    with torch.cuda.stream(side):
+        host.copy_(tensor, non_blocking=True)
+    gpu.disorder.clear()
+    del tensor
+    assert list(gpu.disorder) == ["memory freed while another stream may still use it"]
+
+
+def test_what_makes_the_host_wait_is_noted_and_no_capture_allows_it(gpu):
+    tensor = torch.arange(4, device=CUDA)
+    asked = [lambda: tensor.tolist(), lambda: tensor[0].item(), lambda: tensor[tensor > 1],
+             lambda: tensor.bincount(), lambda: torch.zeros(3).to(CUDA)]  # fmt: skip
+    for ask in asked:
+        gpu.waits.clear()
+        ask()
+        assert gpu.waits
+        with (
+            pytest.raises((RuntimeError, AssertionError)),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            ask()
+    gpu.waits.clear()
+    pinned = torch.zeros(3, pin_memory=True)
+    assert pinned.is_pinned() and not torch.zeros(3).is_pinned()
+    pinned.copy_(pinned.to(CUDA, non_blocking=True) + 1, non_blocking=True)
+    assert not gpu.waits
+    with pytest.raises(RuntimeError, match="same device"):
+        tensor + torch.zeros(4)
+
+
+def test_a_replay_does_what_was_recorded_and_owns_nothing_that_it_shares(gpu):
+    given, shift, graphs = torch.zeros(3, device=CUDA), [1.0], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphs.append((graph, given + shift[0]))
+    given.fill_(2.0)
+    shift[0] = 5.0
+    for graph, out in graphs:
+        graph.replay()
+        assert out.tolist() == [3.0] * 3
+    assert graphs[0][1].isnan().all()
+
+
+def test_memory_is_counted(gpu):
+    assert torch.cuda.memory_allocated() == 0
+    tensor = torch.zeros(1000, device=CUDA)
+    part = tensor[10:20]
+    del tensor
+    assert torch.cuda.memory_allocated() == 4096, "in pieces of 512 bytes, while any part is held"
+    free, total = torch.cuda.mem_get_info()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        part + 1
+    assert free == total - 4096 > torch.cuda.mem_get_info()[0]
+    del part, graph
+    assert torch.cuda.memory_allocated() == 0
+
+
+@pytest.mark.parametrize("index", [
+    0, -1, slice(1, 3), (slice(None), 2), (..., 1), (None, 1), [0, 2], (slice(None), [1, 3]),
+    (1, torch.tensor([0, 2])), (..., None, torch.tensor([1])), torch.tensor([True, False, True]),
+], ids=repr)  # fmt: skip
+def test_indexing_is_torchs(gpu, index):
+    plain = torch.arange(12.0).view(3, 4)
+    ours = plain.to(CUDA)
+    assert torch.equal(ours[index].cpu(), plain[index])
+    for value in (7.0, plain[index] + 100):
+        plain[index] = value
+        ours[index] = value if isinstance(value, float) else value.to(CUDA)
+        assert torch.equal(ours.cpu(), plain)

@@ -1,0 +1,88 @@
+"""Greedy tokens and log-probabilities of the whole engine against transformers, family by family.
+
+One forward of transformers over prompt and output tells, by induction, whether greedy decoding
+there gives the same tokens: at each position its most likely token must be the engine's next one.
+"""
+
+import pytest
+import torch
+
+from nanoengine.sampling_params import SamplingParams
+from tests.support.engines import (
+    checkpoint,
+    greedy,
+    make_engine,
+    random_prompts,
+    reference,
+    run,
+    tokens,
+)
+
+FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "gemma3"]
+LENGTHS = [1, 5, 16, 17, 31, 32, 33, 64, 90]
+
+
+def reference_logits(directory: str, dtype: torch.dtype, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(directory, dtype)(torch.tensor([token_ids])).logits[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_64_tokens_equal_transformers(family, dtype):
+    directory = checkpoint(family)
+    prompts = random_prompts(16, LENGTHS)
+    backend = "cpu" if dtype == "float32" else "naive"
+    with_logprobs = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
+    engine = make_engine(directory, dtype=dtype, attention_backend=backend)
+    requests = run(engine, prompts, with_logprobs)
+    engine.close()
+    for prompt, request in zip(prompts, requests, strict=True):
+        output = request.sequences[0].output_token_ids
+        assert len(output) == 64
+        logits = reference_logits(directory, getattr(torch, dtype), prompt + output)
+        predicted = logits[len(prompt) - 1 : -1]
+        assert predicted.argmax(-1).tolist() == output
+        logprobs = predicted.log_softmax(-1)[range(64), output]
+        ours = torch.tensor([entry[0].logprob for entry in request.sequences[0].logprobs])
+        torch.testing.assert_close(ours.double(), logprobs.double(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float64"), ("naive", "float32")])
+def test_greedy_is_the_same_through_the_other_backends(backend, dtype):
+    directory = checkpoint("qwen3")
+    prompts = random_prompts(16, LENGTHS)
+    engine = make_engine(directory, dtype=dtype, attention_backend=backend)
+    found = tokens(run(engine, prompts, greedy(64)))
+    engine.close()
+    for prompt, (output,) in zip(prompts, found, strict=True):
+        logits = reference_logits(directory, getattr(torch, dtype), prompt + output)
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == output
+
+
+def test_greedy_is_the_same_through_triton_in_its_interpreter():
+    """Few tokens: the interpreter takes milliseconds for each program of a kernel."""
+    directory = checkpoint("qwen3", head_dim=64, num_hidden_layers=1)
+    prompts = random_prompts(3, [5, 17, 33])
+    expected = make_engine(directory, dtype="float32")
+    found = make_engine(
+        directory, dtype="float32", attention_backend="triton", block_size=16, num_kv_blocks=20,
+        max_num_seqs=4,
+    )  # fmt: skip
+    assert tokens(run(found, prompts, greedy(6))) == tokens(run(expected, prompts, greedy(6)))
+
+
+@pytest.mark.parametrize("long_prefill_threshold", [0, 7])
+def test_prompt_logprobs_equal_transformers(long_prefill_threshold):
+    directory = checkpoint("llama")
+    prompts = random_prompts(5, [2, 17, 40])
+    engine = make_engine(directory, long_prefill_threshold=long_prefill_threshold)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
+    for prompt, request in zip(prompts, run(engine, prompts, params), strict=True):
+        logprobs = reference_logits(directory, torch.float64, prompt).log_softmax(-1)[:-1]
+        best = logprobs.topk(2).indices.tolist()
+        assert len(request.prompt_logprobs) == len(prompt) - 1
+        for i, (given, *top) in enumerate(request.prompt_logprobs):
+            assert given.token_id == prompt[i + 1]
+            assert given.logprob == pytest.approx(float(logprobs[i, prompt[i + 1]]), abs=1e-6)
+            assert [entry.token_id for entry in top] == best[i]

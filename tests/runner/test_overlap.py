@@ -1,0 +1,404 @@
+"""The overlapped loop: a step is launched before the one before it is taken in, and nobody notices.
+
+The first half runs over a FakeExecutor that carries a plan out only when somebody waits for it; the
+second over the real runner, whose samples come to the host as late as they can. The matrix of
+features is in test_invisible.py, random operation sequences in test_core_machines.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine import LLM
+from nanoengine.assets import demo_model_path
+from nanoengine.config import EngineConfig
+from nanoengine.core.plan import AdmittedSequence, StepPlan
+from nanoengine.core.tier_cost import CostModel, LoadCost
+from nanoengine.core.tiers import Tiers
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.features.beam import BeamSearch, BeamSearchParams
+from nanoengine.runner.rows import Rows
+from nanoengine.sampling_params import SamplingParams
+from tests.support import engines
+from tests.support.engines import checkpoint, greedy, random_prompts, tokens
+from tests.support.fake_executor import expected_output, make_engine, run
+from tests.support.late_device import LateDownloads
+
+
+def params(max_tokens=20, **changes):
+    return SamplingParams(max_tokens=max_tokens, **changes)
+
+
+class Log:
+    """Says in which order the steps were planned, launched and taken in."""
+
+    def __init__(self, engine):
+        self.events = []
+        executor, scheduler = engine.executor, engine.scheduler
+        launch, schedule, commit = executor.launch, scheduler.schedule, scheduler.commit
+
+        def logged_schedule():
+            plan = schedule()
+            self.events.append(f"plan {plan.step}")
+            return plan
+
+        def logged_launch(plan):
+            self.events.append(f"launch {plan.step}")
+            return launch(plan)
+
+        def logged_commit(plan, result):
+            self.events.append(f"commit {plan.step}")
+            return commit(plan, result)
+
+        executor.launch, scheduler.schedule = logged_launch, logged_schedule
+        scheduler.commit = logged_commit
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_taken_in():
+    engine = make_engine(overlap=True)
+    log = Log(engine)
+    engine.add_request("a", [1, 2, 3], params(3, ignore_eos=True))
+    run(engine)
+    assert log.events == [
+        "plan 0", "launch 0",
+        "plan 1", "launch 1", "commit 0",
+        "plan 2", "launch 2", "commit 1",
+        "plan 3", "launch 3", "commit 2", "commit 3",
+    ]  # fmt: skip
+    assert engine.executor.plans[3].rows == [], "the last token is known to be the last"
+
+
+def test_the_plain_loop_takes_each_step_in_before_the_next():
+    engine = make_engine()
+    log = Log(engine)
+    engine.add_request("a", [1, 2, 3], params(2, ignore_eos=True))
+    run(engine)
+    order = ["plan", "launch", "commit"]
+    assert log.events == [f"{event} {step}" for step in range(2) for event in order]
+
+
+def test_a_token_past_the_end_is_dropped():
+    engine = make_engine(overlap=True)
+    request = engine.add_request("a", [5], params(60, stop_token_ids=[*range(9)]))
+    run(engine)
+    (seq,) = request.sequences
+    assert seq.finish_reason == "stop"
+    assert seq.output_token_ids == expected_output([5], seq.seed, 60, seq.stop_ids)
+    steps = [plan for plan in engine.executor.plans if plan.rows]
+    assert len(steps) == seq.num_output_tokens + 1, "one step more than tokens: the over-run"
+    assert engine.stats().output_tokens == seq.num_output_tokens
+    assert engine.stats().active_blocks == 0
+    assert not engine.scheduler.has_unfinished
+
+
+def most_under_way(engine):
+    """Steps that were launched and not carried out, at most."""
+    run(engine)
+    return engine.executor.most_queued
+
+
+def test_drafts_are_verified_before_the_next_step_is_planned():
+    engine = make_engine(overlap=True)
+    log = Log(engine)
+    request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
+    engine.step()
+    engine.settle()
+    request.sequences[0].draft_token_ids = (1, 2)
+    run(engine)
+    at = log.events.index("launch 1")
+    assert engine.executor.plans[1].draft_token_ids
+    assert log.events[at + 1 : at + 3] == ["commit 1", "plan 2"]
+
+
+def test_a_chooser_sees_each_step_before_the_next_is_planned():
+    engine = make_engine(overlap=True)
+    search = BeamSearch(
+        BeamSearchParams(beam_width=2, max_tokens=5),
+        max_tokens=5,
+        eos_token_ids=(0,),
+        vocab_size=50,
+    )
+    engine.add_request("a", range(1, 9), search.sampling_params, chooser=search)
+    assert most_under_way(engine) == 1
+    assert len(search.hypotheses) == 2
+
+
+def test_what_does_not_need_to_wait_does_not():
+    engine = make_engine(overlap=True)
+    for i in range(3):
+        engine.add_request(str(i), range(1, 9 + i), params(9, n=2, ignore_eos=True))
+    assert most_under_way(engine) == 2
+
+
+def test_stores_to_a_tier_do_not_hold_up_the_next_step():
+    cost = CostModel(host=LoadCost(1), disk=LoadCost(1))
+    engine = make_engine(
+        overlap=True,
+        make_tiers=lambda executor: Tiers(executor.layout, num_host_blocks=40, cost=cost),
+    )
+    log = Log(engine)
+    engine.add_request("a", range(1, 9), params(20, ignore_eos=True))
+    run(engine)
+    stored = [plan.step for plan in engine.executor.plans if plan.transfers]
+    assert len(stored) == 5
+    for step in stored:
+        assert log.events.index(f"launch {step + 1}") < log.events.index(f"commit {step}")
+
+
+@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("which", [["0"], ["0", "1", "2"]])
+def test_an_abort_between_two_steps_leaves_nothing(after, which):
+    engine = make_engine(overlap=True, num_blocks=20)
+    requests = [
+        engine.add_request(str(i), range(1, 9), params(7, n=1 + i % 2, ignore_eos=True))
+        for i in range(3)
+    ]
+    for _ in range(after):
+        engine.step()
+    for request_id in which:
+        assert engine.abort(request_id) is not None
+    engine.scheduler.check()
+    if len(which) == 3:
+        assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
+    else:
+        assert sorted(run(engine)) == ["1", "2"]
+    assert engine.stats().active_blocks == 0
+    assert engine.reset_prefix_cache()
+    for request in requests:
+        for seq in request.sequences:
+            expected = expected_output(range(1, 9), seq.seed, 7, ())
+            assert seq.output_token_ids == expected[: seq.num_output_tokens]
+            assert (seq.finish_reason == "abort") is (request.request_id in which)
+
+
+def test_abort_all_and_close_with_a_step_under_way():
+    engine = make_engine(overlap=True)
+    engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.abort_all()
+    assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
+    again = engine.add_request("a", range(1, 9), params(5, ignore_eos=True))
+    engine.step()
+    assert engine.executor.queue, "a step is under way"
+    run(engine)
+    (seq,) = again.sequences
+    assert seq.output_token_ids == expected_output(range(1, 9), seq.seed, 5, ())
+    engine.add_request("b", range(1, 9), params(5))
+    engine.step()
+    engine.close()
+    assert engine.executor.closed
+
+
+def test_a_fork_needs_to_see_all_tokens():
+    engine = make_engine(overlap=True)
+    request = engine.add_request("a", range(1, 9), params(6, ignore_eos=True))
+    engine.step()
+    engine.step()
+    with pytest.raises(RequestError, match=r"settle\(\)"):
+        engine.fork("a")
+    engine.settle()
+    assert request.sequences[0].num_output_tokens == 2
+    engine.fork("a", next_token_id=7)
+    run(engine)
+    first, second = request.sequences
+    assert second.output_token_ids[:2] == [first.output_token_ids[0], 7]
+    given = second.output_token_ids[:2]
+    expected = expected_output(range(1, 9), second.seed, 6, (), given=given)
+    assert second.output_token_ids == expected
+
+
+def test_requests_that_settle_ends_are_told_by_the_next_step():
+    engine = make_engine(overlap=True)
+    engine.add_request("a", range(1, 9), params(1, ignore_eos=True))
+    engine.step()
+    engine.settle()
+    assert engine.has_unfinished() and engine.num_unfinished == 0
+    assert [request.request_id for request in engine.step()] == ["a"]
+    assert not engine.has_unfinished()
+
+
+def test_observers_see_each_step_once_and_in_order():
+    class Steps:
+        def __init__(self):
+            self.seen = []
+
+        def on_step(self, plan, result, scheduler):
+            assert len(result.token_ids) == len(plan.rows)
+            assert result.times.schedule_s > 0 and result.times.commit_s > 0
+            self.seen.append(plan.step)
+
+    steps = Steps()
+    engine = make_engine(overlap=True, observers=[steps])
+    engine.add_request("a", range(1, 20), params(7, ignore_eos=True))
+    engine.add_request("b", range(1, 5), params(20))
+    run(engine)
+    assert steps.seen == list(range(engine.stats().steps))
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes"])
+def test_overlap_is_a_bool_or_none(value):
+    with pytest.raises(ConfigError, match="overlap must be True, False or None"):
+        EngineConfig(model="m", overlap=value)
+
+
+def test_a_cpu_does_not_overlap_unless_asked_to():
+    options = {"max_model_len": 64}
+    assert not engines.make_engine(checkpoint("qwen3"), **options).overlap
+    assert engines.make_engine(checkpoint("qwen3"), overlap=True, **options).overlap
+
+
+# --- the real runner -----------------------------------------------------------------------------
+
+
+def both(prompts, params, family="qwen3", **options):
+    """The requests of the plain loop and of the overlapped one."""
+    return [
+        engines.run(
+            engines.make_engine(checkpoint(family), overlap=overlap, **options), prompts, params
+        )
+        for overlap in (False, True)
+    ]
+
+
+PROMPTS = random_prompts(7, [1, 7, 16, 33])
+FOLLOWING = {
+    "penalties": params(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5),
+    "min_tokens": params(temperature=0.8, seed=1, min_tokens=9, stop_token_ids=[*range(40, 90)]),
+    "bias": params(temperature=0, logit_bias={7: 3.0}, ignore_eos=True),
+    "allowed": params(temperature=0.7, seed=2, allowed_token_ids=[*range(30)], n=3),
+    "stop": params(temperature=0.9, seed=3, stop_token_ids=[*range(50, 80)]),
+    "logprobs": params(temperature=0, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_processors_and_reports_are_the_same_in_both_loops(name):
+    plain, overlapped = both(PROMPTS, FOLLOWING[name], block_size=8, num_kv_blocks=26)
+    assert tokens(overlapped) == tokens(plain)
+    for one, other in zip(plain, overlapped, strict=True):
+        assert one.prompt_logprobs == other.prompt_logprobs
+        for first, second in zip(one.sequences, other.sequences, strict=True):
+            assert first.finish_reason == second.finish_reason
+            assert first.logprobs == second.logprobs
+    if name == "logprobs":
+        assert len(plain[3].prompt_logprobs) == 32
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_an_fp8_cache_holds_the_same_in_both_loops(family):
+    """With stop ids, whose over-run is written to the cache, and a pool that preempts."""
+    each = [FOLLOWING[("stop", "min_tokens", "logprobs")[i % 3]] for i in range(len(PROMPTS))]
+    options = {"kv_cache_dtype": "fp8", "block_size": 8, "num_kv_blocks": 12}
+    plain, overlapped = both(PROMPTS, each, family, **options)
+    assert tokens(overlapped) == tokens(plain)
+    for one, other in zip(plain, overlapped, strict=True):
+        for first, second in zip(one.sequences, other.sequences, strict=True):
+            # Why not equal bits: batches differ by over-runs, and BLAS sums by the batch's size.
+            for entries in zip(first.logprobs or [], second.logprobs or [], strict=True):
+                here, there = ([entry.logprob for entry in found] for found in entries)
+                assert here == pytest.approx(there, abs=1e-9)
+
+
+def test_bad_words_of_a_token_that_is_still_under_way():
+    prompt = PROMPTS[3]
+    engine = engines.make_engine(checkpoint("qwen3"))
+    ((sampled,),) = tokens(engines.run(engine, [prompt], greedy(6)))
+    words = ((sampled[2], sampled[3]),)
+    found = []
+    for overlap in (False, True):
+        engine = engines.make_engine(checkpoint("qwen3"), overlap=overlap)
+        engine.add_request("a", prompt, greedy(6), bad_word_ids=words)
+        (request,) = _all_of(engine)
+        found.append(request.sequences[0].output_token_ids)
+    assert found[0] == found[1]
+    assert found[0][:3] == sampled[:3] and found[0][3] != sampled[3]
+
+
+def _all_of(engine):
+    finished = []
+    while engine.has_unfinished():
+        finished += engine.step()
+    return finished
+
+
+def test_aborts_beside_others_and_rows_that_pass_on():
+    """Rows are few, so an aborted sequence's row has a new owner while its step still runs."""
+    truth = {}
+    for overlap in (False, True):
+        engine = engines.make_engine(
+            checkpoint("qwen3"), overlap=overlap, max_num_seqs=2, block_size=8, num_kv_blocks=20
+        )
+        requests = [
+            engine.add_request(str(i), prompt, params(9, temperature=0, repetition_penalty=1.3))
+            for i, prompt in enumerate(random_prompts(8, [5, 17, 9]))
+        ]
+        for step in range(30):
+            if step % 4 == 3:
+                engine.abort(str(step // 4))
+            if engine.has_unfinished():
+                engine.step()
+        _all_of(engine)
+        engine.scheduler.check()
+        assert engine.stats().active_blocks == 0
+        for request in requests:
+            (seq,) = request.sequences
+            if seq.finish_reason == "length":
+                known = truth.setdefault(request.request_id, seq.output_token_ids)
+                assert seq.output_token_ids == known
+    assert truth
+
+
+def test_the_host_is_told_only_of_rows_that_still_belong_to_who_sampled():
+    rows = Rows(
+        max_num_seqs=2, max_model_len=8, block_size=4, num_groups=1, device=torch.device("cpu")
+    )
+    old = AdmittedSequence(0, 10, [1, 2, 3], 3, 0, params(), 0)
+    rows.update(StepPlan(step=0, admitted=[old, old._replace(row=1, seq_id=11)]))
+    at, owners = np.array([0, 1]), rows.seq_ids[np.array([0, 1])]
+    new = AdmittedSequence(0, 12, [7, 8, 9, 6], 4, 0, params(), 0)
+    rows.update(StepPlan(step=1, released=[0], admitted=[new]))
+    rows.write(at, np.array([3, 3]), np.array([50, 51]), owners)
+    assert rows.token_ids[:, :4].tolist() == [[7, 8, 9, 6], [1, 2, 3, 51]]
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta"])
+def test_streams_and_stop_strings_are_the_same_in_both_loops(kind):
+    found = []
+    for overlap in (False, True):
+        with LLM(demo_model_path(), overlap=overlap, attention_backend="naive") as llm:
+            if overlap:
+                llm.engine.executor.downloads = LateDownloads()
+            outputs = list(
+                llm.stream(
+                    ["Q: 1 + 2 = ?", "Once upon"],
+                    SamplingParams(temperature=0.8, seed=4, max_tokens=24, stop=["e", "1"]),
+                    kind=kind,
+                )
+            )
+        texts = {}
+        for output in outputs:
+            text = output.outputs[0].text
+            texts[output.index] = texts.get(output.index, "") + text if kind == "delta" else text
+        ends = {o.index: o.outputs[0].finish_reason for o in outputs if o.finished}
+        found.append((texts, ends))
+    assert found[0] == found[1]
+    assert found[0][1].keys() == {0, 1}
+
+
+def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeypatch):
+    engine = engines.make_engine(checkpoint("qwen3"), overlap=True, block_size=8, num_kv_blocks=40)
+    runner = engine.executor
+    expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
+    for name in ("_run_batch", "_score_prompts", "_expect"):
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), prompt, params(8, temperature=0, prompt_logprobs=0))
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, name, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                _all_of(engine)
+        assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
+        assert tokens(engines.run(engine, PROMPTS, greedy(8))) == expected

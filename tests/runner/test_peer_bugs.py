@@ -1,0 +1,151 @@
+"""Bugs seen in close peers that belong to no single part here; the others are tested where they
+would live, under names that begin with `test_peer_bug_`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.attention import make_backend
+from nanoengine.build import build_engine
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.runner.cuda_graph import capture_sizes
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.pick import Kind
+from nanoengine.runner.transfers import ship
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+
+def test_peer_bug_03_every_batch_size_is_covered_by_a_graph():
+    for max_num_seqs in range(1, 513):
+        sizes = capture_sizes(max_num_seqs)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == max_num_seqs, "a full batch must fit the largest graph"
+
+
+def test_peer_bug_04_a_length_past_the_rope_table_is_refused():
+    with pytest.raises(ConfigError, match="context of 512"):
+        make_engine(checkpoint("qwen3"), max_model_len=513)
+
+
+def test_peer_bug_10_a_directory_without_weights_is_refused(tmp_path):
+    config = Path(checkpoint("qwen3")) / "config.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    with pytest.raises(WeightLoadError, match="safetensors"):
+        make_engine(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+    ],
+)
+def test_peer_bug_11_a_model_is_never_built_as_another(change, words, tmp_path):
+    config = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UnsupportedModelError, match=words):
+        load_model_config(tmp_path)
+
+
+def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkeypatch):
+    directory = checkpoint("qwen3")
+    config = EngineConfig(model=directory, max_num_seqs=24, max_num_batched_tokens=700)
+    cpu = torch.device("cpu")
+    runner = ModelRunner(
+        config, load_model_config(directory), Path(directory),
+        device=cpu, dtype=torch.float32, backend="naive",
+    )  # fmt: skip
+    runner.start()
+    seen = []
+    monkeypatch.setattr(
+        "nanoengine.runner.model_runner.Sampler.sample",
+        lambda self, logits, rows, _: seen.append((*logits.shape, self.kind(rows))) or _Fetched(),
+    )
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
+    with torch.inference_mode():
+        for batch in runner._largest_batches():
+            runner._run_all_of(batch)
+    sampled = (24, 256, Kind.FILTERED)
+    assert seen == [700, sampled, 24, sampled]
+
+
+class _Fetched:
+    def fetch(self):
+        return self
+
+
+def test_peer_bug_20_21_more_ranks_than_run_are_refused_before_anything_starts():
+    """No ranks that could disagree, and no channel between them: one rank is all there is."""
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
+        EngineConfig(model="anything", tensor_parallel_size=2)
+
+
+def test_peer_bug_22_two_engines_live_in_one_process():
+    prompts = random_prompts(3, [5, 20])
+    first, second = make_engine(checkpoint("qwen3")), make_engine(checkpoint("llama"))
+    expected = [tokens(run(engine, prompts, greedy(8))) for engine in (first, second)]
+    requests = [
+        [engine.add_request(str(i), prompt, greedy(8)) for i, prompt in enumerate(prompts)]
+        for engine in (first, second)
+    ]
+    while first.has_unfinished():  # step by step in turn
+        first.step()
+        second.step()
+    assert [tokens(found) for found in requests] == expected
+    first.close()
+    assert tokens(run(second, prompts, greedy(8))) == expected[1]
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_peer_bug_24_checkpoints_of_every_dtype_load(stored, tmp_path):
+    make_checkpoint(tmp_path, "qwen3", dtype=stored)
+    engine = build_engine(EngineConfig(model=str(tmp_path), kv_cache_gib=0.01, device="cpu"))
+    rounds = stored == torch.bfloat16 and CURRENT.bf16_dots != "generic"
+    assert engine.info.dtype == ("bfloat16" if rounds else "float32")
+    assert len(tokens(run(engine, random_prompts(1, [5]), greedy(4)))[0][0]) == 4
+
+
+def test_peer_bug_27_a_step_ships_in_one_transfer_that_does_not_block(monkeypatch):
+    """On a device that is no CPU; torch's meta device stands in for one."""
+    allocated = []
+    empty = torch.empty
+
+    def counted(*args, pin_memory=False, **options):
+        allocated.append(pin_memory)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    moves = []
+    move = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: moves.append(k) or move(t, *a, **k))
+    for count in (40, 30, 7):
+        ids, table = np.arange(count), np.zeros((2, count), np.int32)
+        sent = ship(torch.device("meta"), ids, table)
+        assert [t.shape for t in sent] == [(count,), (2, count)]
+        assert [t.dtype for t in sent] == [torch.int64, torch.int32]
+    assert moves == [{"non_blocking": True}] * 3
+    assert allocated.count(True) == 3
+
+
+def test_a_backend_says_what_it_can_do():
+    with pytest.raises(ConfigError, match="naive"):
+        make_backend(
+            "cpu", device=torch.device("cpu"), dtype=torch.float16, head_dim=64, block_size=16
+        )
+
+
+def test_a_start_reports_what_auto_chose_and_the_memory_plan(caplog):
+    with caplog.at_level("INFO", logger="nanoengine"):
+        make_engine(checkpoint("qwen3"), attention_backend="auto", device="cpu")
+    assert "float64 on cpu, attention cpu" in caplog.text
+    assert "KV cache" in caplog.text
+    assert "sequences of 512" in caplog.text

@@ -1,0 +1,165 @@
+"""The GPU's way to pick tokens, run on the CPU: it gives the tokens that the CPU's way gives."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine.core.layout import KVGroup
+from nanoengine.core.plan import AdmittedSequence, BlockCopy
+from nanoengine.runner.draw import FIRST_WIDTH, DrawParams, draw_all_sorted, uniforms
+from nanoengine.runner.kv_cache import KVCache
+from nanoengine.runner.pick import (
+    Kind,
+    device_params,
+    draw_thresholds,
+    mixed_seeds,
+    pick,
+    row_uniforms,
+)
+from nanoengine.runner.sampler import Sampler, token_logprobs
+from nanoengine.sampling_params import SamplingParams
+from tests.support.logits import random_logits
+
+NUM_LINES = 12
+CPU = torch.device("cpu")
+
+
+def sampler_of(kind, vocab_size, seed):
+    """A CPU sampler whose rows have random parameters of that kind."""
+    rng, sampler = np.random.default_rng(seed), Sampler(vocab_size, NUM_LINES)
+    sampler.seed[:] = rng.integers(0, 2**63, NUM_LINES)
+    if kind is Kind.GREEDY:
+        return sampler
+    sampler.temperature[:] = rng.choice([1e-3, 0.6, 1.0, 3.0], NUM_LINES)
+    sampler.greedy[:] = rng.random(NUM_LINES) < 0.2
+    if kind is Kind.DRAWN:
+        return sampler
+    sampler.top_k[:] = rng.integers(1, vocab_size + 1, NUM_LINES)
+    sampler.top_k[1::2] = np.minimum(sampler.top_k[1::2], FIRST_WIDTH)
+    sampler.top_k[::5] = vocab_size  # off
+    sampler.top_p[:] = rng.choice([1.0, 1e-6, 0.5, 0.95], NUM_LINES)
+    sampler.min_p[:] = rng.choice([0.0, 0.05, 1.0], NUM_LINES)
+    sampler.top_p[::5], sampler.min_p[::5] = 1.0, 0.0
+    return sampler
+
+
+def packed(sampler, positions):
+    """The sampler's parameters as the device holds them."""
+    rows = np.arange(NUM_LINES)
+    uniform = row_uniforms(torch.from_numpy(mixed_seeds(sampler.seed)), torch.from_numpy(positions))
+    columns = torch.from_numpy(sampler.columns(rows))
+    return device_params(torch.cat((columns, uniform[None])))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("vocab_size", [5, 131, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
+    sampler, positions = sampler_of(kind, vocab_size, seed=vocab_size), np.arange(NUM_LINES) + 7
+    logits = random_logits(vocab_size, NUM_LINES, vocab_size).to(dtype)
+    logits[:, 0] = 0.0
+    found, valid = pick(logits, packed(sampler, positions), kind)
+    expected = sampler.sample(logits, np.arange(NUM_LINES), positions)
+    assert found.tolist() == expected.token_ids.tolist()
+    assert valid.all()
+    assert sampler.kind(np.arange(NUM_LINES)) is kind
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**20),
+    vocab_size=st.integers(1, 200),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+    steps=st.sampled_from([1, 4, 1000]),
+    uniform=st.sampled_from([0.0, 0.3, 0.999, 1 - 2.0**-53]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9999999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.2, 1.0]),
+)
+def test_thresholds_are_the_full_sort(seed, vocab_size, spread, steps, uniform, top_p, min_p):
+    """Ties, -0.0, -inf, tiny and huge logits: the search finds what the sort finds."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab_size, generator=generator) * spread
+    logits = (logits * steps).round() / steps
+    logits[0, seed % vocab_size] = -torch.inf if vocab_size > 1 else 0.0
+    one = np.ones(3)
+    top_k = np.array([1 + seed % vocab_size, vocab_size, max(1, vocab_size // 2)])
+    params = DrawParams.pack(0.7 * one, top_k, top_p * one, min_p * one, uniform * one, CPU)
+    largest = logits.amax(-1, keepdim=True)
+    expected = draw_all_sorted(logits, largest, params)
+    assert draw_thresholds(logits, largest, params).tolist() == expected.tolist()
+
+
+def test_lines_are_worked_on_in_chunks(monkeypatch):
+    sampler, positions = sampler_of(Kind.FILTERED, 131, seed=1), np.arange(NUM_LINES)
+    logits = random_logits(3, NUM_LINES, 131)
+    whole = pick(logits, packed(sampler, positions), Kind.FILTERED)
+    monkeypatch.setattr("nanoengine.runner.pick.CHUNK", 131 * 4 * 5)
+    cut = pick(logits, packed(sampler, positions), Kind.FILTERED)
+    assert whole[0].tolist() == cut[0].tolist()
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_line_without_a_valid_token_is_told_and_its_neighbours_are_not(kind, bad):
+    sampler, positions = sampler_of(kind, 100, seed=4), np.arange(NUM_LINES)
+    logits = random_logits(2, NUM_LINES, 100)
+    logits[:, 0] = 0.0
+    expected = pick(logits.clone(), packed(sampler, positions), kind)[0].tolist()
+    logits[5] = bad
+    found, valid = pick(logits, packed(sampler, positions), kind)
+    expected[5] = 0
+    assert found.tolist() == expected
+    assert valid.tolist() == [line != 5 for line in range(NUM_LINES)]
+
+
+def test_the_device_draws_the_same_uniforms():
+    seeds = np.array([0, 7, 2**63 - 1, 2**62 + 12345])
+    positions = np.array([0, 1, 2**40, 99])
+    found = row_uniforms(torch.from_numpy(mixed_seeds(seeds)), torch.from_numpy(positions))
+    assert found.tolist() == uniforms(seeds, positions).tolist()
+
+
+# --- never a question to the device --------------------------------------------------------------
+
+
+@pytest.fixture
+def meta(monkeypatch):
+    """torch's meta device: tensors have shapes and no values, so whoever asks for one fails."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    return torch.device("meta")
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("edited", [False, True])
+def test_sampling_never_asks_the_device(kind, edited, meta):
+    sampler = sampler_of(kind, 131, seed=2)
+    if edited:
+        params = SamplingParams(
+            repetition_penalty=1.2, logit_bias={3: 1.0}, allowed_token_ids=[1, 2, 3], min_tokens=2,
+            stop_token_ids=[5], logprobs=3,
+        )  # fmt: skip
+        sampler.admit(AdmittedSequence(1, 1, [1, 2, 3], 2, 2, params, 0, ((3, 4),)))
+    logits = torch.zeros(NUM_LINES, 131, dtype=torch.bfloat16, device=meta)
+    sampled = sampler.sample(logits, np.arange(NUM_LINES), np.arange(NUM_LINES))
+    assert [tensor.device.type for tensor in sampled.tensors] == ["meta"] * (1 + edited)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        sampled.fetch()
+
+
+def test_block_copies_and_scores_never_ask_the_device(meta):
+    cache = KVCache(
+        groups=(KVGroup(layers=(0,)),),
+        num_blocks=4,
+        block_size=8,
+        num_kv_heads=1,
+        head_dim=8,
+        layout="PKD",
+        dtype=torch.float32,
+        device=meta,
+    )
+    cache.copy_blocks([BlockCopy(1, 2), BlockCopy(1, 3)])
+    scores = token_logprobs(torch.zeros(5, 131, device=meta), torch.zeros(5, device=meta).long(), 4)
+    assert scores.shape == (5, 5, 3)

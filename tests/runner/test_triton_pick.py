@@ -1,0 +1,233 @@
+"""The sampling kernel, interpreted: the tokens of its twin in torch, and their distribution."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from nanoengine.kernels import triton_sampling as kernels
+from nanoengine.runner import pick as pick_module
+from nanoengine.runner import triton_pick
+from nanoengine.runner.draw import draw_all_sorted, uniforms
+from nanoengine.runner.pick import Kind, device_params, has_kernel, pick
+from nanoengine.runner.triton_pick import pick_lines
+from tests.support.attention_cases import DEVICE
+from tests.support.logits import random_logits
+
+ALMOST_ONE = 1 - 2.0**-53
+"""The greatest uniform number: it draws the last token that the filters keep."""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Tiles so small that a short line has several."""
+    monkeypatch.setattr(triton_pick, "BLOCK", 64)
+
+
+@pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
+def room(request, monkeypatch):
+    """Candidates of a line: all that filters leave, sometimes too few, too few."""
+    set_room(monkeypatch, *request.param)
+
+
+def set_room(monkeypatch, width, room):
+    monkeypatch.setattr(triton_pick, "WIDTH", width)
+    monkeypatch.setattr(triton_pick, "ROOM", room)
+
+
+def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, uniform=0.5):
+    columns = [temperature, size if top_k is None else top_k, top_p, min_p, uniform]
+    rows = [np.broadcast_to(np.asarray(column, np.float64), num_lines) for column in columns]
+    return torch.from_numpy(np.stack(rows)).to(DEVICE)
+
+
+def twin(logits, params, kind):
+    return pick(logits.cpu(), device_params(params.cpu()), kind)[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_draws_the_tokens_of_its_twin(dtype):
+    num_lines, size = 16, 150
+    rng = np.random.default_rng(1)
+    logits = random_logits(1, num_lines, size).to(DEVICE, dtype)
+    logits[:, 0] = 0.0
+    params = params_of(
+        num_lines, size, temperature=rng.choice([0.0, 1e-3, 0.7, 3.0], num_lines),
+        uniform=uniforms(np.arange(num_lines), np.full(num_lines, 7)),
+    )  # fmt: skip
+    ids, valid = pick_lines(logits, params, draws=True, filters=False)
+    assert ids.tolist() == twin(logits, params, Kind.DRAWN)
+    assert valid.all()
+    assert pick_lines(logits, params, False, False)[0].tolist() == twin(logits, params, Kind.GREEDY)
+
+
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize(("dtype", "num_lines"), [(torch.float16, 8), (torch.float32, 3)])
+def test_filters_as_its_twin(dtype, num_lines):
+    size, rng = 70, np.random.default_rng(2)
+    logits = random_logits(3, num_lines, size).to(DEVICE, dtype)
+    logits[:, 0] = 0.0
+    params = params_of(
+        num_lines, size, temperature=rng.choice([0.7, 2.0], num_lines),
+        top_k=rng.choice([1, 7, 64, size], num_lines), top_p=rng.choice([0.3, 0.9, 1.0], num_lines),
+        min_p=rng.choice([0.0, 0.05], num_lines), uniform=rng.random(num_lines),
+    )  # fmt: skip
+    params[0, 1], params[1:4, 2] = 0.0, torch.tensor([size, 1.0, 0.0])  # one greedy, one plain
+    ids, _ = pick_lines(logits, params, draws=True, filters=True)
+    assert ids.tolist() == twin(logits, params, Kind.FILTERED)
+
+
+def adversarial():
+    """Lines of 66: ties, two zeros, -inf, one token alone, flat, steps, one above ties, and all
+    likely tokens in one lane."""
+    ties = torch.arange(66).remainder(3).float()
+    zeros = torch.where(torch.arange(66) % 2 == 0, -0.0, 0.0)
+    holes = torch.where(torch.arange(66) % 5 == 0, torch.arange(66) / 9.0, -torch.inf)
+    one_hot = torch.full((66,), -torch.inf).index_fill(0, torch.tensor([65]), -3.0)
+    steps = -torch.arange(66).flip(0).float()
+    above = torch.zeros(66).index_fill(0, torch.tensor([40]), 0.5)
+    lane = torch.full((66,), -9.0).index_fill(0, torch.tensor([1, 65]), 2.0)
+    return torch.stack([ties, zeros, holes, one_hot, torch.full((66,), -7.0), steps, above, lane])
+
+
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("filters", [{"top_k": 30, "top_p": 0.5}, {"top_p": 0.4}, {"min_p": 0.3}])
+def test_what_filters_leave_ends_where_the_sort_says(filters):
+    logits = adversarial()
+    params = params_of(len(logits), 66, **filters, uniform=ALMOST_ONE)
+    ids, valid = pick_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
+    largest = logits.amax(-1, keepdim=True)
+    expected = draw_all_sorted(logits, largest, device_params(params.cpu()))
+    assert ids.tolist() == expected.tolist()
+    assert valid.all()
+
+
+def test_the_best_token_is_the_first_of_equals():
+    logits = adversarial().to(DEVICE)
+    ids, valid = pick_lines(logits, params_of(len(logits), 66), draws=False, filters=False)
+    assert ids.tolist() == [2, 0, 65, 65, 0, 65, 40, 1]
+    assert valid.all()
+
+
+def passes(monkeypatch, temperature, **filters):
+    """How often the kernel reads a typical line of 2,000 logits, and how often of that it searches.
+
+    The line: logits fall with the logarithm of the rank, as frequencies of words do, from 20 on,
+    with noise, rounded to bfloat16 and searched as such.
+    """
+    read, searched, size = [], [], 2000
+    monkeypatch.setattr(triton_pick, "BLOCK", 256)
+    monkeypatch.setattr(triton_pick, "ZERO_BITS", {torch.float32: 16})
+    for name, calls in (("load_tile", read), ("amount_from", searched)):
+        plain = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, plain=plain, calls=calls: calls.append(1) or plain(*args)
+        )
+    generator = torch.Generator().manual_seed(0)
+    logits = 20.0 - 1.5 * torch.arange(1, size + 1).log()
+    logits += 0.3 * torch.randn(size, generator=generator)
+    logits = logits[torch.randperm(size, generator=generator)].bfloat16().float()[None]
+    params = params_of(1, size, temperature=temperature, **filters, uniform=0.4)
+    ids, _ = pick_lines(logits.to(DEVICE), params, draws=True, filters=True)
+    assert ids.tolist() == twin(logits, params, Kind.FILTERED)
+    return len(read) / triton.cdiv(size, 256), len(searched)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the interpreter")
+@pytest.mark.parametrize(
+    ("temperature", "filters", "most"),
+    [
+        (0.6, {"top_k": 20, "top_p": 0.95}, 3),
+        (1.0, {"top_k": 64}, 4),
+        (0.6, {"top_p": 0.95}, 5),
+        (1.0, {"min_p": 0.05}, 5),
+    ],
+)
+def test_what_filters_leave_is_mostly_among_the_candidates(monkeypatch, temperature, filters, most):
+    """Passes for the best of each lane, for the next until there are none (two where lanes are as
+    few as here), and without a top_k for the sum of all."""
+    read, searched = passes(monkeypatch, temperature, **filters)
+    assert read <= most
+    assert searched == 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the interpreter")
+@pytest.mark.parametrize(
+    ("temperature", "filters", "searches", "most"),
+    [
+        (0.6, {"top_p": 0.95}, 2, 8),
+        (1.0, {"top_p": 0.95}, 2, 10),
+        (0.6, {"min_p": 0.05}, 1, 9),
+        (1.0, {"top_k": 100}, 2, 9),
+    ],
+)
+def test_a_search_takes_half_of_a_pass_for_each_bit(
+    monkeypatch, temperature, filters, searches, most
+):
+    """16 passes over all keys of bfloat16; some 8 over those of tokens that have a weight."""
+    set_room(monkeypatch, 2, 2)
+    _, searched = passes(monkeypatch, temperature, **filters)
+    assert 4 * searches < searched <= most * searches
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_evenly_spread_numbers_give_every_token_its_share(top_k):
+    num_lines = 40 if top_k is None else 10
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.5, 2.0, -torch.inf, 0.5])
+    params = params_of(
+        num_lines, 7, top_k=top_k, temperature=1.3,
+        uniform=(np.arange(num_lines) + 0.5) / num_lines,
+    )  # fmt: skip
+    lines = logits.half().to(DEVICE).expand(num_lines, -1)
+    ids, _ = pick_lines(lines, params, draws=True, filters=top_k is not None)
+    shares = (logits / 1.3).softmax(-1)
+    if top_k is not None:
+        shares[[0, 2]] = 0.0
+        shares /= shares.sum()
+    counts = torch.bincount(ids.cpu(), minlength=7)
+    assert ((counts - num_lines * shares).abs() <= 1.0).all(), (counts, shares)
+
+
+def test_seeds_draw_by_probability():
+    """Chi-square with 5 degrees of freedom: above 20.5 once in a thousand."""
+    num_lines = 120
+    logits = torch.tensor([0.0, 1.0, 0.3, -0.5, 0.8, 0.1])
+    params = params_of(num_lines, 6, uniform=uniforms(np.arange(num_lines), np.full(num_lines, 11)))
+    ids, _ = pick_lines(logits.to(DEVICE).expand(num_lines, -1), params, True, False)
+    expected = num_lines * logits.softmax(-1)
+    counts = torch.bincount(ids.cpu(), minlength=6)
+    assert ((counts - expected) ** 2 / expected).sum() < 20.5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_line_without_a_valid_token_is_told_and_neighbours_change_nothing(bad):
+    logits = random_logits(2, 3, 100).half().to(DEVICE)
+    params = params_of(3, 100, uniform=[0.1, 0.5, 0.9], top_p=[1.0, 0.9, 1.0])
+    alone = [pick_lines(logits[i : i + 1], params[:, i : i + 1], True, True)[0] for i in (0, 2)]
+    if bad == bad and bad < 0:
+        logits[1] = bad
+    else:
+        logits[1, 77] = bad
+    ids, valid = pick_lines(logits, params, draws=True, filters=True)
+    assert ids.tolist() == [alone[0].item(), 0, alone[1].item()]
+    assert valid.tolist() == [True, False, True]
+
+
+def test_a_gpu_takes_the_kernel(monkeypatch):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert has_kernel(cuda, torch.bfloat16)
+    assert not has_kernel(cuda, torch.float64)
+    assert not has_kernel(cpu, torch.float32)
+    taken = []
+
+    def kernel(logits, params, draws, filters):
+        taken.append((draws, filters))
+        return pick_lines(logits, params, draws, filters)
+
+    monkeypatch.setattr(pick_module, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(triton_pick, "pick_lines", kernel)
+    logits = random_logits(2, 2, 20).to(DEVICE)
+    for kind in Kind:
+        ids, _ = pick(logits, device_params(params_of(2, 20)), kind)
+        assert ids.shape == (2,)
+    assert taken == [(False, False), (True, False), (True, True)]

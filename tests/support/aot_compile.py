@@ -1,0 +1,243 @@
+"""Compiles the Triton kernels to machine code for GPUs that need not be here; prints JSON.
+
+Run by test_triton_aot.py in its own process: Triton's interpreter and its compiler exclude each
+other. The launch arguments are those that the package's own callers give, caught at the launch.
+
+    python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
+                    arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
+
+`what` is all, attention, or fp8: attention over an fp8 cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
+
+from nanoengine.attention import triton as backend_module
+from nanoengine.attention.rotate import HeadNormWeights
+from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling
+from nanoengine.kernels import triton_layers as layer_kernels
+from nanoengine.layers import triton_linear
+from nanoengine.layers.triton_ops import TritonOps
+from nanoengine.runner.triton_pick import pick_lines
+from nanoengine.runner.triton_rows import TritonRows
+from tests.support.aot_loops import tile_loop
+from tests.support.attention_cases import Case, make_case
+
+
+class Catch:
+    """Stands in for a kernel: keeps the arguments of its launch."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+@contextlib.contextmanager
+def caught_launches():
+    """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
+    caught, originals = [], []
+    for module in (
+        store_kernels, kernels, uniform, layer_kernels, triton_gemm, triton_rows, triton_sampling
+    ):  # fmt: skip
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
+                originals.append((module, name, value))
+                setattr(module, name, Catch(value, caught))
+    yield caught
+    for module, name, value in originals:
+        setattr(module, name, value)
+
+
+def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
+    """What the backend and the layers launch for one mixed batch."""
+    backend_module.COMPILED = False  # Why: the CPU tensors below only lend their shapes.
+    case = make_case(
+        (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
+        head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
+    )  # fmt: skip
+    with caught_launches() as caught:
+        backend = TritonBackend(
+            device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
+            block_size=block_size,
+        )  # fmt: skip
+        backend.arch, backend.dtype = arch, dtype
+        case.run(backend)
+        run_rotation(backend, case)
+        if what != "attention":
+            # So few decodes of such lengths share their splits.
+            backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
+            backend.attend(case.q, case.k_cache, case.v_cache, case.batch, case.spec)
+        if what == "all":
+            run_layers(dtype)
+            triton_linear._arch = lambda device: arch
+            run_linear(dtype)
+            run_sampling(dtype)
+            run_rows(block_size)
+    return caught
+
+
+def run_rotation(backend: TritonBackend, case: Case):
+    """The fused store, with a norm."""
+    heads = torch.cat([case.q, case.k, case.v], 1)
+    table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
+    shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
+    norm = HeadNormWeights(weight=torch.ones(shape, dtype=heads.dtype), eps=1e-6)
+    backend.rotate_and_store(
+        heads, table.chunk(2, -1), norm, case.k_cache, case.v_cache, case.batch, case.spec
+    )
+
+
+def run_layers(dtype, hidden=4096, inner=12288):
+    """The norm with a sum and the gate, at the sizes of an 8B model."""
+    ops = TritonOps(dtype)
+    x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+    ops.add_rms_norm(x, x.clone(), weight, 1e-6)
+    ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
+
+
+def run_linear(dtype, hidden=4096, inner=12288):
+    """The deterministic products, one with gates: that of the default's small decodes too."""
+    x = torch.zeros(64, hidden, dtype=dtype)
+    method = triton_linear.TritonLinear("layer")
+    method.weight = torch.zeros(2 * inner, hidden, dtype=dtype)
+    method.apply(x, None)
+    method.apply_gated(x, "silu", None)
+    if dtype != torch.float32:
+        gates = triton_linear.gate_config(90, len(x), inner, dtype)
+        assert gates == triton_linear.gemm_config(90, inner, True, dtype)
+
+
+def run_sampling(dtype, size=151936):
+    """Lines that filter, and in 16 bits lines that only draw; all begin as greedy ones do."""
+    logits, params = torch.zeros(2, size, dtype=dtype), torch.zeros(5, 2, dtype=torch.float64)
+    pick_lines(logits, params, draws=True, filters=True)
+    if dtype != torch.float32:
+        pick_lines(logits, params, draws=True, filters=False)
+
+
+def run_rows(block_size, max_num_seqs=256, num_groups=2):
+    """What is around a decode's forward."""
+    pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
+    held = TritonRows(pool, num_groups=num_groups, num_blocks=64, block_size=block_size)
+    rows = torch.zeros(100, dtype=torch.int64)
+    held.gather(rows)
+    held.advance(rows, rows)
+
+
+def bind(kernel, args, options, backend):
+    """A launch as Triton's own binder takes it: types and attributes of the arguments, constants.
+
+    Why its own: the binder is a function that Triton writes for each kernel around the names of its
+    arguments; a name that is also one of the binder's makes every launch fail.
+    """
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialized, options = binder(*args, **options)
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, (kind, attribute)) in enumerate(zip(bound, specialized, strict=True)):
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = bound[name]
+            assert kernel.params[i].is_constexpr, f"{name} is specialized on its value"
+        elif attribute:
+            assert isinstance(bound[name], torch.Tensor), f"{name} is specialized on its value"
+            attributes[(i,)] = backend.parse_attr(attribute)
+    return signature, constants, attributes, options
+
+
+def compile_launch(kernel, args, options, arch):
+    """Machine code of one launch, as a GPU run gets it; the tensors' addresses are multiples of 16,
+    as torch's on a GPU are."""
+    target = GPUTarget("cuda", arch, 32)
+    signature, constants, attributes, options = bind(kernel, args, options, CUDABackend(target))
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def report(kernel, compiled):
+    """Registers, spills and the instructions that must be there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+        loop = tile_loop(path)
+    ptx = compiled.asm["ptx"]
+    return {
+        "function": kernel.__name__,
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),
+        "shared": compiled.metadata.shared,
+        "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
+        "wide_copies": len(re.findall(r"cp\.async\.cg\.shared.*?, 0x10", ptx)),
+        "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", ptx)),
+        "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
+        "counted": counted(ptx),
+        "atomics": len(re.findall(r"\batom\.", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
+        **loop,
+    }
+
+
+def counted(ptx):
+    """Atomics by which a program counts itself after all of its threads have stored, and sees what
+    others stored before."""
+    parts = ptx.split("atom.global.gpu.acq_rel.add")
+    before = ["".join(parts[:i]).rpartition("bar.sync") for i in range(1, len(parts))]
+    return sum(bool(barrier) and "st.global" not in since for _, barrier, since in before)
+
+
+def name_of(kernel, options):
+    """The kernel's name; kernels of several kinds of code have a name for each."""
+    name = kernel.__name__
+    if name == "gemm_kernel" and options["ACTIVATION"]:
+        return "gated_gemm_kernel"
+    if name == "pick_kernel":
+        return "filtered_pick_kernel" if options["FILTER"] else "drawn_pick_kernel"
+    return name
+
+
+def reports_of(target):
+    """The figures of all kernels of one target."""
+    arch, dtype, *shape, what = target.split(",")
+    shape, results = [int(x) for x in shape], {}
+    for kernel, args, options in launches(int(arch), getattr(torch, dtype), *shape, what):
+        key = name_of(kernel, options), str(options)
+        if key not in results:  # decodes and prompts with deterministic=True launch one kernel
+            found = compile_launch(kernel, args, options, int(arch))
+            results[key] = {"target": target, "kernel": key[0]} | report(kernel, found)
+    return list(results.values())
+
+
+def main():
+    # Why processes: a compilation is one thread; forks have all that was imported already.
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(reports_of, sys.argv[1:], chunksize=1)
+    print(json.dumps([figures for of_target in results for figures in of_target]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What a kernel's tile becomes on a CPU that is not here: LLVM code to assembly, and its loops.
+
+`tests/kernels/test_assembly.py` asks of each inner loop that it holds the instruction that it was
+written for, and that no vector waits in memory because the registers did not do.
+
+A tile that takes its instruction set as an argument is written here and now. One that takes the
+process's own is written by another process, which believes to run on that CPU:
+
+    python -m tests.support.assembly CPU        # prints JSON: the assembly of each of `TILES`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding, ir
+
+X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+
+CPUS = {
+    # LLVM's name of a CPU: its triple, and the instruction set that kernels are written in there
+    "x86-64-v3": (X86, "avx2"),
+    "alderlake": (X86, "avx2_vnni"),
+    "x86-64-v4": (X86, "avx512"),
+    "icelake-server": (X86, "avx512_vnni"),
+    "sapphirerapids": (X86, "avx512_bf16"),
+    "znver5": (X86, "avx512_bf16"),
+    "neoverse-n1": (ARM, "neon"),
+}
+
+TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # name: module, intrinsic, and its arguments that are not int64: the numbers of an array, or a
+    # literal, as it is or by its name in the module
+    "attention, float32": (
+        "cpu_attention", "_tile",
+        {"a": "float32", "b": "float32", "c": "float32", "factors": "float32",
+         "rows": "ROWS", "vectors": "VECTORS"},
+    ),
+    "attention, bfloat16 cache": (
+        "cpu_attention", "_tile",
+        {"a": "float32", "b": "uint32", "c": "float32", "factors": "float32",
+         "rows": "ROWS", "vectors": "VECTORS"},
+    ),
+    "attention, bfloat16 products": (
+        "cpu_attention", "_tile",
+        {"a": "uint32", "b": "uint32", "c": "float32", "factors": "float32",
+         "rows": "ROWS", "vectors": "VECTORS"},
+    ),
+}  # fmt: skip
+
+VECTOR = re.compile(r"%[xyz]mm\d+|\b[qv]\d+\b")
+STACK = re.compile(r"\(%rsp\b|\[sp\b")
+
+
+@cache
+def target(cpu: str) -> binding.TargetMachine:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    found = binding.Target.from_triple(CPUS[cpu][0])
+    return found.create_target_machine(cpu=cpu, opt=3, reloc="pic")
+
+
+def assembly_of(cpu: str, write: Callable[[ir.Module], object]) -> str:
+    """The assembly of what `write` puts into a module, optimized as numba does it."""
+    module = ir.Module("tiles")
+    module.triple = CPUS[cpu][0]
+    write(module)
+    for function in module.functions:
+        if not function.is_declaration:
+            function.linkage = "external"  # or nobody calls it, and it goes
+    machine = target(cpu)
+    parsed = binding.parse_assembly(str(module))
+    parsed.data_layout = str(machine.target_data)
+    parsed.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=3)
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return str(machine.emit_assembly(parsed))
+
+
+def inner_loops(text: str) -> list[list[str]]:
+    r"""The instructions of each loop that has no loop inside, in the order of the text.
+
+    >>> inner_loops("f:\n.L1:\n\tincq %rax\n.L2:\n\tdecq %rcx\n\tjne .L2\n\tjne .L1")
+    [['decq %rcx', 'jne .L2']]
+    """
+    lines = [re.split(r"\s#\s|//", line)[0].strip() for line in text.splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
+    spans = []
+    for at, line in enumerate(lines):
+        jump = re.match(r"(?:j\w+|b(?:\.\w+)?|cbn?z|tbn?z)\s.*?(\.L\w+)$", line)
+        if jump and labels.get(jump[1], at) < at:
+            spans.append((labels[jump[1]], at))
+    inner = [
+        (lo, hi) for lo, hi in spans
+        if not any((lo, hi) != other and lo <= other[0] and other[1] <= hi for other in spans)
+    ]  # fmt: skip
+    return [
+        [line for line in lines[lo : hi + 1] if line and not line.startswith(".")]
+        for lo, hi in inner
+    ]
+
+
+def spills(loop: list[str]) -> list[str]:
+    """The instructions that move a vector to or from the stack."""
+    return [line for line in loop if VECTOR.search(line) and STACK.search(line)]
+
+
+def intrinsic_in(module: ir.Module, name: str) -> None:
+    """Writes a function that is one of `TILES` and nothing else, for this process's CPU."""
+    import inspect
+
+    from numba import types
+    from numba.core.registry import cpu_target
+
+    room, tile, special = TILES[name]
+    home = import_module(f"nanoengine.kernels.{room}")
+    intrinsic, context = getattr(home, tile), cpu_target.target_context
+    context.refresh()
+    kinds = []
+    for argument in list(inspect.signature(intrinsic._defn).parameters)[1:]:
+        given = special.get(argument, types.int64)
+        if isinstance(given, str) and hasattr(types, given):
+            given = types.Array(getattr(types, given), 1, "C")
+        elif isinstance(given, str):
+            given = types.literal(getattr(home, given))
+        kinds.append(given)
+    signature, codegen = intrinsic._defn(cpu_target.typing_context, *kinds)
+    of = ir.FunctionType(ir.VoidType(), [context.get_value_type(kind) for kind in kinds])
+    function = ir.Function(module, of, "tile")
+    builder = ir.IRBuilder(function.append_basic_block())
+    codegen(context, builder, signature, function.args)
+    builder.ret_void()
+
+
+@cache
+def intrinsics_on(cpu: str) -> dict[str, str]:
+    """The assembly of all `TILES`, written by a process that believes to run on this CPU."""
+    from nanoengine.kernels.isa import ISAS
+
+    triple, name = CPUS[cpu]
+    (needs,) = (isa.needs for isa in ISAS if isa.name == name)
+    flags = ",".join(f"+{feature}" for feature in needs)
+    believed = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags}
+    if triple == ARM:  # numba itself stays on the CPU that is here
+        believed = {"NUMBA_CPU_FEATURES": "+sse2"}
+    believed["NANOENGINE_CPU_ISA"] = name
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.assembly", cpu],
+        capture_output=True, text=True, check=False, env=os.environ | believed,
+        cwd=Path(__file__).resolve().parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def _main(cpu: str) -> None:
+    machine = CPUS[cpu][0].split("-")[0]
+    platform.machine = lambda: machine
+    written = {}
+    for name in TILES:
+        written[name] = assembly_of(cpu, lambda module: intrinsic_in(module, name))  # noqa: B023
+    print(json.dumps(written))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

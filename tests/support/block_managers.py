@@ -1,0 +1,48 @@
+"""Block managers and sequences without a scheduler around them."""
+
+from __future__ import annotations
+
+from nanoengine.core.block_manager import Admission, BlockManager
+from nanoengine.core.sequence import Request, Sequence
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import make_layout
+
+_next_id = iter(range(10**9))
+
+
+def make_manager(
+    num_blocks: int = 33, block_size: int = 16, windows: tuple = (None,), **options: object
+) -> BlockManager:
+    options = {"watermark_frac": 0.0} | options
+    return BlockManager(make_layout(num_blocks, block_size, windows), **options)
+
+
+def make_sequence(tokens: list[int], *, salt: str | None = None, **params: object) -> Sequence:
+    number = next(_next_id)
+    request = Request(str(number), tokens, SamplingParams(**params), cache_salt=salt)
+    seq = Sequence(
+        request,
+        seq_id=number,
+        index=0,
+        token_ids=list(tokens),
+        seed=0,
+        stop_ids=frozenset(),
+        max_num_tokens=1_000_000,
+    )
+    request.sequences.append(seq)
+    seq.row = number
+    return seq
+
+
+def admit(manager: BlockManager, seq: Sequence) -> Admission:
+    admission = manager.can_allocate(seq)
+    manager.allocate(seq, admission)
+    return admission
+
+
+def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> None:
+    """Room for the next tokens, then the counters that a step would advance."""
+    count = len(seq.token_ids) - seq.num_computed_tokens if count is None else count
+    assert manager.may_append(seq, count)
+    seq.num_computed_tokens += count
+    manager.register(seq)

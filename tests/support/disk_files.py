@@ -1,0 +1,23 @@
+"""Blocks by number, and copies to and from disk carried out at once."""
+
+from __future__ import annotations
+
+from nanoengine.core.disk_tier import DiskCopy
+from nanoengine.core.places import Content
+from nanoengine.core.prefixes import Prefixes
+from nanoengine.features.kv_tiers import DiskFiles
+
+PREFIXES = Prefixes()
+
+
+def content(number: int, group: int = 0) -> Content:
+    return Content(group, PREFIXES.extend(PREFIXES.root(None), [number, 5]))
+
+
+def carry_out(files: DiskFiles, *copies: DiskCopy) -> list[bool]:
+    for copy in copies:
+        files.submit(copy)
+    ended = []
+    while found := files.collect(float("inf")):
+        ended += [one.ok for one in found]
+    return ended

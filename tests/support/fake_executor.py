@@ -1,0 +1,520 @@
+"""FakeExecutor: an Executor without a model, strict where a real one would compute nonsense.
+
+It knows only what plans tell it. Each slot of its KV cache holds one integer that stands for a
+token, its position and the whole prefix before it; before a row's tokens are "computed" it checks
+that every slot the row would read holds exactly the integer of the row's own prefix. A stale,
+shared or mis-copied block, a read before the write and a read of the null block all raise.
+
+Sampled tokens are a function of (prefix, seed) alone, so any two configurations must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from nanoengine.core.admission import AdmissionPolicy
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.tiers import NoTiers, Tiers
+from nanoengine.engine import EngineInfo, LLMEngine
+
+VOCAB_SIZE = 50
+EOS = 0
+ROOT = 0x5EED
+STEP, FIRST = 1, 2  # Why ints: the hash of a string changes from process to process
+
+
+def chain(before: int, token_id: int) -> int:
+    """Extends the integer of a prefix by one token."""
+    return hash((before, token_id))
+
+
+def prefix_hashes(token_ids: Iterable[int]) -> list[int]:
+    """For each position the integer that stands for the tokens up to and including it."""
+    hashes, before = [], ROOT
+    for token_id in token_ids:
+        before = chain(before, token_id)
+        hashes.append(before)
+    return hashes
+
+
+def next_token(prefix: int, seed: int) -> int:
+    """The token that the fake model samples after a prefix."""
+    return (hash((prefix, seed)) >> 7) % VOCAB_SIZE
+
+
+def candidates(prefix: int, count: int) -> list[TokenLogprob]:
+    """The `count` most likely next tokens after a prefix, with made-up log-probabilities."""
+    step = 0.05 + (hash((prefix, STEP)) % 1000) / 2000
+    first = hash((prefix, FIRST))
+    return [
+        TokenLogprob((first + 7 * rank) % VOCAB_SIZE, -step * (rank + 1), rank + 1)
+        for rank in range(count)
+    ]
+
+
+@dataclass(slots=True)
+class Row:
+    """What the executor keeps of one running sequence."""
+
+    seq_id: int
+    token_ids: list[int]
+    hashes: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    seed: int
+    num_logprobs: int | None
+    tables: list[list[int]] = field(default_factory=list)
+
+
+class ExecutorFailure(RuntimeError):
+    """What a fake executor raises when told to fail."""
+
+
+class Ready:
+    """A launched step whose result is there already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class FakeLaunched:
+    """A step of a FakeExecutor."""
+
+    def __init__(self, executor: FakeExecutor, step: int) -> None:
+        self._executor, self._step = executor, step
+
+    def result(self) -> StepResult:
+        return self._executor.result(self._step)
+
+
+class FakeExecutor:
+    """Runs plans on a simulated KV cache and verifies every read and write.
+
+    Args:
+        layout: blocks, block size and groups to simulate.
+        max_num_seqs, max_num_batched_tokens: limits that no plan may pass.
+        sample: (prefix integer, seed) -> token.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        sample: Callable[[int, int], int] = next_token,
+    ) -> None:
+        self.layout = layout
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.sample = sample
+        self.rows: dict[int, Row] = {}
+        self.slots: list[int | None] = [None] * (layout.num_blocks * layout.block_size)
+        self.host: dict[int, list[int | None]] = {}  # blocks of the host tier
+        self._stores: dict[int, list[tuple[int, list[int | None]]]] = {}  # by step, under way
+        self.plans: list[StepPlan] = []
+        self.fail_at: str | None = None  # "start", "rows" or "end" of the next step
+        self.row_errors: Callable[[Row], str | None] = lambda row: None
+        self.num_computed_tokens = 0
+        self.num_copies = 0
+        self.num_shared_reads = 0  # of blocks that another row writes in the same step
+        self._writer: dict[int, int] = {}  # slot -> row, in this step
+        self.closed = False
+        self.delayed = False  # a plan is carried out only when somebody waits for it
+        self.queue: list[StepPlan] = []  # launched and not carried out
+        self.most_queued = 0
+        self._results: dict[int, StepResult] = {}
+
+    # --- the Executor door --------------------------------------------------------------------
+
+    def start(self) -> KVLayout:
+        return self.layout
+
+    def shutdown(self) -> None:
+        assert not self.closed, "shut down twice"
+        self.closed = True
+
+    def launch(self, plan: StepPlan) -> FakeLaunched:
+        assert not self.closed
+        self.queue.append(plan)
+        self.most_queued = max(self.most_queued, len(self.queue))
+        if not self.delayed:
+            self.advance()
+        return FakeLaunched(self, plan.step)
+
+    def advance(self) -> None:
+        """Carries out the oldest plan that was launched.
+
+        Where that is delayed the next plan has been made already: whatever the core changes in a
+        plan that it has handed out, or expects of it too early, shows.
+        """
+        self._run(self.queue.pop(0))
+
+    def result(self, step: int) -> StepResult:
+        """The sampled tokens of a launched step, once."""
+        while step not in self._results:
+            self.advance()
+        for host_id, slots in reversed(self._stores.pop(step, [])):
+            self.host[host_id] = slots
+        return self._results.pop(step)
+
+    def _run(self, plan: StepPlan) -> None:
+        """Carries out a plan; its values stay here until `result` is asked for."""
+        self._fail("start")
+        self.plans.append(plan)
+        self._update_rows(plan)
+        self._fail("rows")
+        self._transfer(plan, "load")
+        self._copy_blocks(plan)
+        self._check_limits(plan)
+        self._place_drafts(plan)
+        self._write(plan)
+        self._check_reads(plan)
+        self._transfer(plan, "store")
+        self._results[plan.step] = self._sample(plan)
+        self._fail("end")
+
+    def _fail(self, where: str) -> None:
+        if self.fail_at == where:
+            self.fail_at = None
+            self._results.clear()
+            self.queue.clear()
+            raise ExecutorFailure(f"told to fail at {where}")
+
+    # --- rows ---------------------------------------------------------------------------------
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        assert len(set(plan.released)) == len(plan.released), f"released twice: {plan.released}"
+        after_failure = plan.released == list(range(self.max_num_seqs))
+        for row in plan.released:
+            assert row in self.rows or after_failure, f"row {row} is released unused"
+            self.rows.pop(row, None)
+        for new in plan.admitted:
+            self._require_free(new.row)
+            assert 0 < new.num_prompt_tokens <= len(new.token_ids), new
+            assert new.num_cached_tokens < len(new.token_ids), f"nothing to compute: {new}"
+            self.rows[new.row] = Row(
+                new.seq_id,
+                list(new.token_ids),
+                prefix_hashes(new.token_ids),
+                new.num_prompt_tokens,
+                new.num_cached_tokens,
+                new.seed,
+                new.params.logprobs,
+                [[] for _ in self.layout.groups],
+            )
+        for fork in plan.forks:
+            self._require_free(fork.row)
+            parent = self.rows[fork.parent_row]
+            self.rows[fork.row] = Row(
+                fork.seq_id,
+                list(parent.token_ids),
+                list(parent.hashes),
+                parent.num_prompt_tokens,
+                parent.num_computed_tokens,
+                fork.seed,
+                parent.num_logprobs,
+                [[] for _ in self.layout.groups],
+            )
+        for row_id, position, token_id in plan.chosen_tokens:
+            row = self.rows[row_id]
+            assert position == len(row.token_ids) - 1, f"row {row_id}: not its last token"
+            assert position >= row.num_computed_tokens, f"row {row_id}: its KV is computed"
+            row.token_ids[position] = token_id
+            row.hashes = prefix_hashes(row.token_ids)
+        for row, group, start, block_ids in plan.table_updates:
+            assert row in self.rows, f"table update for the unused row {row}"
+            table = self.rows[row].tables[group]
+            assert start <= len(table), f"row {row}, group {group}: a gap before entry {start}"
+            assert all(0 <= b < self.layout.num_blocks for b in block_ids), block_ids
+            table[start : start + len(block_ids)] = block_ids
+
+    def _require_free(self, row: int) -> None:
+        assert 0 <= row < self.max_num_seqs, f"row {row} of {self.max_num_seqs}"
+        assert row not in self.rows, f"row {row} is taken by seq {self.rows[row].seq_id}"
+
+    def _transfer(self, plan: StepPlan, kind: str) -> None:
+        size = self.layout.block_size
+        for transfer in plan.transfers:
+            assert transfer.kind in ("load", "store") and transfer.tier == "host", transfer
+            if transfer.kind != kind:
+                continue
+            targets = transfer.device_ids if kind == "load" else transfer.tier_ids
+            assert len(set(targets)) == len(targets), f"a block is the target twice: {transfer}"
+            assert 0 not in transfer.device_ids + transfer.tier_ids, "the null block is moved"
+            for device_id, host_id in zip(transfer.device_ids, transfer.tier_ids, strict=True):
+                at = slice(device_id * size, (device_id + 1) * size)
+                if kind == "load":
+                    self.slots[at] = self.host[host_id]
+                else:
+                    # Why: a store runs beside what follows it; until somebody waits for its step,
+                    # its target may hold anything.
+                    self.host[host_id] = [-1] * size
+                    self._stores.setdefault(plan.step, []).append((host_id, self.slots[at]))
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        sources = {copy.src for copy in plan.block_copies}
+        targets = {copy.dst for copy in plan.block_copies}
+        written: set[int] = set()
+        for src, dst in plan.block_copies:
+            assert src not in written, "all sources are read before any target is written"
+            written.add(dst)
+        assert len(targets) == len(plan.block_copies), "a block is copied to twice"
+        assert 0 not in sources | targets, "the null block is copied"
+        size = self.layout.block_size
+        held = {src: self.slots[src * size : (src + 1) * size] for src in sources}
+        for src, dst in plan.block_copies:
+            self.slots[dst * size : (dst + 1) * size] = held[src]
+        self.num_copies += len(plan.block_copies)
+
+    # --- the forward --------------------------------------------------------------------------
+
+    def _check_limits(self, plan: StepPlan) -> None:
+        lists = (plan.starts, plan.num_scheduled_tokens, plan.num_logits)
+        assert all(len(values) == len(plan.rows) for values in lists), plan
+        assert len(set(plan.rows)) == len(plan.rows), f"a row runs twice: {plan.rows}"
+        assert len(self.rows) <= self.max_num_seqs
+        assert plan.num_tokens <= self.max_num_batched_tokens, f"over budget: {plan.num_tokens}"
+        self.num_computed_tokens += plan.num_tokens
+        ends = {
+            row: start + count
+            for row, start, count in zip(
+                plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
+            )
+        }
+        parents = {fork.row: fork.parent_row for fork in plan.forks}
+        for row, start, count, logits in zip(
+            plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True
+        ):
+            assert row in self.rows, f"row {row} is scheduled but not admitted"
+            if count == 0:
+                assert start == ends[parents[row]], f"row {row} computes nothing"
+            else:
+                before = self.rows[row].num_computed_tokens
+                # What a prompt skips, another has computed: `_check_reads` verifies it.
+                assert start == before or start % self.layout.block_size == 0, (row, start)
+                assert start >= before, f"row {row} starts at {start}"
+                assert logits <= count, f"row {row}: {logits} logits of {count} tokens"
+
+    def _place_drafts(self, plan: StepPlan) -> None:
+        for row_id, drafts in plan.draft_token_ids.items():
+            row = self.rows[row_id]
+            row.token_ids += drafts
+            row.hashes = prefix_hashes(row.token_ids)
+
+    def _write(self, plan: StepPlan) -> None:
+        """All rows store their keys and values before any row reads."""
+        size, written = self.layout.block_size, {}
+        for row_id, start, count in zip(
+            plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
+        ):
+            row = self.rows[row_id]
+            assert start + count <= len(row.token_ids), f"row {row_id} computes unknown tokens"
+            for group, table in enumerate(row.tables):
+                assert (start + count) <= len(table) * size, f"row {row_id}: table too short"
+                for position in range(start, start + count):
+                    block_id = table[position // size]
+                    slot = block_id * size + position % size
+                    assert block_id != 0, f"row {row_id} writes the null block"
+                    assert slot not in written, f"rows {written[slot]}, {row_id} write slot {slot}"
+                    written[slot] = row_id
+                    self.slots[slot] = row.hashes[position] + group
+            row.num_computed_tokens = max(row.num_computed_tokens, start + count)
+        self._writer = written
+        # Whoever shares a written block must find its own prefix in it: checked for all rows that
+        # have computed these positions, scheduled or not.
+        touched = {slot // size for slot in written}
+        for row_id, row in self.rows.items():
+            for group, table in enumerate(row.tables):
+                for index, block_id in enumerate(table):
+                    if block_id in touched:
+                        self._check_block(row_id, row, group, index)
+
+    def _check_block(self, row_id: int, row: Row, group: int, index: int) -> None:
+        size = self.layout.block_size
+        first, last = index * size, min((index + 1) * size, row.num_computed_tokens)
+        if last <= first:
+            return
+        slot = row.tables[group][index] * size
+        held = self.slots[slot : slot + last - first]
+        expected = [h + group for h in row.hashes[first:last]]
+        assert held == expected, (
+            f"row {row_id} (seq {row.seq_id}), group {group}: block {row.tables[group][index]}"
+            f" does not hold positions {first}..{last - 1} of its prefix"
+        )
+
+    def _check_reads(self, plan: StepPlan) -> None:
+        size = self.layout.block_size
+        for row_id, start, count in zip(
+            plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
+        ):
+            row = self.rows[row_id]
+            for group, (kind, table) in enumerate(zip(self.layout.groups, row.tables, strict=True)):
+                window = kind.sliding_window
+                begin = 0 if window is None else max(0, start - window + 1)
+                if start + count <= begin:
+                    continue
+                for index in range(begin // size, (start + count - 1) // size + 1):
+                    block_id = table[index]
+                    assert block_id != 0, f"row {row_id}, group {group} reads the null block"
+                    low, high = max(begin, index * size), min(start + count, (index + 1) * size)
+                    slot = block_id * size + low % size
+                    self.num_shared_reads += self._writer.get(slot, row_id) != row_id
+                    expected = [h + group for h in row.hashes[low:high]]
+                    assert self.slots[slot : slot + high - low] == expected, (
+                        f"row {row_id} (seq {row.seq_id}), group {group}: wrong context at"
+                        f" positions {low}..{high - 1}, block {block_id}"
+                    )
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        result = StepResult(token_ids=[[] for _ in plan.rows])
+        for entry, (row_id, start, count, num_logits) in enumerate(
+            zip(plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True)
+        ):
+            row = self.rows[row_id]
+            drafts = plan.draft_token_ids.get(row_id, ())
+            end = start + count
+            error = self.row_errors(row)
+            if error is not None:
+                result.errors[entry] = error
+            if num_logits == 0:
+                assert end < len(row.token_ids), f"row {row_id}: logits of its end not asked for"
+                continue
+            assert end == len(row.token_ids), f"row {row_id}: logits before its end"
+            assert num_logits == 1 + len(drafts), f"row {row_id}: {num_logits} logits"
+            known = end - len(drafts)
+            del row.token_ids[known:], row.hashes[known:]
+            if row.num_logprobs is not None:
+                found = candidates(row.hashes[-1], row.num_logprobs)
+                result.logprobs[entry] = [[TokenLogprob(-1, -1.0, 1), *found]]
+            for draft in (*drafts, None):
+                token_id = self.sample(row.hashes[-1], row.seed)
+                result.token_ids[entry].append(token_id)
+                row.token_ids.append(token_id)
+                row.hashes.append(chain(row.hashes[-1], token_id))
+                if token_id != draft:
+                    break
+            row.num_computed_tokens = len(row.token_ids) - 1
+        return result
+
+
+# --- engines around it ----------------------------------------------------------------------------
+
+
+def make_layout(
+    num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)
+) -> KVLayout:
+    """A layout with one group for each window."""
+    groups = tuple(
+        KVGroup(layers=(layer,), sliding_window=window) for layer, window in enumerate(windows)
+    )
+    return KVLayout(num_blocks=num_blocks, block_size=block_size, block_bytes=1, groups=groups)
+
+
+def make_engine(
+    num_blocks: int = 65,
+    block_size: int = 4,
+    *,
+    windows: Sequence[int | None] = (None,),
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 1024,
+    enable_prefix_caching: bool = True,
+    watermark_frac: float = 0.0,
+    chunked_prefill: bool = True,
+    long_prefill_threshold: int = 0,
+    eos_token_ids: tuple[int, ...] = (EOS,),
+    debug_checks: bool = True,
+    observers: Iterable[object] = (),
+    policy: AdmissionPolicy | None = None,
+    make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
+    overlap: bool = False,
+) -> LLMEngine:
+    """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
+    delayed one."""
+    layout = make_layout(num_blocks, block_size, windows)
+    executor = FakeExecutor(
+        layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    executor.delayed = overlap
+    manager = BlockManager(
+        executor.start(),
+        enable_prefix_caching=enable_prefix_caching,
+        watermark_frac=watermark_frac,
+        max_chunk=max_num_batched_tokens,
+        chunked=chunked_prefill,
+        tiers=make_tiers(executor) if make_tiers else NoTiers(),
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        chunked_prefill=chunked_prefill,
+        long_prefill_threshold=long_prefill_threshold,
+        policy=policy,
+    )
+    info = EngineInfo(
+        model_name="fake",
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        dtype="none",
+        device="none",
+        attention_backend="none",
+        num_parameters=0,
+        weight_bytes=0,
+        num_kv_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=layout.block_bytes,
+        load_s=0.0,
+        start_s=0.0,
+        memory_plan="",
+    )
+    return LLMEngine(
+        executor, scheduler, info, overlap=overlap, debug_checks=debug_checks, observers=observers
+    )
+
+
+def run(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
+    """Steps until nothing is left; the ids of the requests in the order they finished."""
+    finished: list[str] = []
+    for _ in range(max_steps):
+        if not engine.has_unfinished():
+            return finished
+        finished += [request.request_id for request in engine.step()]
+    raise AssertionError(f"{engine.num_unfinished} requests are not done in {max_steps} steps")
+
+
+def run_late(engine: LLMEngine, max_steps: int = 10_000) -> list[str]:
+    """The same by the overlapped loop, on a device that is always a step behind."""
+    assert isinstance(engine.executor, FakeExecutor)
+    engine.overlap = engine.executor.delayed = True
+    return run(engine, max_steps)
+
+
+def expected_output(
+    prompt_token_ids: Sequence[int],
+    seed: int,
+    max_tokens: int,
+    stop_ids: Iterable[int] = (EOS,),
+    min_tokens: int = 0,
+    given: Sequence[int] = (),
+) -> list[int]:
+    """The output of a sequence that runs alone, without an engine; `given` starts it."""
+    prefix = prefix_hashes([*prompt_token_ids, *given])[-1]
+    output, stop = list(given), set(stop_ids)
+    if len(output) >= min_tokens and stop & set(output[-1:]):
+        return output
+    while len(output) < max_tokens:
+        output.append(next_token(prefix, seed))
+        prefix = chain(prefix, output[-1])
+        if len(output) >= min_tokens and output[-1] in stop:
+            break
+    return output

@@ -1,0 +1,65 @@
+"""A device that is late, on the CPU: what the runner needs to be run as if beside a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.naive import NaiveBackend
+from nanoengine.batch import Batch
+
+
+class LateDownload:
+    """Copies when it is waited for: whatever a later step has overwritten by then shows."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self._tensors]
+
+
+class LateDownloads:
+    """Stands in for `Downloads`."""
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> LateDownload:
+        return LateDownload(tensors)
+
+
+class GraphSafeNaive(NaiveBackend):
+    """The naive backend, but batches of decodes are attended without a look at any value."""
+
+    graph_safe = True
+
+    def prepare(self, batch: Batch) -> object:
+        if batch.num_decodes == batch.num_seqs:
+            return None
+        return super().prepare(batch)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if batch.attention is not None:
+            return super().attend(q, k_cache, v_cache, batch, spec)
+        tables = batch.block_tables[spec.group].long()  # [S, M]
+        k, v = k_cache[tables].flatten(1, 2), v_cache[tables].flatten(1, 2)  # [S, C, K, D]
+        distance = batch.seq_lens[:, None] - 1 - torch.arange(k.shape[1], device=q.device)
+        visible = (distance >= 0) & (distance < (spec.sliding_window or k.shape[1]))
+        grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [S, K, R, D]
+        scores = torch.einsum("skrd,sckd->skrc", grouped, k) * spec.scale
+        scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        v = v.masked_fill(~visible[:, :, None, None], 0.0)
+        return torch.einsum("skrc,sckd->skrd", scores.softmax(-1), v).flatten(1, 2)
+
+
+def make_graph_safe(name, *, device, dtype, head_dim, block_size, kv_dtype, deterministic):
+    """In place of `make_backend`; whatever else an engine asks for must be off."""
+    assert kv_dtype == dtype and not deterministic, (kv_dtype, deterministic)
+    return GraphSafeNaive(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)

@@ -1,0 +1,107 @@
+"""What the model tests share: attention without a cache, batches of whole prompts, and building."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention.base import AttentionBackend, AttentionSpec
+from nanoengine.batch import Batch
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.layers.context import ModelContext
+from nanoengine.models.decoder import CausalLM
+from nanoengine.models.loader import load_model
+
+
+class DenseAttention(AttentionBackend):
+    """Attention over whole prompts without a cache: each sequence's keys are all in its batch."""
+
+    name, kv_layout, default_block_size, graph_safe = "dense", "PKD", 16, False
+
+    def prepare(self, batch: Batch) -> None:
+        return None
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> None:
+        assert k_cache.numel() == v_cache.numel() == 0
+        self.stored = k, v  # of this layer only: the next one stores before it attends
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        out = []
+        for start, end in itertools.pairwise(batch.query_start_loc.tolist()):
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
+            mask = (distance >= 0) & (distance < (spec.sliding_window or end))
+            heads = [x[start:end].transpose(0, 1) for x in (q, *self.stored)]
+            attended = F.scaled_dot_product_attention(
+                *heads, attn_mask=mask, scale=spec.scale, enable_gqa=True
+            )
+            out.append(attended.transpose(0, 1))
+        return torch.cat(out)
+
+
+def prefill_batch(prompts: Sequence[Sequence[int]]) -> Batch:
+    """All tokens of all prompts in one step."""
+    lengths = [len(prompt) for prompt in prompts]
+    return Batch(
+        token_ids=torch.tensor(list(itertools.chain(*prompts))),
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        slot_mapping=torch.zeros(1, sum(lengths), dtype=torch.int64),
+        query_start_loc=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.zeros(1, len(lengths), 1, dtype=torch.int32),
+        logits_indices=torch.arange(sum(lengths)),
+        num_decodes=0,
+        max_query_len=max(lengths),
+        max_seq_len=max(lengths),
+    )
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    """Seeded prompts of these lengths over the tiny vocabulary."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
+
+
+def make_context(dtype: torch.dtype = torch.float32, **fields: Any) -> ModelContext:
+    """A context with dense attention, on the CPU unless `fields` say otherwise."""
+    fields.setdefault("device", torch.device("cpu"))
+    return ModelContext(dtype=dtype, attention_backend=DenseAttention(), **fields)
+
+
+def build(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    **fields: Any,
+) -> CausalLM:
+    """The model of a checkpoint directory."""
+    config = load_model_config(directory)
+    context = make_context(dtype, **fields)
+    return load_model(config, directory, context=context, load_format=load_format, seed=seed)
+
+
+def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits of every position of every prompt, [tokens, vocab_size]."""
+    with torch.inference_mode():
+        return model.logits(model.forward(prefill_batch(prompts)))
