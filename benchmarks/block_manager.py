@@ -83,9 +83,9 @@ class Ours:
 
     def append(self, seq: Any) -> None:
         """Room for one more token; inside a block the scheduler sees that it need not ask."""
-        if seq.num_computed_tokens >= seq.easy_until:
+        if seq.num_computed_tokens >= seq.slots_ready_until:
             self.manager.may_append(seq, 1)
-            seq.easy_until = self.manager.easy_until(seq)
+            seq.slots_ready_until = self.manager.slots_ready_until(seq)
 
     def advance(self, seq: Any) -> None:
         """The token is there, and the step's plan has taken what changed."""

@@ -31,7 +31,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import xxhash
 
 from nanoengine.core.cache_stats import TierStats
-from nanoengine.core.doors import Executor, Launched, Observer, TokenChooser, TokenSink
+from nanoengine.core.doors import Executor, Launched, Observer, OutputFollower, TokenChooser
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
@@ -330,7 +330,7 @@ class LLMEngine:
         priority: int | None = None,
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
-        make_sink: Callable[[int], TokenSink | None] | None = None,
+        make_follower: Callable[[int], OutputFollower | None] | None = None,
         chooser: TokenChooser | None = None,
     ) -> Request:
         """Queues a request.
@@ -341,7 +341,7 @@ class LLMEngine:
             priority: lower runs first, equal ones in order of arrival; None: that of `params`.
             cache_salt: prefixes are shared only between requests of equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
-            make_sink: called with each sequence's index; what it returns follows that sequence.
+            make_follower: called with each sequence's index; what it returns follows that sequence.
             chooser: decides the tokens in place of the sampler, among the `params.logprobs` most
                 likely ones.
 
@@ -373,7 +373,7 @@ class LLMEngine:
             priority=params.priority if priority is None else int(priority),
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
-            make_sink=make_sink,
+            make_follower=make_follower,
             chooser=chooser,
         )
         eos = () if params.ignore_eos else self.info.eos_token_ids

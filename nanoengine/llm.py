@@ -33,7 +33,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
 from nanoengine.config import EngineConfig
-from nanoengine.core.doors import TokenSink
+from nanoengine.core.doors import OutputFollower
 from nanoengine.core.sequence import Request
 from nanoengine.engine import EngineInfo, EngineStats, LLMEngine, require_unforked
 from nanoengine.errors import CapacityError, NanoEngineError, RequestError
@@ -635,7 +635,7 @@ class LLM:
         eos = () if params.ignore_eos else self.info.eos_token_ids
         end_ids = frozenset(eos) | frozenset(params.stop_token_ids or ())
 
-        def make_sink(index: int) -> TokenSink | None:
+        def make_follower(index: int) -> OutputFollower | None:
             if tokenizer is None or not params.detokenize:
                 return None
             return TextStream(tokenizer, params, prompt_token_ids=job.token_ids, end_ids=end_ids)
@@ -647,7 +647,7 @@ class LLM:
             priority=job.priority,
             cache_salt=job.cache_salt,
             bad_word_ids=job.bad_word_ids,
-            make_sink=make_sink if params.stop or kind != "final" else None,
+            make_follower=make_follower if params.stop or kind != "final" else None,
         )
         return OutputBuilder(
             request,

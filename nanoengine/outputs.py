@@ -262,14 +262,14 @@ class OutputBuilder:
     def _text(self, seq: Sequence) -> str:
         if self._tokenizer is None or not seq.params.detokenize:
             return ""
-        if seq.sink is None:
+        if seq.follower is None:
             return self._tokenizer.output_text(
                 seq.output_token_ids,
                 seq.params,
                 prompt_token_ids=self.request.prompt_token_ids,
                 end_ids=self._end_ids,
             )
-        stream = cast("TextStream", seq.sink)
+        stream = cast("TextStream", seq.follower)
         return stream.finish(seq.output_token_ids) if seq.is_finished else stream.text
 
     def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

@@ -1,6 +1,6 @@
 """Text in and out: encode, chat templates, incremental detokenization, stop strings.
 
-Called by `llm.py` alone; the engine below sees token ids and a `TokenSink`. The only file that
+Called by `llm.py` alone; the engine below sees token ids and a `OutputFollower`. The only file that
 imports transformers, and that only where `tokenizer_file.py` does not do: for chat templates, and
 for tokenizers that are more than a tokenizer.json.
 
@@ -270,7 +270,7 @@ def _refuse_powers(template: str) -> None:
 
 
 class TextStream:
-    """Text of one growing output: the `TokenSink` of stop strings and of streaming.
+    """Text of one growing output: the `OutputFollower` of stop strings and of streaming.
 
     `text` only ever grows, so a reader may print it piece by piece; what it holds at the end equals
     the one-shot decode of the same tokens, cut at the stop string.

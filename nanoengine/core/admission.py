@@ -33,7 +33,7 @@ MAX_TIMES = 32
 class AdmissionPolicy(Protocol):
     """May hold back a sequence that fits; is told of each one that ends."""
 
-    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """Which of the last few waiting sequences, given in order, is tried next."""
 
     def may_admit(
@@ -48,7 +48,7 @@ class AdmissionPolicy(Protocol):
 class WatermarkOnly:
     """Admits whoever fits: the block manager's watermark is all that is kept back."""
 
-    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The first in order."""
         return waiting[0]
 
@@ -73,7 +73,7 @@ class Hysteresis:
         self.admit_below = admit_below
         self._closed = False
 
-    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The first in order."""
         return waiting[0]
 
@@ -121,7 +121,7 @@ class Predictive:
         # Priority -> the last arrival of those that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
 
-    def choose(self, waiting: SequenceOf[Sequence]) -> Sequence:
+    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The one expected to run longest of those that waited when the first of them was chosen.
 
         Why not of all: new ones could overtake a short one for ever. One that was preempted goes

@@ -298,7 +298,7 @@ class BlockManager:
                 table += new
         return True
 
-    def easy_until(self, seq: Sequence) -> int:
+    def slots_ready_until(self, seq: Sequence) -> int:
         """Decodes that start before this position have nothing to ask of `may_append`, `register`.
 
         Right after `may_append`: the block under way is then this sequence's alone. The last slot
@@ -338,7 +338,7 @@ class BlockManager:
             self.pool.share(table)
             child.block_tables.append(table)
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
-        parent.easy_until = child.easy_until = 0  # the last block is shared now
+        parent.slots_ready_until = child.slots_ready_until = 0  # the last block is shared now
         child.max_chunk = parent.max_chunk
         child.num_windowed_blocks = list(parent.num_windowed_blocks)
         child.prefixes = list(parent.prefixes)
@@ -363,7 +363,7 @@ class BlockManager:
         seq.block_tables = []
         seq.num_windowed_blocks = []
         seq.num_registered_blocks = 0
-        seq.easy_until = 0
+        seq.slots_ready_until = 0
 
     # --- prefix cache -------------------------------------------------------------------------
 

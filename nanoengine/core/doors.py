@@ -1,7 +1,7 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
 An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens, an `Observer`
-watches, a `TokenSink` follows one sequence, a `TokenChooser` decides what the sequences of one
+watches, a `OutputFollower` follows one sequence, a `TokenChooser` decides what the sequences of one
 request go on with; a `TierStorage` moves blocks.
 """
 
@@ -65,7 +65,7 @@ class TierStorage(Protocol):
         seconds that it took."""
 
 
-class TokenSink(Protocol):
+class OutputFollower(Protocol):
     """Follows one sequence's output, token by token: incremental text, stop strings, streaming."""
 
     def append(self, token_id: int) -> str | None:
@@ -77,8 +77,8 @@ class TokenChooser(Protocol):
 
     def choose(self, request: Request, scheduler: Scheduler) -> None:
         """Called by a commit once each unfinished sequence of the request rests: all its tokens are
-        computed, and its `offer` holds the most likely next ones.
+        computed, and its `choices` holds the most likely next ones.
 
-        Each must be given a token (`scheduler.give`), be forked (`fork`) as well, be dropped
-        (`drop`) or be ended (`finish`).
+        Each must be given a token (`scheduler.append_token`), be forked (`fork`) as well, be
+        dropped (`drop`) or be ended (`finish`).
         """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.plan import TokenLogprob
-from nanoengine.core.rows import Rows
+from nanoengine.core.row_allocator import RowAllocator
 from nanoengine.core.sequence import Request, Sequence, Status
 from nanoengine.core.waiting import WaitingQueue
 
@@ -68,7 +68,7 @@ class Roster:
         self.running: list[Sequence] = []
         self.last_finished: list[Request] = []  # by the latest commit, for observers
         self._waiting = WaitingQueue()
-        self._rows = Rows(self.max_num_seqs)
+        self._rows = RowAllocator(self.max_num_seqs)
         self._done: list[Request] = []
         self._undecided: list[Request] = []  # their chooser has something new to look at
         self._any_ended = False
@@ -147,28 +147,28 @@ class Roster:
             )
             child.status = Status.PARKED
         if next_token_id is not None:
-            if child.offer is None:
+            if child.choices is None:
                 child.token_ids.pop()
                 if child.logprobs is not None:
-                    sampled, *child.offer = child.logprobs.pop()
+                    sampled, *child.choices = child.logprobs.pop()
                     child.cumulative_logprob -= sampled.logprob
             self._follow_again(child)
-            self.give(child, next_token_id)
+            self.append_token(child, next_token_id)
         else:
             self._follow_again(child)
-            if child.status is Status.PARKED and child.offer is None:
+            if child.status is Status.PARKED and child.choices is None:
                 self._waiting.push(child)
         return child
 
-    def give(self, seq: Sequence, token_id: int) -> None:
+    def append_token(self, seq: Sequence, token_id: int) -> None:
         """Appends the next token of a resting sequence; it may end by it."""
-        offer, seq.offer = seq.offer, None
+        choices, seq.choices = seq.choices, None
         logprobs = None
-        if seq.logprobs is not None and offer is not None:
-            given = next(entry for entry in offer if entry.token_id == token_id)
-            logprobs = [[given, *offer]]
+        if seq.logprobs is not None and choices is not None:
+            given = next(entry for entry in choices if entry.token_id == token_id)
+            logprobs = [[given, *choices]]
         if seq.status is Status.RUNNING:
-            self._rows.choose(seq, token_id)
+            self._rows.replace_token(seq, token_id)
         self._append(seq, [token_id], logprobs, time.perf_counter())
         if seq.status is Status.PARKED:
             self._waiting.push(seq)
@@ -205,9 +205,9 @@ class Roster:
 
     def _follow_again(self, seq: Sequence) -> None:
         """Shows a forked sequence's sink the output it starts with."""
-        if seq.sink is not None:
+        if seq.follower is not None:
             for token_id in seq.output_token_ids:
-                seq.sink.append(token_id)
+                seq.follower.append(token_id)
 
     def _num_spare_rows(self) -> int:
         """Free rows less those kept for the forks of prompts that are being computed."""
@@ -235,8 +235,8 @@ class Roster:
             if num_tokens >= seq.min_num_tokens and token_id in seq.stop_ids:
                 is_stop_id = token_id in (seq.params.stop_token_ids or ())
                 return self._end(seq, "stop", token_id if is_stop_id else None)
-            if seq.sink is not None:
-                stop_string = seq.sink.append(token_id)
+            if seq.follower is not None:
+                stop_string = seq.follower.append(token_id)
                 if stop_string is not None:
                     return self._end(seq, "stop", stop_string)
             if num_tokens >= seq.max_num_tokens:

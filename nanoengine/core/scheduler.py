@@ -25,7 +25,7 @@ from nanoengine.core.admission import AdmissionPolicy, WatermarkOnly
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.plan import Preemption, StepPlan, StepResult
 from nanoengine.core.roster import Roster
-from nanoengine.core.rows import admitted
+from nanoengine.core.row_allocator import admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 from nanoengine.core.waiting import LookAhead
 
@@ -130,7 +130,7 @@ class Scheduler(Roster):
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
             num_drafts = len(seq.draft_token_ids)
             num_new = num_tokens + num_drafts - start
-            if num_new == 1 and start < seq.easy_until and num_tokens < seq.max_num_tokens:
+            if num_new == 1 and start < seq.slots_ready_until and num_tokens < seq.max_num_tokens:
                 # Perf: what `_schedule_one` does to a decode that needs nothing but its slot.
                 scheduled.append(seq)
                 rows.append(seq.row)
@@ -193,7 +193,7 @@ class Scheduler(Roster):
         self._drop_ended()
         while self._waiting and self.running and not scheduled:
             victim = self.running[-1]
-            assert victim.rests, victim
+            assert victim.awaits_choice, victim
             self._preempt(plan, victim, "it rests, and those that wait need its row or blocks")
             self._admit(plan, scheduled, self.max_num_batched_tokens)
 
@@ -207,12 +207,12 @@ class Scheduler(Roster):
         plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))
         self.stats.preemptions += 1
         victim.num_preempted_tokens = max(victim.num_preempted_tokens, victim.num_computed_tokens)
-        rests = victim.rests
+        awaits_choice = victim.awaits_choice
         victim.num_computed_tokens = 0
         victim.draft_token_ids = ()
         self.block_manager.deallocate(victim)
         self._rows.release(victim)
-        if rests:
+        if awaits_choice:
             victim.status = Status.PARKED
         else:
             self._waiting.push(victim)
@@ -221,7 +221,7 @@ class Scheduler(Roster):
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
         if not self._waiting:
             return
-        ahead = LookAhead(self._waiting, self.policy.choose)
+        ahead = LookAhead(self._waiting, self.policy.next_to_admit)
         rows_kept = sum(self._num_forks_due(seq) for seq in self.running if seq.params.n > 1)
         while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
             forks = self._num_forks_due(seq)
@@ -302,7 +302,7 @@ class Scheduler(Roster):
         if reaches_end and seq.request.chooser is None:
             seq.num_pending_tokens += 1
             # Why not with drafts: those that are refused take computed tokens back.
-            seq.easy_until = 0 if num_drafts else self.block_manager.easy_until(seq)
+            seq.slots_ready_until = 0 if num_drafts else self.block_manager.slots_ready_until(seq)
             if seq.params.n > 1 and self._has_forks_due(seq):
                 self._fork_prompt(plan, scheduled, seq)
 
@@ -337,10 +337,15 @@ class Scheduler(Roster):
         plain = not (result.errors or result.logprobs or result.prompt_logprobs)
         token_ids, num_logits, num_easy = result.token_ids, plan.num_logits, 0
         for i, seq in enumerate(self._in_flight.pop(plan.step, ())):
-            if plain and seq.easy_until and num_logits[i] == 1 and seq.last_token_time is not None:
+            if (
+                plain
+                and seq.slots_ready_until
+                and num_logits[i] == 1
+                and seq.last_token_time is not None
+            ):
                 (token_id,) = token_ids[i]
                 at_end = len(seq.token_ids) + 1 >= seq.max_num_tokens
-                if not (at_end or token_id in seq.stop_ids or seq.sink is not None):
+                if not (at_end or token_id in seq.stop_ids or seq.follower is not None):
                     # Perf: what `_append` does to a token that goes on and that nobody follows.
                     seq.token_ids.append(token_id)
                     seq.num_pending_tokens -= 1
@@ -356,7 +361,7 @@ class Scheduler(Roster):
                 self._fail(seq, result.errors[i])
                 self.block_manager.distrust(held)  # Why: their content may be what is wrong
             elif plan.num_logits[i] and seq.request.chooser is not None:
-                seq.offer = result.logprobs[i][0][1:]
+                seq.choices = result.logprobs[i][0][1:]
                 self._undecided.append(seq.request)
             elif plan.num_logits[i]:
                 num_drafts = plan.num_logits[i] - 1
@@ -394,9 +399,9 @@ class Scheduler(Roster):
             if request.error is not None:  # Why: the others would rest for it for ever
                 for seq in live:
                     self._end(seq, "error")
-            elif live and request.chooser and all(seq.offer is not None for seq in live):
+            elif live and request.chooser and all(seq.choices is not None for seq in live):
                 request.chooser.choose(request, self)
-                assert all(seq.offer is None or seq.is_finished for seq in live), "left to rest"
+                assert all(seq.choices is None or seq.is_finished for seq in live), "left to rest"
 
     # --- invariants ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanoengine.core.doors import TokenChooser, TokenSink
+from nanoengine.core.doors import OutputFollower, TokenChooser
 from nanoengine.core.plan import TokenLogprob
 from nanoengine.core.prefixes import Prefix
 from nanoengine.sampling_params import SamplingParams
@@ -52,8 +52,8 @@ class Sequence:
         fetch: blocks that the disk tier reads for it before its next admission; None: not asked.
         num_registered_blocks: how many of these are in the prefix-cache index.
         max_chunk: most tokens that one step computes of it, so that its windows fit the pool.
-        easy_until: a decode that starts before this position needs its slot only: no block, no
-            copy, no indexing.
+        slots_ready_until: a decode that starts before this position writes into a slot that it has
+            already: no block, no copy, no indexing.
         max_num_tokens: prompt and output together end here.
         min_num_tokens: stop ids and strings don't count before this many tokens.
         stop_ids: EOS ids (unless ignored) and stop_token_ids.
@@ -62,14 +62,15 @@ class Sequence:
 
     __slots__ = (
         "block_tables",
+        "choices",
         "cumulative_logprob",
         "draft_token_ids",
-        "easy_until",
         "fetch",
         "finish_reason",
         "finish_time",
         "first_scheduled_time",
         "first_token_time",
+        "follower",
         "index",
         "last_token_time",
         "logprobs",
@@ -84,7 +85,6 @@ class Sequence:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_windowed_blocks",
-        "offer",
         "order",
         "params",
         "prefixes",
@@ -92,7 +92,7 @@ class Sequence:
         "row",
         "seed",
         "seq_id",
-        "sink",
+        "slots_ready_until",
         "status",
         "stop_ids",
         "stop_reason",
@@ -125,13 +125,13 @@ class Sequence:
         self.num_preempted_tokens = 0
         self.num_overtaken = 0
         self.draft_token_ids: tuple[int, ...] = ()
-        self.offer: list[TokenLogprob] | None = None
+        self.choices: list[TokenLogprob] | None = None
         self.block_tables: list[list[int]] = []
         self.num_windowed_blocks: list[int] = []
         self.prefixes: list[Prefix] = []
         self.num_registered_blocks = 0
         self.max_chunk = 0
-        self.easy_until = 0
+        self.slots_ready_until = 0
         self.fetch: Fetch | None = None
         self.stop_ids = stop_ids
         self.max_num_tokens = max_num_tokens
@@ -142,7 +142,9 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
         self.logprobs: list[list[TokenLogprob]] | None = [] if params.logprobs is not None else None
-        self.sink: TokenSink | None = request.make_sink(index) if request.make_sink else None
+        self.follower: OutputFollower | None = (
+            request.make_follower(index) if request.make_follower else None
+        )
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
@@ -164,7 +166,7 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def rests(self) -> bool:
+    def awaits_choice(self) -> bool:
         """True if all tokens are computed and the next one is to be chosen: see `TokenChooser`."""
         return self.num_computed_tokens == self.num_tokens
 
@@ -179,7 +181,7 @@ class Sequence:
             stop_ids=self.stop_ids,
             max_num_tokens=self.max_num_tokens,
         )
-        child.offer = self.offer
+        child.choices = self.choices
         child.cumulative_logprob = self.cumulative_logprob
         child.logprobs = None if self.logprobs is None else list(self.logprobs)
         child.first_scheduled_time = self.first_scheduled_time
@@ -216,7 +218,7 @@ class Request:
         "cache_salt",
         "chooser",
         "error",
-        "make_sink",
+        "make_follower",
         "next_index",
         "num_cached_tokens",
         "num_forks_due",
@@ -240,7 +242,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
-        make_sink: Callable[[int], TokenSink | None] | None = None,
+        make_follower: Callable[[int], OutputFollower | None] | None = None,
         chooser: TokenChooser | None = None,
     ) -> None:
         self.request_id = request_id
@@ -251,7 +253,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.bad_word_ids = bad_word_ids
-        self.make_sink = make_sink
+        self.make_follower = make_follower
         self.chooser = chooser
         self.seed = 0
         self.sequences: list[Sequence] = []

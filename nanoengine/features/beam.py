@@ -1,6 +1,6 @@
 """Beam search: the continuations of a prompt with the best scores, found a token a step.
 
-    step       beams rest, each with its most likely next tokens ............ `Sequence.offer`
+    step       beams rest, each with its most likely next tokens ............ `Sequence.choices`
     choose     all continuations of all beams, best first
                  ends in EOS, or is long enough ── a hypothesis, if among the first beam_width
                  the beam_width best others ────── give a token, fork, drop
@@ -180,14 +180,14 @@ class BeamSearch:
         for beam, (first, *others) in continuations.items():
             for token_id in others:
                 scheduler.fork(beam, token_id)
-            scheduler.give(beam, first)
+            scheduler.append_token(beam, first)
 
     def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
         """The most likely continuations of all beams; among equals those of earlier beams first."""
         found = [
             Candidate(beam.cumulative_logprob + entry.logprob, beam, entry.token_id)
             for beam in beams
-            for entry in beam.offer or ()
+            for entry in beam.choices or ()
         ]
         found.sort(key=lambda candidate: -candidate.logprob)
         return found[: self.num_candidates]

@@ -22,7 +22,7 @@ import numpy as np
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 
 
-class Admission(NamedTuple):
+class AdmissionRecord(NamedTuple):
     """Sequence `seq_id` took `row` with `num_known` tokens, `num_cached` of them in the cache."""
 
     row: int
@@ -45,7 +45,7 @@ class StepRecord:
     num_scheduled: SequenceOf[int]
     num_logits: SequenceOf[int]
     num_sampled: SequenceOf[int]
-    admitted: SequenceOf[Admission]
+    admitted: SequenceOf[AdmissionRecord]
     num_preempted: int
     num_running: int
     num_waiting: int
@@ -64,11 +64,12 @@ class Metrics:
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Keeps what the step did. Lengths are taken now: a sequence's token list grows later."""
         admitted = [
-            Admission(a.row, a.seq_id, len(a.token_ids), a.num_cached_tokens) for a in plan.admitted
+            AdmissionRecord(a.row, a.seq_id, len(a.token_ids), a.num_cached_tokens)
+            for a in plan.admitted
         ]
         position = dict(zip(plan.rows, plan.starts, strict=True)) if plan.forks else {}
         admitted += [
-            Admission(f.row, f.seq_id, position.get(f.row, 0), position.get(f.row, 0))
+            AdmissionRecord(f.row, f.seq_id, position.get(f.row, 0), position.get(f.row, 0))
             for f in plan.forks
         ]
         self.records.append(

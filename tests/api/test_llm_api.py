@@ -267,17 +267,17 @@ def test_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
     assert seen == [("mine", byte_level().bad_word_ids(["dog"]))]
 
 
-def test_sinks_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
-    sinks: list[object] = []
+def test_followers_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
+    followers: list[object] = []
 
     def look(plan: Any) -> None:
-        sinks.extend(seq.sink for seq in llm.engine.scheduler.running)
+        followers.extend(seq.follower for seq in llm.engine.scheduler.running)
 
     executor(llm).hook = look
     llm.generate("one", LONG, use_tqdm=False)
-    assert set(sinks) == {None}
+    assert set(followers) == {None}
     llm.generate("one", SamplingParams(stop=["zzz"]), use_tqdm=False)
-    assert set(sinks) != {None}
+    assert set(followers) != {None}
 
 
 def test_logprobs_have_vllms_shape(llm: LLM) -> None:

@@ -153,13 +153,15 @@ def test_new_and_less_urgent_ones_do_not_overtake_by_being_longer():
         return engine.add_request(name, [1], exactly(length), priority=priority).sequences[0]
 
     short, long, later = add("short", 2), add("long", 8), add("later", 20, priority=1)
-    assert policy.choose([short, long, later]) is long
+    assert policy.next_to_admit([short, long, later]) is long
     newcomer = add("newcomer", 30)
-    assert policy.choose([short, newcomer, later]) is short, "it came after the choice was made"
-    assert policy.choose([newcomer, later]) is newcomer
+    assert policy.next_to_admit([short, newcomer, later]) is short, (
+        "it came after the choice was made"
+    )
+    assert policy.next_to_admit([newcomer, later]) is newcomer
     short.num_preempted_tokens = 1
-    assert policy.choose([short, long]) is short, "it has been admitted before"
-    assert policy.choose([later]) is later
+    assert policy.next_to_admit([short, long]) is short, "it has been admitted before"
+    assert policy.next_to_admit([later]) is later
 
 
 def test_settings_are_checked():

@@ -347,7 +347,7 @@ def test_stop_ids_of_the_model_and_of_the_request(loop):
 
 
 class StopAfter:
-    """A sink that ends its sequence at the n-th token."""
+    """A follower that ends its sequence at the n-th token."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -358,10 +358,13 @@ class StopAfter:
 
 
 @LOOPS
-def test_a_sink_ends_its_own_sequence(loop):
+def test_a_follower_ends_its_own_sequence(loop):
     engine = make_engine()
     request = engine.add_request(
-        "a", [1, 2], params(9, n=3, ignore_eos=True), make_sink=lambda index: StopAfter(2 + index)
+        "a",
+        [1, 2],
+        params(9, n=3, ignore_eos=True),
+        make_follower=lambda index: StopAfter(2 + index),
     )
     other = engine.add_request("b", [1, 2], params(9))
     loop(engine)

@@ -1,4 +1,4 @@
-"""Rows: the executor's places for running sequences, and what it has yet to be told about them.
+"""RowAllocator: which running sequence holds which row, and what the next plan says of rows.
 
     free ──take, fork──► held by a running sequence ──release──► free
 
@@ -12,7 +12,7 @@ from nanoengine.core.plan import AdmittedSequence, ChosenToken, Fork, StepPlan
 from nanoengine.core.sequence import NO_ROW, Sequence
 
 
-class Rows:
+class RowAllocator:
     """`num_rows` places, each held by one running sequence or free."""
 
     def __init__(self, num_rows: int) -> None:
@@ -25,7 +25,7 @@ class Rows:
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody holds."""
+        """RowAllocator that nobody holds."""
         return len(self._free)
 
     def take(self, seq: Sequence) -> None:
@@ -39,8 +39,8 @@ class Rows:
         # Why: the executor copies the parent's row as the last plan has left it.
         self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
 
-    def choose(self, seq: Sequence, token_id: int) -> None:
-        """The sequence's next token was chosen outside."""
+    def replace_token(self, seq: Sequence, token_id: int) -> None:
+        """The next plan replaces the sequence's last token, which was chosen outside."""
         self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
 
     def release(self, seq: Sequence) -> None:
