@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanoengine.features.beam import BeamSearchOutput as BeamSearchOutput
     from nanoengine.features.beam import BeamSearchParams as BeamSearchParams
     from nanoengine.features.beam import BeamSequence as BeamSequence
+    from nanoengine.inputs import Row as Row
     from nanoengine.inputs import TextPrompt as TextPrompt
     from nanoengine.inputs import TokensPrompt as TokensPrompt
     from nanoengine.llm import LLM as LLM
@@ -43,6 +44,7 @@ _HOME = {
     "HostTier": "tier_config",
     "DiskTier": "tier_config",
     "SamplingParams": "sampling_params",
+    "Row": "inputs",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
     "BeamSearchOutput": "features.beam",

@@ -328,6 +328,7 @@ class LLMEngine:
         params: SamplingParams,
         *,
         priority: int | None = None,
+        key: str | None = None,
         cache_salt: str | None = None,
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         make_follower: Callable[[int], OutputFollower | None] | None = None,
@@ -339,6 +340,8 @@ class LLMEngine:
             request_id: unique among unfinished requests.
             prompt_token_ids: at least one id below the vocabulary size.
             priority: lower runs first, equal ones in order of arrival; None: that of `params`.
+            key: without a seed in `params`, the random numbers follow from the engine's seed and
+                this; None: from the engine's seed and the order of arrival.
             cache_salt: prefixes are shared only between requests of equal salt.
             bad_word_ids: token sequences of `params.bad_words`.
             make_follower: called with each sequence's index; what it returns follows that sequence.
@@ -358,6 +361,7 @@ class LLMEngine:
             prompt_token_ids,
             params,
             priority=priority,
+            key=key,
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
         )
@@ -382,7 +386,7 @@ class LLMEngine:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         self.scheduler.add(
             request,
-            seed=params.seed % 2**63 if params.seed is not None else self._draw_seed(arrival),
+            seed=self._draw_seed(arrival, key) if params.seed is None else params.seed % 2**63,
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
             max_num_tokens=longest,
         )
@@ -395,6 +399,7 @@ class LLMEngine:
         params: SamplingParams,
         *,
         priority: int | None = None,
+        key: str | None = None,
         cache_salt: str | None = None,
         bad_word_ids: SequenceOf[SequenceOf[int]] = (),
     ) -> None:
@@ -404,6 +409,8 @@ class LLMEngine:
             raise RequestError(f"params must be SamplingParams, got {params!r}")
         if priority is not None and not _is_int(priority):
             raise RequestError(f"priority must be an integer, got {priority!r}")
+        if key is not None and not isinstance(key, str):
+            raise RequestError(f"key must be a string, got {key!r}")
         _check_salt(cache_salt)
         if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, SequenceOf):
             raise RequestError(
@@ -626,9 +633,12 @@ class LLMEngine:
                 " make the call when this one has returned"
             )
 
-    def _draw_seed(self, arrival: int) -> int:
-        """A seed for a request without one: a function of the engine's seed and the arrival."""
-        return xxhash.xxh3_64_intdigest(f"{self._seed}/{arrival}".encode()) >> 1
+    def _draw_seed(self, arrival: int, key: str | None) -> int:
+        """A seed for a request without one: of the engine's seed, and its key or its arrival."""
+        name = f"{arrival}" if key is None else f"key/{key}"
+        # Why surrogates pass: a key only needs to be told from others.
+        digest = xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode(errors="surrogatepass"))
+        return digest >> 1
 
 
 def _is_int(value: object) -> bool:

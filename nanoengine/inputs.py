@@ -9,6 +9,7 @@ given and names what is wrong with it.
     {"prompt_token_ids": [1, 2, 3]}            "prompt" beside it is only repeated in the output
     {"messages": [{"role": ..., ...}, ...]}    a conversation, and any of TEMPLATE_KEYS
     RequestError("...")                        a row that could not be read: its output's error
+    Row(any of these, key=..., ...)            the same with parameters, priority and key of its own
     [any of these, mixed]                      several prompts; also an array of strings or objects,
                                                or a column of a data frame
 """
@@ -20,9 +21,10 @@ import difflib
 import json
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar
 
+from nanoengine.checks import checked
 from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
 
@@ -65,6 +67,30 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[None]
 
 
+@checked(RequestError)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt that brings what else a call has one of for all; None leaves that to the call.
+
+    Attributes:
+        prompt: any form of a prompt, or the RequestError that says why it could not be read.
+        sampling_params: how this row is sampled.
+        priority: lower runs first.
+        key: names the row. A row without a seed draws by the engine's seed and its key, and no more
+            by its order of arrival: it has the same tokens alone, in any order, after any resume.
+            Rows of equal keys draw equal random numbers. `RequestOutput.key` says it again.
+
+    Raises:
+        RequestError: an option is unknown or of another type; the prompt is checked by the call.
+    """
+
+    prompt: Any
+    _: KW_ONLY
+    sampling_params: SamplingParams | None = None
+    priority: int | None = None
+    key: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptInput:
     """One prompt as it was given: exactly one of ids, messages and text counts, in this order."""
@@ -78,7 +104,7 @@ class PromptInput:
 
 def is_single_prompt(prompts: object) -> bool:
     """True if `prompts` is one prompt and not a collection of them; an empty list is none."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | Row):
         return True
     return isinstance(prompts, Sequence) and bool(prompts) and all(map(_is_int, prompts))
 
@@ -301,12 +327,10 @@ def each_params(
     return each
 
 
-def each_priority(
-    priority: int | Sequence[int] | None, params: Iterable[SamplingParams], count: int
-) -> list[int]:
-    """One priority for each prompt: the call's, or that of its SamplingParams."""
+def each_priority(priority: int | Sequence[int] | None, count: int) -> list[int | None]:
+    """One priority for each of `count` prompts; None means that of its SamplingParams."""
     if priority is None:
-        return [one.priority for one in params]
+        return [None] * count
     if isinstance(priority, Sequence) and not isinstance(priority, str):
         each = _one_each("priority", priority, count)
     else:

@@ -40,6 +40,7 @@ from nanoengine.errors import CapacityError, NanoEngineError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSequence
 from nanoengine.inputs import (
     PromptInput,
+    Row,
     conversation_list,
     each_params,
     each_priority,
@@ -66,7 +67,7 @@ LOOK_AHEAD = 8
 MAX_TEMPLATES = 64
 """Chat templates of which is remembered what content they take."""
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 """One prompt; `inputs.py` lists the forms."""
 
 OnError = Literal["raise", "record"]
@@ -80,7 +81,8 @@ class Job:
     text: str | None
     token_ids: list[int]
     params: SamplingParams
-    priority: int
+    priority: int | None
+    key: str | None
     cache_salt: str | None
     bad_word_ids: tuple[tuple[int, ...], ...]
 
@@ -220,7 +222,8 @@ class LLM:
         """Completes prompts; one output a prompt, in their order.
 
         Args:
-            prompts: one or many; a string, a list of token ids, or a dict (see `inputs.py`).
+            prompts: one or many; a string, a list of token ids, a dict, or a Row, whose parameters
+                and priority win over these (see `inputs.py`).
             sampling_params: one for all or one each; None: `default_sampling_params`.
             use_tqdm: show a progress bar; or what makes one, with tqdm's keywords.
             lora_request: None; there for scripts that say so.
@@ -299,13 +302,14 @@ class LLM:
         kind: OutputKind = "final",
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
+        use_tqdm: bool | Callable[..., Any] = False,
     ) -> Generator[RequestOutput, None, None]:
         """Yields outputs as they finish or grow; `output.index` says which prompt they belong to.
 
         A list of prompts is checked before anything runs, as in `generate`. Any other iterable is
         pulled lazily, at most max_num_seqs + LOOK_AHEAD prompts ahead of the last finished one: a
         job of any length runs in bounded memory. Its prompts are checked as they are pulled, and
-        share one SamplingParams.
+        share one SamplingParams, unless they are Rows with their own.
 
         Closing the iterator aborts what is left. So does any other call on this LLM, be it from
         another thread or from the generator of prompts; the iterator then raises instead of ending
@@ -316,6 +320,7 @@ class LLM:
             kind: "final" yields each request once, when it has finished; "cumulative" whenever it
                 has new tokens, with all text so far; "delta" the same, with only what is new: the
                 concatenated texts of a completion are its final text.
+            use_tqdm: as in `generate`; the total of prompts that are pulled lazily is unknown.
         """
         if kind not in get_args(OutputKind):
             allowed = ", ".join(map(repr, get_args(OutputKind)))
@@ -327,7 +332,7 @@ class LLM:
             )
         else:
             jobs = self._prepare_lazily(prompts, sampling_params, priority, on_error)
-        return self._run(jobs, kind=kind)
+        return self._run(jobs, kind=kind, progress=use_tqdm)
 
     def beam_search(
         self,
@@ -446,7 +451,7 @@ class LLM:
         _check_on_error(on_error)
         count = len(prompts)
         params = each_params(sampling_params, count, lambda: self.default_sampling_params)
-        priorities = each_priority(priority, params, count)
+        priorities = each_priority(priority, count)
         return [
             self._prepare(i, *one, on_error)
             for i, one in enumerate(zip(prompts, params, priorities, strict=True))
@@ -465,10 +470,11 @@ class LLM:
         if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
             raise RequestError(
                 "prompts that are pulled lazily have no known number, so they share one"
-                " SamplingParams and one priority; pass a list of prompts to give one each"
+                " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
+                " one each"
             )
         (params,) = each_params(sampling_params, 1, lambda: self.default_sampling_params)
-        (rank,) = each_priority(priority, [params], 1)
+        (rank,) = each_priority(priority, 1)
         return (self._prepare(i, one, params, rank, on_error) for i, one in enumerate(prompts))
 
     def _prepare(
@@ -476,10 +482,15 @@ class LLM:
         index: int,
         prompt: object,
         params: SamplingParams,
-        priority: int,
+        priority: int | None,
         on_error: OnError,
     ) -> Job | RequestOutput:
         """Checks one prompt; a bad one raises with its index, or becomes its output."""
+        key: str | None = None
+        if isinstance(prompt, Row):
+            params = params if prompt.sampling_params is None else prompt.sampling_params
+            priority = priority if prompt.priority is None else prompt.priority
+            key, prompt = prompt.key, prompt.prompt
         text: str | None = None
         token_ids: list[int] = []
         try:
@@ -493,6 +504,7 @@ class LLM:
                 token_ids=token_ids,
                 params=params,
                 priority=priority,
+                key=key,
                 cache_salt=given.cache_salt,
                 bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words)
                 if params.bad_words
@@ -502,6 +514,7 @@ class LLM:
                 job.token_ids,
                 job.params,
                 priority=job.priority,
+                key=job.key,
                 cache_salt=job.cache_salt,
                 bad_word_ids=job.bad_word_ids,
             )
@@ -514,7 +527,7 @@ class LLM:
             kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
         if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
-        return error_output(self._next_id(), index, text, token_ids, message)
+        return error_output(self._next_id(), index, text, token_ids, message, key=key)
 
     def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None if only ids were given."""
@@ -555,7 +568,7 @@ class LLM:
         """
         engine, call = self._begin_call()
         limit = len(jobs) if isinstance(jobs, list) else self.config.max_num_seqs + LOOK_AHEAD
-        total = sum(isinstance(job, Job) for job in jobs) if isinstance(jobs, list) else 0
+        total = sum(isinstance(job, Job) for job in jobs) if isinstance(jobs, list) else None
         waiting, running = iter(jobs), dict[str, OutputBuilder]()
         with self._progress(progress, total), self._ending(engine, call):
             while True:
@@ -578,8 +591,8 @@ class LLM:
                     self._require_current(call)
 
     @contextlib.contextmanager
-    def _progress(self, progress: bool | Callable[..., Any], total: int) -> Iterator[None]:
-        """Shows a bar of `total` requests, if asked for."""
+    def _progress(self, progress: bool | Callable[..., Any], total: int | None) -> Iterator[None]:
+        """Shows a bar of `total` requests, if asked for; None: nobody knows how many."""
         if not progress:
             yield
             return
@@ -645,6 +658,7 @@ class LLM:
             job.token_ids,
             params,
             priority=job.priority,
+            key=job.key,
             cache_salt=job.cache_salt,
             bad_word_ids=job.bad_word_ids,
             make_follower=make_follower if params.stop or kind != "final" else None,
@@ -652,6 +666,7 @@ class LLM:
         return OutputBuilder(
             request,
             index=job.index,
+            key=job.key,
             prompt=job.text,
             tokenizer=tokenizer,
             end_ids=end_ids,

@@ -100,6 +100,7 @@ class RequestOutput:
     Attributes:
         request_id: unique within its LLM.
         index: place of the prompt in the call's list, for streams, which yield as things finish.
+        key: that of the prompt's Row, if it has one.
         prompt: as text, if it was given as text or chat; else None.
         prompt_logprobs: one entry a prompt token, the first None: nothing predicts it.
         outputs: the completions, by index.
@@ -115,6 +116,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    key: str | None = None
 
     @property
     def error(self) -> str | None:
@@ -123,7 +125,13 @@ class RequestOutput:
 
 
 def error_output(
-    request_id: str, index: int, prompt: str | None, prompt_token_ids: list[int], message: str
+    request_id: str,
+    index: int,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    message: str,
+    *,
+    key: str | None = None,
 ) -> RequestOutput:
     """The output of a prompt that could not run: order and count of a batch are kept."""
     failed = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", error=message)
@@ -134,6 +142,7 @@ def error_output(
         prompt_token_ids=prompt_token_ids,
         outputs=[failed],
         finished=True,
+        key=key,
     )
 
 
@@ -191,7 +200,7 @@ class OutputBuilder:
     """Turns one request into RequestOutputs: once at its end, or each time it has grown.
 
     Args:
-        index: place of the prompt in the call.
+        index: place of the prompt in the call; key: of its Row.
         prompt: its text, if it had one.
         tokenizer: None leaves all texts empty.
         end_ids: EOS and stop ids of the request.
@@ -203,6 +212,7 @@ class OutputBuilder:
         request: Request,
         *,
         index: int,
+        key: str | None,
         prompt: str | None,
         tokenizer: Tokenizer | None,
         end_ids: frozenset[int],
@@ -210,6 +220,7 @@ class OutputBuilder:
     ) -> None:
         self.request = request
         self._index = index
+        self._key = key
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._token_text = tokenizer.token_text if tokenizer else None
@@ -238,6 +249,7 @@ class OutputBuilder:
             finished=request.finished,
             num_cached_tokens=request.num_cached_tokens,
             metrics=request_metrics(request),
+            key=self._key,
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:

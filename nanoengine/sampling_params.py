@@ -40,7 +40,8 @@ class SamplingParams:
         presence_penalty: subtracted once for each token of the output so far, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output so far, in [-2, 2].
         seed: in [0, 2**63); makes the result a function of (seed, position, logits) alone. None
-            draws one from the engine's seed.
+            draws one from the engine's seed and the key of the prompt's Row, or its order of
+            arrival.
         max_tokens: most tokens to generate; None means up to `max_model_len`.
         min_tokens: EOS and stop ids can't be sampled before this many tokens.
         stop: strings that end the generation; the text is cut before the match.

@@ -24,13 +24,13 @@ class ProgressBar:
     """One bar; speeds are means since it was made.
 
     Args:
-        total: requests of the call.
+        total: requests of the call; None: unknown.
         scheduler: its counters when the bar is made are the zero of this bar.
         make_bar: makes the bar, with tqdm's keywords; None: tqdm.
     """
 
     def __init__(
-        self, total: int, scheduler: Scheduler, *, make_bar: Callable[..., Any] | None = None
+        self, total: int | None, scheduler: Scheduler, *, make_bar: Callable[..., Any] | None = None
     ) -> None:
         self._stats = stats = scheduler.stats
         self._finished = stats.finished_requests

@@ -1,0 +1,231 @@
+"""Row: a prompt with its own parameters, priority and key; what it leaves open is the call's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nanoengine import LLM, RequestError, RequestOutput, Row, SamplingParams
+from nanoengine.assets import demo_model_path
+from nanoengine.llm import LOOK_AHEAD
+from tests.support.fake_llm import (
+    ANSWERS,
+    LONG,
+    MakeLLM,
+    assert_idle,
+    make_llm_fixture,
+    texts,
+)
+
+__all__ = ["make_llm_fixture"]
+
+Call = Callable[..., list[RequestOutput]]
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> Iterator[LLM]:
+    with make_llm(ANSWERS) as llm:
+        yield llm
+
+
+def generate(llm: LLM, rows: list[Any], *args: Any, **options: Any) -> list[RequestOutput]:
+    return llm.generate(rows, *args, use_tqdm=False, **options)
+
+
+def stream_a_list(llm: LLM, rows: list[Any], *args: Any, **options: Any) -> list[RequestOutput]:
+    return sorted(llm.stream(rows, *args, **options), key=lambda output: output.index)
+
+
+def stream_an_iterator(
+    llm: LLM, rows: list[Any], *args: Any, **options: Any
+) -> list[RequestOutput]:
+    return stream_a_list(llm, iter(rows), *args, **options)  # type: ignore[arg-type]
+
+
+every_call = pytest.mark.parametrize("call", [generate, stream_a_list, stream_an_iterator])
+
+
+@every_call
+def test_a_rows_own_parameters_win_over_the_calls(llm: LLM, call: Call) -> None:
+    """And are the call's where it has none; plain prompts stand between."""
+    own = SamplingParams(temperature=0, max_tokens=2)
+    rows = [Row("€", sampling_params=own, key="a"), "€", Row("€"), Row({"prompt": "dog"}, key="d")]
+    outputs = call(llm, rows, LONG)
+    assert [len(o.outputs[0].token_ids) for o in outputs[:3]] == [2, *[len(executed(llm))] * 2]
+    assert texts(outputs[1:]) == [ANSWERS["€"], ANSWERS["€"], ANSWERS["dog"]]
+    assert [o.key for o in outputs] == ["a", None, None, "d"]
+    assert [o.prompt for o in outputs] == ["€", "€", "€", "dog"]
+    assert_idle(llm)
+
+
+def executed(llm: LLM) -> list[int]:
+    """The tokens of the longest answer, with the EOS that ends it."""
+    return [*llm.tokenizer.encode(ANSWERS["€"], add_special_tokens=False), 0]
+
+
+@every_call
+def test_a_row_without_parameters_has_the_models_own(make_llm: MakeLLM, call: Call) -> None:
+    with make_llm(ANSWERS, generation_defaults={"temperature": 0, "max_tokens": 3}) as llm:
+        (one, other) = call(llm, [Row("€"), Row("€", sampling_params=LONG)])
+        assert len(one.outputs[0].token_ids) == 3
+        assert other.outputs[0].text == ANSWERS["€"]
+
+
+def test_one_row_is_one_prompt(llm: LLM) -> None:
+    assert texts(llm.generate(Row("one", sampling_params=LONG), use_tqdm=False)) == [ANSWERS["one"]]
+    assert texts(llm.stream(Row("one", sampling_params=LONG))) == [ANSWERS["one"]]
+
+
+@every_call
+def test_a_row_that_could_not_be_read_is_its_own_error(llm: LLM, call: Call) -> None:
+    rows = [Row("one"), Row(RequestError("line 3 is torn"), key="r"), Row(Row("one")), Row("dog")]
+    outputs = call(llm, rows, LONG, on_error="record")
+    assert [outputs[i].outputs[0].text for i in (0, 3)] == [ANSWERS["one"], ANSWERS["dog"]]
+    assert (outputs[1].error, outputs[1].key) == ("line 3 is torn", "r")
+    assert outputs[2].error is not None and "must be a string" in outputs[2].error
+    with pytest.raises(RequestError, match="prompt 1: line 3 is torn"):
+        call(llm, rows, LONG)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling_params": {"n": 1}}, "sampling_params must be SamplingParams or None"),
+        ({"priority": "high"}, "priority must be an integer or None"),
+        ({"key": 5}, "key must be a string or None"),
+        ({"keys": "a"}, "did you mean 'key'"),
+    ],
+)
+def test_a_row_is_checked_where_it_is_written(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Row("one", **options)
+
+
+@every_call
+def test_priorities_come_from_the_row_then_the_call_then_the_parameters(
+    make_llm: MakeLLM, call: Call
+) -> None:
+    last = SamplingParams(temperature=0, priority=9)
+    with make_llm(ANSWERS) as llm:
+        seen: list[int] = []
+        add = llm.engine.scheduler.add
+        llm.engine.scheduler.add = lambda request, **options: (  # type: ignore[method-assign]
+            seen.append(request.priority),
+            add(request, **options),
+        )[1]
+        rows = [Row("one", priority=0), Row("one", sampling_params=last), "one"]
+        call(llm, rows, LONG)
+        call(llm, rows, last, priority=4)
+        assert seen == [0, 9, 0, 0, 4, 4]
+
+
+def test_rows_are_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
+    pulled = 0
+
+    def source() -> Iterator[Row]:
+        nonlocal pulled
+        for number in range(300):
+            pulled += 1
+            yield Row("dog", sampling_params=LONG, key=str(number))
+
+    with make_llm(ANSWERS, max_num_seqs=4) as llm:
+        for finished, output in enumerate(llm.stream(source()), 1):
+            assert output.key == str(output.index)
+            assert pulled - finished <= 4 + LOOK_AHEAD
+        assert finished == 300
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class Bar:
+    """Notes what a progress bar is told."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.is_closed = 0, -1, False
+
+    def __call__(self, *, total: int | None, **kwargs: Any) -> Bar:
+        self.total = total
+        return self
+
+    def update(self, count: int) -> None:
+        self.count += count
+
+    def set_postfix_str(self, text: str) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_streams_show_progress_as_other_calls_do(llm: LLM) -> None:
+    for prompts, total in ((["one", "dog"], 2), (iter(["one", "dog"]), None)):
+        bar = Bar()
+        assert len(list(llm.stream(prompts, LONG, use_tqdm=bar))) == 2
+        assert (bar.total, bar.count, bar.is_closed) == (total, 2, True)
+        assert_idle(llm)
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+
+SAMPLED = SamplingParams(temperature=1.0, n=2, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LLM]:
+    with LLM(demo_model_path(), kv_cache_gib=0.25, max_num_seqs=5) as llm:
+        yield llm
+
+
+def by_key(outputs: list[RequestOutput]) -> dict[str | None, list[list[int]]]:
+    return {o.key: [completion.token_ids for completion in o.outputs] for o in outputs}
+
+
+def test_a_row_draws_by_its_key_in_any_order_alone_and_after_a_resume(demo: LLM) -> None:
+    rows = [Row(f"Tell a story about {what}.", key=f"row-{what}") for what in "abcdefgh"]
+    expected = by_key(generate(demo, rows, SAMPLED))
+    assert len(expected) == 8
+    assert len({tuple(tokens) for pair in expected.values() for tokens in pair}) == 16
+    shuffled = random.Random(3).sample(rows, len(rows))
+    beside_others = by_key(generate(demo, ["Once", *shuffled, "Once"], SAMPLED))
+    assert {key: tokens for key, tokens in beside_others.items() if key} == expected
+    found = by_key(list(demo.stream(iter(shuffled), SAMPLED)))
+    assert found == expected
+    for row in rows[:3]:
+        assert by_key(generate(demo, [row], SAMPLED)) == {row.key: expected[row.key]}
+    with LLM(demo_model_path(), kv_cache_gib=0.25) as resumed:
+        rest = by_key(generate(resumed, rows[5:], SAMPLED))
+    assert rest == {row.key: expected[row.key] for row in rows[5:]}
+
+
+def test_the_key_and_the_seed_of_the_job_decide_together(demo: LLM) -> None:
+    """Equal keys draw equal numbers, other keys and other job seeds other ones; a row's own seed
+    stands above both, and a row without a key has a number of its arrival."""
+    twins = [Row("Once", key="a"), Row("Once", key="a"), Row("Once", key="b"), Row("Once")]
+    one, same, other, unnamed = (o.outputs[0].token_ids for o in generate(demo, twins, SAMPLED))
+    assert one == same
+    assert len({tuple(tokens) for tokens in (one, other, unnamed)}) == 3
+    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
+    first, second = generate(demo, [Row("Once", key="a"), Row("Once", key="b")], seeded)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    with LLM(demo_model_path(), kv_cache_gib=0.25, seed=1) as later:
+        (differs,) = generate(later, [Row("Once", key="a")], SAMPLED)
+    assert differs.outputs[0].token_ids != one
+
+
+def test_without_keys_seeds_are_those_of_arrival(llm: LLM) -> None:
+    """So no token of a call without keys has changed: xxh3_64 of "seed/arrival", halved."""
+    import xxhash
+
+    requests = []
+    add = llm.engine.scheduler.add
+    llm.engine.scheduler.add = lambda request, **options: (  # type: ignore[method-assign]
+        requests.append(options["seed"]),
+        add(request, **options),
+    )[1]
+    generate(llm, ["one", Row("dog", key="1"), "one"], LONG)
+    arrivals = [xxhash.xxh3_64_intdigest(f"0/{n}".encode()) >> 1 for n in range(3)]
+    assert [requests[0], requests[2]] == [arrivals[0], arrivals[2]]
+    assert requests[1] not in arrivals
