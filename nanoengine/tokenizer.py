@@ -1,8 +1,8 @@
 """Text in and out: encode, chat templates, incremental detokenization, stop strings.
 
-Called by `llm.py` alone; the engine below sees token ids and a `OutputFollower`. The only file that
-imports transformers, and that only where `tokenizer_file.py` does not do: for chat templates, and
-for tokenizers that are more than a tokenizer.json.
+Called by `llm.py` alone; the engine below sees token ids and an `OutputFollower`. The only file
+that imports transformers, and that only where `tokenizer_file.py` does not do: for chat templates,
+and for tokenizers that are more than a tokenizer.json.
 
 Why decoding token by token is not trivial, and what is done here:
 
