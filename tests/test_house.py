@@ -13,7 +13,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
-CORE = sorted(path.stem for path in (PACKAGE / "core").glob("*.py") if path.stem != "__init__")
+CORE = sorted(
+    ".".join(path.relative_to(PACKAGE / "core").with_suffix("").parts)
+    for path in (PACKAGE / "core").rglob("*.py")
+    if path.stem != "__init__"
+)
 
 EVERYONE = {"nanoengine", "errors", "checks", "json_file", "sampling_params", "vllm_names"}
 """What anyone may import: the package's own name, the exceptions, the checks of values, the reader
@@ -204,7 +208,9 @@ def test_the_core_has_doctests():
 
 
 DEMOS = [
-    name for name in CORE if "__main__" in (PACKAGE / "core" / f"{name}.py").read_text("utf-8")
+    name
+    for name in CORE
+    if "__main__" in (PACKAGE / "core" / f"{name.replace('.', '/')}.py").read_text("utf-8")
 ]
 
 

@@ -2,5 +2,5 @@
 
 Reading order: `sequence`, `prefixes`, `block_pool`, `kv_groups`, `block_manager`, `plan`,
 `scheduler` with its `waiting` queue, `rows` and `roster`, `layout`, `doors`; then `admission`,
-`places`, `tiers`, `disk_tier`, `tier_cost`.
+`tiers`: `found`, `tiered_cache`, `disk`, `cost`.
 """

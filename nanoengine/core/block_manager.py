@@ -26,11 +26,11 @@ from nanoengine.core.kv_groups import (
     num_needed_blocks,
 )
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.places import Content, Found, Place
 from nanoengine.core.plan import BlockCopy, TableUpdate
 from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.tiers import NoTiers, Tiers
+from nanoengine.core.tiers.found import Content, Found, TierBlock
+from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
 
 
 class Verdict(enum.Enum):
@@ -53,7 +53,7 @@ class Admission:
 
     verdict: Verdict
     hits: list[list[int]] = field(default_factory=list)
-    loads: list[tuple[int, int, Place]] = field(default_factory=list)
+    loads: list[tuple[int, int, TierBlock]] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_needed_blocks: int = 0
     max_chunk: int = 0
@@ -194,7 +194,7 @@ class BlockManager:
         seq.fetch = None
         self._count(seq, admission.num_cached_tokens)
 
-    def _load(self, content: Content, place: Place) -> int:
+    def _load(self, content: Content, place: TierBlock) -> int:
         """Gives a block that a tier holds its place on the device.
 
         Indexed at once, as in `register`: a step's loads come before its forward.
@@ -428,7 +428,7 @@ class BlockManager:
         found = Found(self.layout)
         for group, kind in enumerate(self.layout.groups):
             device: list[int] = []
-            below: dict[int, Place] = {}
+            below: dict[int, TierBlock] = {}
             for i, block_id in enumerate(self.pool.lookup_all(group, prefixes)):
                 if block_id is None:
                     place = self.tiers.find(Content(group, prefixes[i]))

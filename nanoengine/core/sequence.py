@@ -21,7 +21,7 @@ from nanoengine.core.prefixes import Prefix
 from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoengine.core.disk_tier import Fetch
+    from nanoengine.core.tiers.disk import Fetch
 
 NO_ROW = -1
 

@@ -37,13 +37,13 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from nanoengine.core.disk_tier import DiskCopy, Finished
 from nanoengine.core.doors import TierStorage
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.places import Content
 from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
-from nanoengine.core.tier_cost import CostModel, LoadCost
-from nanoengine.core.tiers import NoTiers, Tiers
+from nanoengine.core.tiers.cost import CostModel, LoadCost
+from nanoengine.core.tiers.disk import DiskCopy, Finished
+from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import GIB, require_memory, zeros
 from nanoengine.runner.transfers import ship, staging_blocks

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.places import Content, Level
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.tier_cost import CostModel, LoadCost
-from nanoengine.core.tiers import Tiers
+from nanoengine.core.tiers.cost import CostModel, LoadCost
+from nanoengine.core.tiers.found import Content, Level
+from nanoengine.core.tiers.tiered_cache import Tiers
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from tests.support.block_managers import admit, compute, make_manager, make_sequence

@@ -34,8 +34,8 @@ from hypothesis.stateful import (
 from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import NULL_BLOCK
 from nanoengine.core.sequence import Request
-from nanoengine.core.tier_cost import CostModel, LoadCost, Rate
-from nanoengine.core.tiers import NoTiers, Tiers
+from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
+from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
 from nanoengine.sampling_params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import (

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from nanoengine.core.tier_cost import CostModel, LoadCost
-from nanoengine.core.tiers import Tiers
+from nanoengine.core.tiers.cost import CostModel, LoadCost
+from nanoengine.core.tiers.tiered_cache import Tiers
 from nanoengine.sampling_params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, run

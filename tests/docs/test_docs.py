@@ -111,7 +111,18 @@ def drawn_in(room: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "room",
-    [".", "core", "runner", "checkpoint", "models", "layers", "attention", "kernels", "features"],
+    [
+        ".",
+        "core",
+        "core/tiers",
+        "runner",
+        "checkpoint",
+        "models",
+        "layers",
+        "attention",
+        "kernels",
+        "features",
+    ],
 )
 def test_the_house_is_drawn_whole(room):
     files = {path.name for path in (ROOT / "nanoengine" / room).glob("*.py")} - {"__init__.py"}

@@ -12,9 +12,9 @@ import torch
 
 import nanoengine
 from nanoengine import LLM, ConfigError, DiskTier, EngineConfig, HostTier
-from nanoengine.core.disk_tier import MAX_WRITES, DiskCopy, Finished
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
-from nanoengine.core.tier_cost import CostModel, LoadCost, Rate
+from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
+from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, Finished
 from nanoengine.engine import LLMEngine
 from nanoengine.features.kv_tiers import DiskFiles, HostStorage, model_fingerprint
 from tests.support.disk_files import PREFIXES, carry_out, content

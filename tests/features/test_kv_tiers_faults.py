@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine import DiskTier, HostTier
-from nanoengine.core.disk_tier import DiskCopy
+from nanoengine.core.tiers.disk import DiskCopy
 from nanoengine.engine import LLMEngine
 from nanoengine.features import kv_tiers
 from tests.support.disk_files import carry_out, content

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nanoengine import DiskTier, HostTier
-from nanoengine.core.disk_tier import Finished
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.core.tier_cost import RETRY_SHARE, CostModel, LoadCost
+from nanoengine.core.tiers.cost import RETRY_SHARE, CostModel, LoadCost
+from nanoengine.core.tiers.disk import Finished
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 NUM_TOKENS = 16

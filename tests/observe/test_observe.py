@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.plan import (
     AdmittedSequence,
     ChosenToken,
@@ -19,7 +20,6 @@ from nanoengine.core.plan import (
     StepResult,
     StepTimes,
 )
-from nanoengine.core.tiers import TierStats
 from nanoengine.kernels import cpu_peak
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.observe import metrics

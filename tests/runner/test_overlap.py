@@ -15,8 +15,8 @@ from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import AdmittedSequence, StepPlan
-from nanoengine.core.tier_cost import CostModel, LoadCost
-from nanoengine.core.tiers import Tiers
+from nanoengine.core.tiers.cost import CostModel, LoadCost
+from nanoengine.core.tiers.tiered_cache import Tiers
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.runner.rows import Rows

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nanoengine.core.disk_tier import DiskCopy
-from nanoengine.core.places import Content
 from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.tiers.disk import DiskCopy
+from nanoengine.core.tiers.found import Content
 from nanoengine.features.kv_tiers import DiskFiles
 
 PREFIXES = Prefixes()

@@ -10,9 +10,9 @@ import math
 from collections import deque
 from random import Random
 
-from nanoengine.core.disk_tier import DiskCopy, Finished
-from nanoengine.core.places import Content
 from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.tiers.disk import DiskCopy, Finished
+from nanoengine.core.tiers.found import Content
 
 
 class FakeDisk:

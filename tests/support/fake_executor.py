@@ -18,7 +18,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.tiers import NoTiers, Tiers
+from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
 from nanoengine.engine import EngineInfo, LLMEngine
 
 VOCAB_SIZE = 50

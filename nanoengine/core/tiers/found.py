@@ -23,7 +23,7 @@ class Level(IntEnum):
     DISK = 2
 
 
-class Place(NamedTuple):
+class TierBlock(NamedTuple):
     """A block id of one tier's pool."""
 
     level: Level
@@ -53,7 +53,7 @@ class Found:
 
     layout: KVLayout
     device: list[list[int]] = field(default_factory=list)
-    below: list[dict[int, Place]] = field(default_factory=list)
+    below: list[dict[int, TierBlock]] = field(default_factory=list)
 
     def reach(self, level: Level) -> int:
         """The longest prefix, in blocks, that every group can start from with hits to `level`."""
@@ -71,7 +71,7 @@ class Found:
 
         return longest_common_hit(self.layout.groups, has, num_blocks, self.layout.block_size)
 
-    def take(self, length: int) -> tuple[list[list[int]], list[tuple[int, int, Place]]]:
+    def take(self, length: int) -> tuple[list[list[int]], list[tuple[int, int, TierBlock]]]:
         """The tables that start with the first `length` blocks, and what is loaded into them.
 
         A load is (group, index, place); its entry, like those before a window, is the null block.

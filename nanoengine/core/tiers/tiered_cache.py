@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 from nanoengine.core.block_pool import Block, BlockPool
 from nanoengine.core.cache_stats import TierStats
-from nanoengine.core.disk_tier import DiskStorage, DiskTier, Fetch, NoDisk
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.places import Content, Found, Level, Place, content_of
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
 from nanoengine.core.prefixes import Prefixes
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.tier_cost import CostModel
+from nanoengine.core.tiers.cost import CostModel
+from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, Fetch, NoDisk
+from nanoengine.core.tiers.found import Content, Found, Level, TierBlock, content_of
 
 LAZY_BLOCKS = 64
 """A lazy tier stores blocks that are among this many next to be evicted."""
@@ -60,7 +60,7 @@ class NoTiers:
     def start(self, prefixes: Prefixes) -> None:
         """Nothing to start."""
 
-    def find(self, content: Content) -> Place | None:
+    def find(self, content: Content) -> TierBlock | None:
         """Nowhere."""
         return None
 
@@ -148,7 +148,7 @@ class Tiers:
         self._prefixes = prefixes
         num_groups = len(self._layout.groups)
         self.host = BlockPool(self._sizes[0], num_groups)
-        self.disk = DiskTier(
+        self.disk = DiskBlocks(
             self._storage,
             num_blocks=self._sizes[1],
             num_groups=num_groups,
@@ -164,12 +164,12 @@ class Tiers:
 
     # --- hits ---------------------------------------------------------------------------------
 
-    def find(self, content: Content) -> Place | None:
+    def find(self, content: Content) -> TierBlock | None:
         """The nearest tier that holds this content."""
         for level, pool in ((Level.HOST, self.host), (Level.DISK, self.disk.pool)):
             block_id = pool.lookup(*content)
             if block_id is not None:
-                return Place(level, block_id)
+                return TierBlock(level, block_id)
         return None
 
     def choose(self, seq: Sequence, found: Found) -> Choice:

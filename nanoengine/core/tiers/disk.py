@@ -1,4 +1,4 @@
-"""DiskTier: which blocks are on disk, and the copies between host memory and files under way.
+"""DiskBlocks: which blocks are on disk, and the copies between host memory and files under way.
 
     host pool ── write, a few at a time ──► disk pool ── remove, when evicted
               ◄── read, for a sequence that waits ──
@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.cache_stats import TierStats
-from nanoengine.core.places import Content, Level, Place, content_of
 from nanoengine.core.prefixes import Prefixes
-from nanoengine.core.tier_cost import Rate
+from nanoengine.core.tiers.cost import Rate
+from nanoengine.core.tiers.found import Content, Level, TierBlock, content_of
 
 MAX_WRITES = 8
 """Blocks being written to disk at once: a read behind them waits for no more than these."""
@@ -75,7 +75,7 @@ class Fetch:
     num_pending: int = 0
 
 
-class DiskTier:
+class DiskBlocks:
     """A pool of files below the host's pool.
 
     Args:
@@ -127,7 +127,7 @@ class DiskTier:
 
     # --- up -----------------------------------------------------------------------------------
 
-    def fetch(self, places: Iterable[Place]) -> Fetch:
+    def fetch(self, places: Iterable[TierBlock]) -> Fetch:
         """Has the blocks on disk read into host memory, in order, as many as it has room for."""
         fetch = Fetch()
         for level, block_id in places:
