@@ -21,7 +21,7 @@ from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.observe.metrics import Metrics
-from nanoengine.runner.rows import Rows
+from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -43,7 +43,7 @@ class PreparingExecutor:
     """Builds the tensors of each step, as the model runner does, and samples token 1 everywhere."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
-        self.rows = Rows(
+        self.rows = RowBuffers(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,

@@ -151,7 +151,7 @@ def test_who_may_import_whom():
         ("attention.naive", "from nanoengine.layers.linear import Linear"),
         ("layers.linear", "import nanoengine.runner.model_runner"),
         ("models.qwen3", "def f():\n    from nanoengine.llm import LLM"),
-        ("observe.trace", "from nanoengine.runner.rows import Rows"),
+        ("observe.trace", "from nanoengine.runner.row_buffers import RowBuffers"),
         ("unheard_of", "import os"),
     ],
 )

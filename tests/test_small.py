@@ -25,7 +25,7 @@ from nanoengine.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from nanoengine.runner.draw import uniforms
+from nanoengine.runner.sampling_ops import uniforms
 from nanoengine.small import block_pool, sampler
 from nanoengine.small.__main__ import main
 from nanoengine.small.block_manager import BlockManager

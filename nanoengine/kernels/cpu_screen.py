@@ -23,7 +23,7 @@ error of a dot product, Higham, "Accuracy and Stability of Numerical Algorithms"
 
 What is equal to the largest is looked at too, so the lowest index is found. Outputs without a bound
 (weights that are not finite, or huge) are always looked at; inputs without one make the caller
-compute all outputs, which is also the readable form (`runner/draw.py`).
+compute all outputs, which is also the readable form (`runner/sampling_ops.py`).
 
 Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 in the copy.
 """

@@ -6,7 +6,7 @@ Called by `runner/triton_rows.py` alone; the same in plain torch is `runner/devi
 They have been run in Triton's interpreter and compiled ahead of time; they have not run on a GPU
 yet.
 
-Source: SplitMix64, see `runner/draw.py`.
+Source: SplitMix64, see `runner/sampling_ops.py`.
 """
 
 from __future__ import annotations

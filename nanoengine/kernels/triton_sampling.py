@@ -1,9 +1,9 @@
-"""The Triton kernel that picks a token from a line of logits: greedy, drawn, or drawn from the
+"""The Triton kernel that samples a token from a line of logits: greedy, drawn, or drawn from the
 likeliest.
 
-Called by `runner/triton_pick.py` alone; the same steps in plain torch are `runner/pick.py`. One
-program has one line and passes over it as often as it must, so nothing waits for the host and
-nothing but the token is written:
+Called by `runner/triton_sampling.py` alone; the same steps in plain torch are
+`runner/device_sampling.py`. One program has one line and passes over it as often as it must, so
+nothing waits for the host and nothing but the token is written:
 
     greedy      once: the best logit, and which token has it
     drawn       twice, and a part of it: the sum of weights a tile, then the tile where they pass
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 SCALE = tl.constexpr(2.0**34)
-"""Weight of a line's most likely token, as in `runner/draw.py`."""
+"""Weight of a line's most likely token, as in `runner/sampling_ops.py`."""
 
 REACH = tl.constexpr(24.0)
 """So many temperatures below the largest logit a weight is less than 1, so nothing: from 34 ln 2 on
@@ -321,7 +321,7 @@ def draw_filtered(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """A token of those that min_p, top_k and then top_p leave; see `pick.draw_thresholds`."""
+    """A token of those that min_p, top_k and then top_p leave; see `draw_thresholds`."""
     low = weightless_key(largest, temperature, SHIFT)
     count = collect(
         row, candidates, best, best_at, tl.minimum(top_k, WIDTH), largest, low,
@@ -382,7 +382,7 @@ def search(
 
 
 @triton.jit(do_not_specialize=["param_stride"])
-def pick_kernel(
+def sample_kernel(
     ids, valid, candidates, logits, draw_params, param_stride,
     LINE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     STAGES: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,

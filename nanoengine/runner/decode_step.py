@@ -1,6 +1,6 @@
 """DecodeStep: a step of one token for every sequence, done on the device from end to end.
 
-    batch_rows ─► gather ─► forward ─► LM head ─► pick ─► advance
+    batch_rows ─► gather ─► forward ─► LM head ─► sample ─► advance
 
 What the device keeps of each row, from which it gathers, is `held` (`device_rows.py`).
 
@@ -24,12 +24,17 @@ import torch
 from nanoengine.batch import Batch
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.pick import Kind, device_params, mixed_seeds, pick
-from nanoengine.runner.rows import Ints, Rows, SampleLines
+from nanoengine.runner.device_sampling import (
+    SamplingKind,
+    device_params,
+    mixed_seeds,
+    sample_on_device,
+)
+from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.transfers import ship
 
-Picked = tuple[torch.Tensor, ...]
+Outputs = tuple[torch.Tensor, ...]
 """Token ids [S] int64 and whether they are valid [S] bool; or logits [S, V] alone."""
 
 
@@ -52,7 +57,7 @@ class DecodeStep:
         forward: Callable[[Batch], torch.Tensor],
         logits: Callable[[torch.Tensor], torch.Tensor],
         prepare: Callable[[Batch], object],
-        rows: Rows,
+        rows: RowBuffers,
         sampler: Sampler,
         max_model_len: int,
         dtype: torch.dtype,
@@ -86,7 +91,7 @@ class DecodeStep:
             first, last = self._stale.get((group, row), (start, start))
             self._stale[group, row] = (min(first, start), max(last, start + len(block_ids)))
 
-    def load(self, plan: StepPlan, size: int) -> SampleLines:
+    def load(self, plan: StepPlan, size: int) -> SamplingLines:
         """Brings the device up to date for a plan of decodes, padded to `size` rows."""
         rows, starts = np.array(plan.rows, np.int64), np.array(plan.starts, np.int64)
         padded = np.full(size, self.num_rows)
@@ -115,7 +120,7 @@ class DecodeStep:
         self._stale.clear()
         at = np.arange(len(rows))
         device_rows = self.batch_rows[: len(rows)]
-        return SampleLines(entries=at, rows=rows, positions=starts + 1, device_rows=device_rows)
+        return SamplingLines(entries=at, rows=rows, positions=starts + 1, device_rows=device_rows)
 
     def _stale_entries(self) -> tuple[Ints, Ints]:
         """Changed entries of block tables, by their place in `tables`, and what they hold now."""
@@ -158,10 +163,10 @@ class DecodeStep:
             if len(at):
                 target.index_copy_(-1, at, values)
 
-    def __call__(self, size: int, kind: Kind | None) -> Picked:
+    def __call__(self, size: int, kind: SamplingKind | None) -> Outputs:
         """The step for the first `size` of `batch_rows`; without a kind it stops at the logits."""
         logits = self.forward(size)
-        return logits if kind is None else self.pick(size, kind)
+        return logits if kind is None else self.sample(size, kind)
 
     def forward(self, size: int) -> tuple[torch.Tensor]:
         """The logits [size, V], in a buffer that all sizes share."""
@@ -178,10 +183,10 @@ class DecodeStep:
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
         return (self._logits_out[:size].copy_(self._logits(self._forward(batch))),)
 
-    def pick(self, size: int, kind: Kind) -> Picked:
+    def sample(self, size: int, kind: SamplingKind) -> Outputs:
         """Tokens from the logits of `forward`; the rows advance by them."""
         params = device_params(self.held.draw_params[:, :size])
-        token_ids, valid = pick(self._logits_out[:size], params, kind)
+        token_ids, valid = sample_on_device(self._logits_out[:size], params, kind)
         self.held.advance(self.batch_rows[:size], token_ids)
         return token_ids, valid
 

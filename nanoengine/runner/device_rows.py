@@ -1,11 +1,11 @@
 """DeviceRows: what the device keeps of each row, a decode's inputs made from it, and its advance.
 
     a line for each row; the last line belongs to padding, and stays 0
-        pool       the token that comes next            (`Rows.pool`)
+        pool       the token that comes next            (`RowBuffers.pool`)
         lengths    its position                         tables    block ids
         columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
 
-    rows of a batch ─► gather ─► forward, pick ─► advance
+    rows of a batch ─► gather ─► forward, sample ─► advance
 
 Used by the DecodeStep. In torch the two are some forty kernels; on CUDA they are one each
 (`triton_rows.py`), whose twin is here.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanoengine.runner.pick import row_uniforms
+from nanoengine.runner.device_sampling import row_uniforms
 
 
 class Gathered(NamedTuple):
@@ -41,7 +41,7 @@ class DeviceRows:
     """The tensors of all rows.
 
     Args:
-        pool: the next token of each row, and 0 for padding, [lines] int64; shared with `Rows`.
+        pool: the next token of each row, and 0 for padding, [lines] int64; of `RowBuffers`.
         num_groups, num_blocks: shape of a row's block tables.
         block_size: tokens of a block.
 

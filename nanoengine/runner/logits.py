@@ -1,4 +1,4 @@
-"""Logits processors: the stages that edit logits before a token is picked, in the order of
+"""Logits processors: the stages that edit logits before a token is sampled, in the order of
 `standard_processors`.
 
 Called by the sampler, which keeps for each processor the state of every row that uses it. A
@@ -6,7 +6,7 @@ processor is two small classes: the stage, shared by all rows, and the state of 
 costs nothing in a step where no row uses it, and a feature (structured output, say) enters by
 writing the same two classes.
 
-    allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─ [pick a token]
+    allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─ [sample a token]
 
 Legend: L lines of logits, V vocabulary.
 """

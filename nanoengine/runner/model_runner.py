@@ -5,7 +5,7 @@
                -> stores to tiers -> Sampler -> downloads; see `LaunchedStep` for the rest
 
 A step has two ways. `_run_batch`, the one to read, takes any plan. `_run_decodes` replays a CUDA
-graph for plans of decodes alone (`DecodeStep`); `tests/runner/test_cuda_graph.py` holds it to the
+graph for plans of decodes alone (`DecodeStep`); `tests/runner/test_graphs.py` holds it to the
 first.
 
 Called by LLMEngine through the Executor door; decides nothing.
@@ -43,11 +43,11 @@ from nanoengine.layers.ops import make_ops
 from nanoengine.models.loader import load_model
 from nanoengine.models.weights import model_size
 from nanoengine.runner import kv_cache
-from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode
 from nanoengine.runner.decode_step import DecodeStep
+from nanoengine.runner.graphs import CudaGraphs, GraphedDecode
 from nanoengine.runner.kv_cache import GIB, KVCache
-from nanoengine.runner.launched import LaunchedStep, PromptScores
-from nanoengine.runner.rows import Ints, Rows, SampleLines
+from nanoengine.runner.launched_step import LaunchedStep, PromptScores
+from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampler import SampledTokens, Sampler, token_logprobs
 from nanoengine.runner.transfers import Downloads, Stopwatch, ship, staging_size
 
@@ -278,7 +278,9 @@ class ModelRunner:
         safe = self.backend.graph_safe and self.model.graph_safe
         return self.device.type == "cuda" and safe and not self.config.enforce_eager
 
-    def _decode_step(self, rows: Rows, max_model_len: int) -> tuple[DecodeStep, GraphedDecode]:
+    def _decode_step(
+        self, rows: RowBuffers, max_model_len: int
+    ) -> tuple[DecodeStep, GraphedDecode]:
         """The decode step, and what captures and replays it."""
         step = DecodeStep(
             forward=self.model,
@@ -298,9 +300,9 @@ class ModelRunner:
         cpu = torch.device("cpu")
         kv_cache.require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, cpu)
 
-    def _make_rows(self, max_model_len: int) -> Rows:
+    def _make_rows(self, max_model_len: int) -> RowBuffers:
         self._require_rows(max_model_len * np.dtype(np.int32).itemsize)
-        return Rows(
+        return RowBuffers(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self.block_size,
@@ -570,14 +572,14 @@ class ModelRunner:
         batch.attention = self.backend.prepare(batch)
         return batch
 
-    def _most_likely(self, lines: SampleLines, hidden: torch.Tensor) -> SampledTokens | None:
+    def _most_likely(self, lines: SamplingLines, hidden: torch.Tensor) -> SampledTokens | None:
         """The tokens of all lines where they are greedy and the model needs no logits for it."""
         if not self.sampler.only_greedy(lines.rows):
             return None
         found = self.model.most_likely(hidden)
         return None if found is None else SampledTokens.most_likely(*found)
 
-    def _sample(self, plan: StepPlan, lines: SampleLines, logits: torch.Tensor) -> SampledTokens:
+    def _sample(self, plan: StepPlan, lines: SamplingLines, logits: torch.Tensor) -> SampledTokens:
         """Samples a token a line."""
         if self.sampler.edited[lines.rows].any() and self._latest is not None:
             # Why here: processors must know the tokens before; the forward runs while they learn.
@@ -585,7 +587,7 @@ class ModelRunner:
         return self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
 
     def _expect(
-        self, plan: StepPlan, step: LaunchedStep, lines: SampleLines, sampled: SampledTokens
+        self, plan: StepPlan, step: LaunchedStep, lines: SamplingLines, sampled: SampledTokens
     ) -> list[torch.Tensor]:
         """Notes who waits for the tokens; returns copies of them that no later step overwrites."""
         step.lines, step.owners = lines, self.rows.seq_ids[lines.rows]

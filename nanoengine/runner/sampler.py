@@ -1,14 +1,14 @@
 """Sampler: from logits to tokens, for all rows of a step at once. Called by the ModelRunner.
 
-    raw logits ─┬─ processors ─┬─ greedy rows: argmax
-                │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw (draw.py)
+    raw logits ─┬─ processors ─┬─ greedy rows: argmax                    (sampling_ops.py)
+                │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
                 └─ log-probabilities, if asked for
 
 A step of `only_greedy` rows need not come here: a model that knows their `most_likely` tokens
 without all logits gives them to the runner.
 
 On a CPU the rows are grouped by their filters, and each filter looks at values to stop early. A GPU
-is never asked: all rows go through `pick.py`, which gives the same tokens.
+is never asked: all rows go through `device_sampling.py`, which gives the same tokens.
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
 steps: `admit`, `fork` and `release` follow the plan, `followers` are told which sampled tokens
@@ -26,7 +26,9 @@ import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
-from nanoengine.runner.draw import (
+from nanoengine.runner.device_sampling import CHUNK, SamplingKind, device_params, sample_on_device
+from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
+from nanoengine.runner.sampling_ops import (
     MAX_VOCAB_SIZE,
     DrawParams,
     argmax,
@@ -38,8 +40,6 @@ from nanoengine.runner.draw import (
     top_candidates,
     uniforms,
 )
-from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
-from nanoengine.runner.pick import CHUNK, Kind, device_params, pick
 from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
@@ -231,8 +231,8 @@ class Sampler:
         )
 
     def looks_at_logits(self, rows: np.ndarray) -> bool:
-        """Whether more is done with the logits of these rows than to pick their tokens: processors
-        edit them, or log-probabilities are reported."""
+        """Whether more is done with the logits of these rows than to sample their tokens:
+        processors edit them, or log-probabilities are reported."""
         return bool(self.edited[rows].any() or (self.num_logprobs[rows] >= 0).any())
 
     def only_greedy(self, rows: np.ndarray) -> bool:
@@ -259,11 +259,11 @@ class Sampler:
         device = logits.device
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
         valid = torch.ones(len(rows), dtype=torch.bool, device=device)
-        for lines, picker in self._groups(rows, positions, device):
+        for lines, sample in self._groups(rows, positions, device):
             edits = self._edits(rows, lines, drafts or {})
-            as_they_are = picker is _pick_greedy or device.type != "cpu"
+            as_they_are = sample is _sample_greedy or device.type != "cpu"
             if not edits and as_they_are and len(lines) == len(rows):
-                token_ids, valid = picker(logits, slice(None))
+                token_ids, valid = sample(logits, slice(None))
                 break
             for start, stop in _chunks(len(lines), logits):
                 (chunk,) = ship(device, lines[start:stop])
@@ -276,7 +276,7 @@ class Sampler:
                             [i - start for i in inside],
                             [of_line[i] for i in inside],
                         )
-                token_ids[chunk], valid[chunk] = picker(work, slice(start, stop))
+                token_ids[chunk], valid[chunk] = sample(work, slice(start, stop))
         return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid)
 
     def _with_logprobs(
@@ -298,14 +298,14 @@ class Sampler:
 
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
-    ) -> Iterator[tuple[np.ndarray, Pick]]:
-        """Splits the lines by how they are picked; each filter knows best where it ends."""
+    ) -> Iterator[tuple[np.ndarray, LineSampler]]:
+        """Splits the lines by how they are sampled; each filter knows best where it ends."""
         if device.type != "cpu":
-            yield np.arange(len(rows)), self._device_picker(rows, positions, device)
+            yield np.arange(len(rows)), self._device_sampler(rows, positions, device)
             return
         greedy = self.greedy[rows]
         if greedy.all():
-            yield np.arange(len(rows)), _pick_greedy
+            yield np.arange(len(rows)), _sample_greedy
             return
         kind = np.select(
             [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
@@ -313,7 +313,7 @@ class Sampler:
             default=3,
         )
         if greedy.any():
-            yield np.flatnonzero(greedy), _pick_greedy
+            yield np.flatnonzero(greedy), _sample_greedy
         for k, draw_lines in enumerate((draw_top_k, draw_min_p, draw_top_p, draw)):
             lines = np.flatnonzero(~greedy & (kind == k))
             if not len(lines):
@@ -329,26 +329,28 @@ class Sampler:
             )
             yield lines, _drawer(draw_lines, params)
 
-    def kind(self, rows: np.ndarray) -> Kind:
-        """How `pick` takes these rows together."""
+    def kind(self, rows: np.ndarray) -> SamplingKind:
+        """How `sample_on_device` takes these rows together."""
         drawn = rows[~self.greedy[rows]]
         if not len(drawn):
-            return Kind.GREEDY
+            return SamplingKind.GREEDY
         filters = (self.min_p[drawn] > 0) | (self.top_p[drawn] < 1)
         filters |= self.top_k[drawn] < self.vocab_size
-        return Kind.FILTERED if filters.any() else Kind.DRAWN
+        return SamplingKind.FILTERED if filters.any() else SamplingKind.DRAWN
 
     def columns(self, rows: np.ndarray) -> np.ndarray:
         """Temperature (0 where greedy), top_k, top_p and min_p of these rows, [4, L] float64."""
         temperature = np.where(self.greedy[rows], 0.0, self.temperature[rows])
         return np.stack((temperature, self.top_k[rows], self.top_p[rows], self.min_p[rows]))
 
-    def _device_picker(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> Pick:
+    def _device_sampler(
+        self, rows: np.ndarray, positions: np.ndarray, device: torch.device
+    ) -> LineSampler:
         kind = self.kind(rows)
         uniform = uniforms(self.seed[rows], positions)
         (packed,) = ship(device, np.vstack((self.columns(rows), uniform)))
         params = device_params(packed)
-        return lambda logits, lines: pick(logits, params[lines], kind)
+        return lambda logits, lines: sample_on_device(logits, params[lines], kind)
 
     def _edits(
         self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
@@ -372,21 +374,21 @@ class Sampler:
         return edits
 
 
-Pick = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
+LineSampler = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 """From the edited logits of some lines of a group to their tokens, and which of these are valid."""
 
 
-def _pick_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids, largest = argmax(logits)
     return token_ids, largest.isfinite()
 
 
-def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> Pick:
-    def pick(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> LineSampler:
+    def drawn(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
         largest = logits.amax(-1, keepdim=True)
         return draw_lines(logits, largest, params[lines]), largest[:, 0].isfinite()
 
-    return pick
+    return drawn
 
 
 def _after(state: RowState, draft_token_ids: Sequence[int]) -> RowState:

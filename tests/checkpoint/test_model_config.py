@@ -20,7 +20,7 @@ from nanoengine.checkpoint.config import (
 )
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
 from nanoengine.models.registry import model_class
-from nanoengine.runner.draw import MAX_VOCAB_SIZE
+from nanoengine.runner.sampling_ops import MAX_VOCAB_SIZE
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanoengine.attention import make_backend
-from nanoengine.runner.cuda_graph import CudaGraphs
+from nanoengine.runner.graphs import CudaGraphs
 from tests.support.attention_cases import DEVICE, make_case
 
 BACKENDS = [("triton", 64)]

@@ -15,7 +15,7 @@ from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST
 from nanoengine.layers import packed
 from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
 from nanoengine.layers.pages import place_buffers
-from nanoengine.runner.draw import argmax
+from nanoengine.runner.sampling_ops import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 CPU = torch.device("cpu")

@@ -27,8 +27,8 @@ ATTENTION = ("varlen_kernel", "decode_kernel")
 LAYERS = ("rms_norm_kernel", "gate_kernel")
 UNIFORM = ("uniform_kernel",)
 PRODUCTS = ("gemm_kernel", "gated_gemm_kernel")
-DRAWN = "drawn_pick_kernel"  # not in float32
-FILTERED = "filtered_pick_kernel"
+DRAWN = "drawn_sample_kernel"  # not in float32
+FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
 KERNELS = {
     "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS,

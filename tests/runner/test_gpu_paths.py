@@ -13,7 +13,7 @@ import nanoengine.runner.model_runner as model_runner
 import nanoengine.runner.transfers as transfers
 from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
-from nanoengine.runner.pick import Kind
+from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.sampling_params import SamplingParams
 from tests.support.emulated_gpu import CUDA, NODE_BYTES, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -85,15 +85,15 @@ def test_the_memory_plan_counts_what_graphs_take():
 
 
 def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
-    """Whatever is picked: the inputs, random numbers among them; the token; the rows' advance."""
+    """However they sample: inputs with random numbers; the token; the advance of the rows."""
     with EmulatedGPU() as gpu:
         engine = on_gpu()
         decode = engine.executor._decode[0]
-        for kind in Kind:
+        for kind in SamplingKind:
             gpu.kernels.clear()
             with torch.inference_mode():
-                decode.pick(1, kind)
-            assert gpu.kernels == {"pick_kernel": 1, "advance_kernel": 1}
+                decode.sample(1, kind)
+            assert gpu.kernels == {"sample_kernel": 1, "advance_kernel": 1}
         gpu.kernels.clear()
         with (
             torch.inference_mode(),

@@ -12,7 +12,7 @@ from nanoengine.core.plan import Fork, StepPlan
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.linear import UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.runner.rows import Rows
+from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -104,7 +104,7 @@ def plan_of(*entries: tuple[int, int, int, int], **fields) -> StepPlan:
 
 
 def wanted(plan: StepPlan, scored: list[int]) -> list[int] | None:
-    rows = Rows(
+    rows = RowBuffers(
         max_num_seqs=8, max_model_len=64, block_size=8, num_groups=1, device=torch.device("cpu")
     )
     batch, _ = rows.make_batch(plan, np.array(scored))

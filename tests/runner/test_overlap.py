@@ -19,7 +19,7 @@ from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import Tiers
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
-from nanoengine.runner.rows import Rows
+from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams
 from tests.support import engines
 from tests.support.engines import checkpoint, greedy, random_prompts, tokens
@@ -352,7 +352,7 @@ def test_aborts_beside_others_and_rows_that_pass_on():
 
 
 def test_the_host_is_told_only_of_rows_that_still_belong_to_who_sampled():
-    rows = Rows(
+    rows = RowBuffers(
         max_num_seqs=2, max_model_len=8, block_size=4, num_groups=1, device=torch.device("cpu")
     )
     old = AdmittedSequence(0, 10, [1, 2, 3], 3, 0, params(), 0)

@@ -14,9 +14,9 @@ from nanoengine.checkpoint.config import load_model_config
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.runner.cuda_graph import capture_sizes
+from nanoengine.runner.device_sampling import SamplingKind
+from nanoengine.runner.graphs import capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.pick import Kind
 from nanoengine.runner.transfers import ship
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -74,7 +74,7 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     with torch.inference_mode():
         for batch in runner._largest_batches():
             runner._run_all_of(batch)
-    sampled = (24, 256, Kind.FILTERED)
+    sampled = (24, 256, SamplingKind.FILTERED)
     assert seen == [700, sampled, 24, sampled]
 
 

@@ -14,7 +14,8 @@ import torch
 
 import nanoengine.runner.sampler as sampler_module
 from nanoengine.core.plan import AdmittedSequence, Fork
-from nanoengine.runner.draw import (
+from nanoengine.runner.sampler import Sampler, to_records, token_logprobs
+from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,
     draw,
@@ -24,7 +25,6 @@ from nanoengine.runner.draw import (
     top_candidates,
     uniforms,
 )
-from nanoengine.runner.sampler import Sampler, to_records, token_logprobs
 from nanoengine.sampling_params import SamplingParams
 from tests.support.logits import random_logits
 
@@ -90,7 +90,7 @@ def reference_edit(logits, sequence, eos=EOS):
 
 
 def reference_token(logits, sequence, position, eos=EOS):
-    """The token of one row, by the rules that `runner/draw.py` states."""
+    """The token of one row, by the rules that `runner/sampling_ops.py` states."""
     x, params = reference_edit(logits, sequence, eos), sequence.params
     by_id = list(range(len(x)))
     by_likelihood = sorted(by_id, key=lambda token: (-x[token], token))
@@ -288,15 +288,15 @@ def test_random_numbers_are_splitmix64_and_uniform():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("pick", [draw, draw_top_p, draw_min_p])
-def test_tokens_without_probability_are_never_drawn(uniform, pick):
+@pytest.mark.parametrize("draw_one", [draw, draw_top_p, draw_min_p])
+def test_tokens_without_probability_are_never_drawn(uniform, draw_one):
     x = torch.full((1, 640), -torch.inf)
     likely = [70, 71, 300, 513]
     x[0, likely] = torch.tensor([-0.5, 0.0, -30.0, -1.0])  # -30: rounds to no weight
     top_p = np.array([0.99])
     one = np.ones(1)
     params = DrawParams.pack(one, one * 640, top_p, one * 0, one * uniform, x.device)
-    assert pick(x, x.amax(-1, keepdim=True), params).item() in (70, 71, 513)
+    assert draw_one(x, x.amax(-1, keepdim=True), params).item() in (70, 71, 513)
 
 
 def chi_square(counts, probabilities):

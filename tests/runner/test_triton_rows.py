@@ -5,8 +5,8 @@ import torch
 
 from nanoengine.runner import triton_rows
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.draw import uniforms
-from nanoengine.runner.pick import mixed_seeds
+from nanoengine.runner.device_sampling import mixed_seeds
+from nanoengine.runner.sampling_ops import uniforms
 from nanoengine.runner.triton_rows import TritonRows
 from tests.support.attention_cases import DEVICE
 

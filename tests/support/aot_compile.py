@@ -35,8 +35,8 @@ from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_linear
 from nanoengine.layers.triton_ops import TritonOps
-from nanoengine.runner.triton_pick import pick_lines
 from nanoengine.runner.triton_rows import TritonRows
+from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.attention_cases import Case, make_case
 
@@ -129,9 +129,9 @@ def run_linear(dtype, hidden=4096, inner=12288):
 def run_sampling(dtype, size=151936):
     """Lines that filter, and in 16 bits lines that only draw; all begin as greedy ones do."""
     logits, params = torch.zeros(2, size, dtype=dtype), torch.zeros(5, 2, dtype=torch.float64)
-    pick_lines(logits, params, draws=True, filters=True)
+    sample_lines(logits, params, draws=True, filters=True)
     if dtype != torch.float32:
-        pick_lines(logits, params, draws=True, filters=False)
+        sample_lines(logits, params, draws=True, filters=False)
 
 
 def run_rows(block_size, max_num_seqs=256, num_groups=2):
@@ -215,8 +215,8 @@ def name_of(kernel, options):
     name = kernel.__name__
     if name == "gemm_kernel" and options["ACTIVATION"]:
         return "gated_gemm_kernel"
-    if name == "pick_kernel":
-        return "filtered_pick_kernel" if options["FILTER"] else "drawn_pick_kernel"
+    if name == "sample_kernel":
+        return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name
 
 

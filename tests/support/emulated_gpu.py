@@ -39,9 +39,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanoengine.runner import cuda_graph
+from nanoengine.runner import graphs
 
-PACKAGE = Path(cuda_graph.__file__).parent.parent
+PACKAGE = Path(graphs.__file__).parent.parent
 CUDA = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 NODE_BYTES = 2**13
@@ -562,8 +562,8 @@ class EmulatedGPU:
             (torch, "as_tensor", made_on_host(torch.as_tensor)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        cuda_graph.capture_stream.cache_clear()
-        stack.callback(cuda_graph.capture_stream.cache_clear)
+        graphs.capture_stream.cache_clear()
+        stack.callback(graphs.capture_stream.cache_clear)
         stack.enter_context(Watch(self))
         return self
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from nanoengine.runner.cuda_graph import Captured, Outputs
+from nanoengine.runner.graphs import Captured, Outputs
 
 FORBIDDEN = ("nonzero", "masked_select", "_local_scalar_dense", "unique")
 """Operators that make the host wait, or whose shapes depend on values."""

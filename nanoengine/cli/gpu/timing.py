@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from nanoengine.runner.cuda_graph import CudaGraphs
+from nanoengine.runner.graphs import CudaGraphs
 
 REPEATS = 20
 

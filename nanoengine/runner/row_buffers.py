@@ -1,8 +1,8 @@
-"""Rows: what the executor remembers of running sequences, and the Batch built from it each step.
+"""RowBuffers: what the executor remembers of running sequences, from which it builds a Batch.
 
     plan ──update──► token_ids     [R, max_model_len + 1]      one numpy row a running sequence,
                      block_tables  [G, R, M]                   changed in place
-    plan ──make_batch──► Batch, SampleLines                gathered by index, no loop over sequences
+    plan ──make_batch──► Batch, SamplingLines              gathered by index, no loop over sequences
     sampled ──keep──► pool         [R + 1]                     on the device: each row's last token
 
 A sampled token goes into the pool at once, and the next step reads it there; the host learns it
@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleLines:
+class SamplingLines:
     """What each row of logits that samples is for. Parallel int64 arrays.
 
     Attributes:
@@ -45,7 +45,7 @@ class SampleLines:
     device_rows: torch.Tensor
 
 
-class Rows:
+class RowBuffers:
     """Token ids and block tables of all rows, kept across steps.
 
     Args:
@@ -106,7 +106,7 @@ class Rows:
     def _forget(self, rows: int | list[int]) -> None:
         self.pool_positions[rows] = self.seq_ids[rows] = -1
 
-    def keep(self, lines: SampleLines, token_ids: torch.Tensor) -> None:
+    def keep(self, lines: SamplingLines, token_ids: torch.Tensor) -> None:
         """Puts sampled tokens [L] into the pool, one a row, where the next step finds them."""
         self.pool.index_copy_(0, lines.device_rows, token_ids)
         self.pool_positions[lines.rows] = lines.positions
@@ -116,7 +116,7 @@ class Rows:
         still = self.seq_ids[rows] == owners
         self.token_ids[rows[still], positions[still]] = token_ids[still]
 
-    def make_batch(self, plan: StepPlan, num_scored: Ints) -> tuple[Batch, SampleLines]:
+    def make_batch(self, plan: StepPlan, num_scored: Ints) -> tuple[Batch, SamplingLines]:
         """Builds the tensors of a step; sequences with one query token come first.
 
         Logits are needed of the lines that sample, and behind them of the first `num_scored` [E]
@@ -180,7 +180,7 @@ class Rows:
             max_query_len=int(seq_counts.max(initial=1)),
             max_seq_len=max_seq_len,
         )
-        lines = SampleLines(
+        lines = SamplingLines(
             entries=entries,
             rows=rows[entries],
             positions=(starts + counts)[entries] - back + 1,

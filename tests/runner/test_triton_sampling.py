@@ -6,11 +6,15 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_sampling as kernels
-from nanoengine.runner import pick as pick_module
-from nanoengine.runner import triton_pick
-from nanoengine.runner.draw import draw_all_sorted, uniforms
-from nanoengine.runner.pick import Kind, device_params, has_kernel, pick
-from nanoengine.runner.triton_pick import pick_lines
+from nanoengine.runner import device_sampling, triton_sampling
+from nanoengine.runner.device_sampling import (
+    SamplingKind,
+    device_params,
+    has_kernel,
+    sample_on_device,
+)
+from nanoengine.runner.sampling_ops import draw_all_sorted, uniforms
+from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.attention_cases import DEVICE
 from tests.support.logits import random_logits
 
@@ -21,7 +25,7 @@ ALMOST_ONE = 1 - 2.0**-53
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Tiles so small that a short line has several."""
-    monkeypatch.setattr(triton_pick, "BLOCK", 64)
+    monkeypatch.setattr(triton_sampling, "BLOCK", 64)
 
 
 @pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
@@ -31,8 +35,8 @@ def room(request, monkeypatch):
 
 
 def set_room(monkeypatch, width, room):
-    monkeypatch.setattr(triton_pick, "WIDTH", width)
-    monkeypatch.setattr(triton_pick, "ROOM", room)
+    monkeypatch.setattr(triton_sampling, "WIDTH", width)
+    monkeypatch.setattr(triton_sampling, "ROOM", room)
 
 
 def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, uniform=0.5):
@@ -42,7 +46,7 @@ def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0
 
 
 def twin(logits, params, kind):
-    return pick(logits.cpu(), device_params(params.cpu()), kind)[0].tolist()
+    return sample_on_device(logits.cpu(), device_params(params.cpu()), kind)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -55,10 +59,12 @@ def test_draws_the_tokens_of_its_twin(dtype):
         num_lines, size, temperature=rng.choice([0.0, 1e-3, 0.7, 3.0], num_lines),
         uniform=uniforms(np.arange(num_lines), np.full(num_lines, 7)),
     )  # fmt: skip
-    ids, valid = pick_lines(logits, params, draws=True, filters=False)
-    assert ids.tolist() == twin(logits, params, Kind.DRAWN)
+    ids, valid = sample_lines(logits, params, draws=True, filters=False)
+    assert ids.tolist() == twin(logits, params, SamplingKind.DRAWN)
     assert valid.all()
-    assert pick_lines(logits, params, False, False)[0].tolist() == twin(logits, params, Kind.GREEDY)
+    assert sample_lines(logits, params, False, False)[0].tolist() == twin(
+        logits, params, SamplingKind.GREEDY
+    )
 
 
 @pytest.mark.usefixtures("room")
@@ -73,8 +79,8 @@ def test_filters_as_its_twin(dtype, num_lines):
         min_p=rng.choice([0.0, 0.05], num_lines), uniform=rng.random(num_lines),
     )  # fmt: skip
     params[0, 1], params[1:4, 2] = 0.0, torch.tensor([size, 1.0, 0.0])  # one greedy, one plain
-    ids, _ = pick_lines(logits, params, draws=True, filters=True)
-    assert ids.tolist() == twin(logits, params, Kind.FILTERED)
+    ids, _ = sample_lines(logits, params, draws=True, filters=True)
+    assert ids.tolist() == twin(logits, params, SamplingKind.FILTERED)
 
 
 def adversarial():
@@ -95,7 +101,7 @@ def adversarial():
 def test_what_filters_leave_ends_where_the_sort_says(filters):
     logits = adversarial()
     params = params_of(len(logits), 66, **filters, uniform=ALMOST_ONE)
-    ids, valid = pick_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
+    ids, valid = sample_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
     largest = logits.amax(-1, keepdim=True)
     expected = draw_all_sorted(logits, largest, device_params(params.cpu()))
     assert ids.tolist() == expected.tolist()
@@ -104,7 +110,7 @@ def test_what_filters_leave_ends_where_the_sort_says(filters):
 
 def test_the_best_token_is_the_first_of_equals():
     logits = adversarial().to(DEVICE)
-    ids, valid = pick_lines(logits, params_of(len(logits), 66), draws=False, filters=False)
+    ids, valid = sample_lines(logits, params_of(len(logits), 66), draws=False, filters=False)
     assert ids.tolist() == [2, 0, 65, 65, 0, 65, 40, 1]
     assert valid.all()
 
@@ -116,8 +122,8 @@ def passes(monkeypatch, temperature, **filters):
     with noise, rounded to bfloat16 and searched as such.
     """
     read, searched, size = [], [], 2000
-    monkeypatch.setattr(triton_pick, "BLOCK", 256)
-    monkeypatch.setattr(triton_pick, "ZERO_BITS", {torch.float32: 16})
+    monkeypatch.setattr(triton_sampling, "BLOCK", 256)
+    monkeypatch.setattr(triton_sampling, "ZERO_BITS", {torch.float32: 16})
     for name, calls in (("load_tile", read), ("amount_from", searched)):
         plain = getattr(kernels, name)
         monkeypatch.setattr(
@@ -128,8 +134,8 @@ def passes(monkeypatch, temperature, **filters):
     logits += 0.3 * torch.randn(size, generator=generator)
     logits = logits[torch.randperm(size, generator=generator)].bfloat16().float()[None]
     params = params_of(1, size, temperature=temperature, **filters, uniform=0.4)
-    ids, _ = pick_lines(logits.to(DEVICE), params, draws=True, filters=True)
-    assert ids.tolist() == twin(logits, params, Kind.FILTERED)
+    ids, _ = sample_lines(logits.to(DEVICE), params, draws=True, filters=True)
+    assert ids.tolist() == twin(logits, params, SamplingKind.FILTERED)
     return len(read) / triton.cdiv(size, 256), len(searched)
 
 
@@ -179,7 +185,7 @@ def test_evenly_spread_numbers_give_every_token_its_share(top_k):
         uniform=(np.arange(num_lines) + 0.5) / num_lines,
     )  # fmt: skip
     lines = logits.half().to(DEVICE).expand(num_lines, -1)
-    ids, _ = pick_lines(lines, params, draws=True, filters=top_k is not None)
+    ids, _ = sample_lines(lines, params, draws=True, filters=top_k is not None)
     shares = (logits / 1.3).softmax(-1)
     if top_k is not None:
         shares[[0, 2]] = 0.0
@@ -193,7 +199,7 @@ def test_seeds_draw_by_probability():
     num_lines = 120
     logits = torch.tensor([0.0, 1.0, 0.3, -0.5, 0.8, 0.1])
     params = params_of(num_lines, 6, uniform=uniforms(np.arange(num_lines), np.full(num_lines, 11)))
-    ids, _ = pick_lines(logits.to(DEVICE).expand(num_lines, -1), params, True, False)
+    ids, _ = sample_lines(logits.to(DEVICE).expand(num_lines, -1), params, True, False)
     expected = num_lines * logits.softmax(-1)
     counts = torch.bincount(ids.cpu(), minlength=6)
     assert ((counts - expected) ** 2 / expected).sum() < 20.5
@@ -203,12 +209,12 @@ def test_seeds_draw_by_probability():
 def test_a_line_without_a_valid_token_is_told_and_neighbours_change_nothing(bad):
     logits = random_logits(2, 3, 100).half().to(DEVICE)
     params = params_of(3, 100, uniform=[0.1, 0.5, 0.9], top_p=[1.0, 0.9, 1.0])
-    alone = [pick_lines(logits[i : i + 1], params[:, i : i + 1], True, True)[0] for i in (0, 2)]
+    alone = [sample_lines(logits[i : i + 1], params[:, i : i + 1], True, True)[0] for i in (0, 2)]
     if bad == bad and bad < 0:
         logits[1] = bad
     else:
         logits[1, 77] = bad
-    ids, valid = pick_lines(logits, params, draws=True, filters=True)
+    ids, valid = sample_lines(logits, params, draws=True, filters=True)
     assert ids.tolist() == [alone[0].item(), 0, alone[1].item()]
     assert valid.tolist() == [True, False, True]
 
@@ -222,12 +228,12 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
 
     def kernel(logits, params, draws, filters):
         taken.append((draws, filters))
-        return pick_lines(logits, params, draws, filters)
+        return sample_lines(logits, params, draws, filters)
 
-    monkeypatch.setattr(pick_module, "has_kernel", lambda device, dtype: True)
-    monkeypatch.setattr(triton_pick, "pick_lines", kernel)
+    monkeypatch.setattr(device_sampling, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(triton_sampling, "sample_lines", kernel)
     logits = random_logits(2, 2, 20).to(DEVICE)
-    for kind in Kind:
-        ids, _ = pick(logits, device_params(params_of(2, 20)), kind)
+    for kind in SamplingKind:
+        ids, _ = sample_on_device(logits, device_params(params_of(2, 20)), kind)
         assert ids.shape == (2,)
     assert taken == [(False, False), (True, False), (True, True)]

@@ -4,7 +4,7 @@ Why: a decode step of a small model is a few hundred short kernels, and launchin
 takes longer than running them. A graph launches all of them at once, for one fixed batch size:
 
     sizes captured          1   2   4   8   16   24   32 ...      forward and logits: one graph each
-                            └ for every `Kind` of picking tokens from the logits: a small one
+                            └ for every `SamplingKind` a small one, from logits to tokens
     batch of 5 decodes                  |---> rows 5..7 are padding
     batch with a prompt                       runs eagerly, as any batch with a longer query
 
@@ -28,7 +28,7 @@ from typing import Protocol
 
 import torch
 
-from nanoengine.runner.pick import Kind
+from nanoengine.runner.device_sampling import SamplingKind
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]
@@ -41,7 +41,7 @@ class Step(Protocol):
     def forward(self, size: int) -> Outputs:
         """The logits, in a buffer that no capture has allocated."""
 
-    def pick(self, size: int, kind: Kind) -> Outputs:
+    def sample(self, size: int, kind: SamplingKind) -> Outputs:
         """Tokens from that buffer, and what follows from them."""
 
 
@@ -104,14 +104,16 @@ class GraphedDecode:
     def __init__(self, step: Step, *, max_num_seqs: int, graphs: CudaGraphs) -> None:
         self.sizes = capture_sizes(max_num_seqs)
         self._step, self._graphs = step, graphs
-        self._captured: dict[tuple[int, Kind | None], Captured] = {}
+        self._captured: dict[tuple[int, SamplingKind | None], Captured] = {}
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Captures the step for these sizes. Why from the largest on: it fills the pool, and the
         others reuse that."""
         for size in sorted(sizes, reverse=True):
             parts = [(None, functools.partial(self._step.forward, size))]
-            parts += [(kind, functools.partial(self._step.pick, size, kind)) for kind in Kind]
+            parts += [
+                (kind, functools.partial(self._step.sample, size, kind)) for kind in SamplingKind
+            ]
             for kind, part in parts:
                 self._captured[size, kind] = self._graphs.capture(part)
 
@@ -119,7 +121,7 @@ class GraphedDecode:
         """The smallest size that holds so many sequences."""
         return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
 
-    def __call__(self, size: int, kind: Kind | None) -> Outputs:
+    def __call__(self, size: int, kind: SamplingKind | None) -> Outputs:
         """Replays; what it returns is valid until the next call. Without a kind: the logits."""
         for part in (None, kind) if kind else (None,):
             replay, outputs = self._captured[size, part]

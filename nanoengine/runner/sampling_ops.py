@@ -1,7 +1,7 @@
-"""Picking one token from each line of logits: greedy, drawn, or drawn from the most likely ones.
+"""One token from each line of logits: greedy, drawn, or drawn from the most likely ones.
 Called by the sampler.
 
-It knows tensors and numbers only: no rows, no requests. A picked token depends on its own line
+It knows tensors and numbers only: no rows, no requests. A sampled token depends on its own line
 alone, bit for bit, whatever the number of lines, threads or neighbours. Three rules give that:
 
     random numbers   a hash of (seed, position): no generator whose state others could move

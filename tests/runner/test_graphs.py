@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import nanoengine.runner.decode_step as decode_step
-import nanoengine.runner.draw as draw
 import nanoengine.runner.model_runner as model_runner
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
 from nanoengine.layers.linear import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
-from nanoengine.runner.cuda_graph import CudaGraphs, GraphedDecode, capture_sizes
+from nanoengine.runner import sampling_ops
 from nanoengine.runner.decode_step import DecodeStep
+from nanoengine.runner.device_sampling import SamplingKind
+from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.pick import Kind
-from nanoengine.runner.rows import Rows
+from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.runner.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -140,7 +140,7 @@ class Model:
 
 def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
     device = torch.device(device)
-    rows = Rows(
+    rows = RowBuffers(
         max_num_seqs=max_num_seqs,
         max_model_len=64,
         block_size=BLOCK,
@@ -192,7 +192,7 @@ GREEDY = SamplingParams(temperature=0)
 @pytest.fixture
 def capturable(monkeypatch):
     """On a CPU, candidates are searched by numpy, which can't be recorded; a GPU has topk."""
-    monkeypatch.setattr(draw, "_largest_keys", lambda keys, width: keys.topk(width).values)
+    monkeypatch.setattr(sampling_ops, "_largest_keys", lambda keys, width: keys.topk(width).values)
 
 
 @pytest.mark.usefixtures("capturable")
@@ -213,16 +213,16 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             size = graphed.size_for(count)
             assert size >= count
             step.load(plan, size)
-            token_ids, valid = graphed(size, Kind.GREEDY)
+            token_ids, valid = graphed(size, SamplingKind.GREEDY)
             twin.load(plan, count)
-            expected, _ = twin(count, Kind.GREEDY)
+            expected, _ = twin(count, SamplingKind.GREEDY)
             assert token_ids[:count].tolist() == expected.tolist()
             assert valid.all()
             assert torch.equal(model.cache[:, BLOCK:], twin_model.cache[:, BLOCK:])
             assert rows.pool.tolist() == twin_rows.pool.tolist()
             assert step.held.lengths.tolist() == twin.held.lengths.tolist()
         assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
-        assert graphs.num_replayed == 2 * 4, "the forward, then the pick"
+        assert graphs.num_replayed == 2 * 4, "the forward, then the sampling"
         # Four decodes of row 0, from position 1: token + position + first block, again and again.
         token = 1
         for position in range(1, 5):
@@ -235,10 +235,10 @@ def test_padding_writes_the_null_block_alone():
         model, rows, sampler, step = make_step()
         admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         step.load(decodes((0, 1), (1, 1)), 2)
-        step(2, Kind.GREEDY)
+        step(2, SamplingKind.GREEDY)
         cache = model.cache.clone()
         step.load(decodes((1, 2)), 4)  # row 0 has left, its place in the batch is padding now
-        step(4, Kind.GREEDY)
+        step(4, SamplingKind.GREEDY)
         batch = model.prepared[-1]
         assert batch.slot_mapping.tolist() == [[8 * BLOCK + 2, 0, 0, 0]]
         assert batch.seq_lens.tolist() == [3, 1, 1, 1]
@@ -261,7 +261,7 @@ def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
         admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         for later in range(3):
             step.load(decodes((0, 1 + later), (1, 1 + later)), 2)
-            step(2, Kind.GREEDY)
+            step(2, SamplingKind.GREEDY)
         # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns; then nothing at all
         assert shipped == [[2, 2, 2, 2, 2, 4, 4, 2, 8, 2]]
         grown = decodes((0, 4), (1, 4))
@@ -294,7 +294,7 @@ def test_a_decode_step_never_asks_its_device(monkeypatch):
     with torch.inference_mode():
         _, rows, sampler, step = make_step(device="meta")
         admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
-        for kind in (None, *Kind):
+        for kind in (None, *SamplingKind):
             lines = step.load(decodes((0, 1), (1, 1)), 4)
             outputs = step(4, kind)
             assert outputs[0].shape[0] == 4
@@ -349,7 +349,7 @@ def test_replayed_decodes_give_the_tokens_of_eager_ones(name, overlap):
     engine = graphed_engine(graphs, overlap=overlap)
     found = run(engine, random_prompts(len(LENGTHS), LENGTHS), PARAMS[name])
     assert tokens(found) == expected
-    assert graphs.num_captured == len(capture_sizes(4)) * (1 + len(Kind))
+    assert graphs.num_captured == len(capture_sizes(4)) * (1 + len(SamplingKind))
     assert graphs.num_replayed > 10
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.runner import pick as pick_module
-from nanoengine.runner.draw import uniforms
-from nanoengine.runner.pick import Kind, device_params, pick
+from nanoengine.runner import device_sampling
+from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
+from nanoengine.runner.sampling_ops import uniforms
 from tests.support.attention_cases import DEVICE
 
 LINES, SIZE = 200, 151936
-KINDS = list(Kind)
+KINDS = list(SamplingKind)
 
 
 def lines(dtype):
@@ -22,7 +22,11 @@ def lines(dtype):
 
 
 def params(kind):
-    rng, drawn, filters = np.random.default_rng(1), kind is not Kind.GREEDY, kind is Kind.FILTERED
+    rng, drawn, filters = (
+        np.random.default_rng(1),
+        kind is not SamplingKind.GREEDY,
+        kind is SamplingKind.FILTERED,
+    )
     columns = [
         rng.choice([0.0, 0.7, 1.0, 2.0], LINES) * drawn,
         rng.choice([20, 100, 5000, SIZE], LINES) if filters else np.full(LINES, SIZE),
@@ -37,24 +41,24 @@ def params(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tokens_are_those_of_the_twin(dtype, kind, monkeypatch):
     logits, packed = lines(dtype), params(kind)
-    ids, valid = pick(logits, packed, kind)
-    monkeypatch.setattr(pick_module, "has_kernel", lambda *rest: False)
-    expected, _ = pick(logits, packed, kind)
+    ids, valid = sample_on_device(logits, packed, kind)
+    monkeypatch.setattr(device_sampling, "has_kernel", lambda *rest: False)
+    expected, _ = sample_on_device(logits, packed, kind)
     assert valid.all()
     # Why one: an exponential's last bit may move the end of what top_p keeps.
-    assert (ids != expected).sum() <= (0 if kind is Kind.GREEDY else 1)
+    assert (ids != expected).sum() <= (0 if kind is SamplingKind.GREEDY else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_line_draws_the_same_token_beside_any_others_and_in_every_run(kind):
     logits, packed = lines(torch.bfloat16), params(kind)
-    ids, _ = pick(logits, packed, kind)
+    ids, _ = sample_on_device(logits, packed, kind)
     for _ in range(20):
-        assert torch.equal(pick(logits, packed, kind)[0], ids)
+        assert torch.equal(sample_on_device(logits, packed, kind)[0], ids)
     for some in (slice(7, 8), slice(30, 63)):
-        assert torch.equal(pick(logits[some], packed[some], kind)[0], ids[some])
+        assert torch.equal(sample_on_device(logits[some], packed[some], kind)[0], ids[some])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed, _ = pick(logits, packed, kind)
+        replayed, _ = sample_on_device(logits, packed, kind)
     graph.replay()
     assert torch.equal(replayed, ids)

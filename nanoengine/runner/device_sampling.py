@@ -1,4 +1,4 @@
-"""Picking tokens without asking the host: what a GPU runs, inside a CUDA graph or outside.
+"""Samples tokens without asking the host: what a GPU runs, inside a CUDA graph or outside.
 
     kind        for batches in which                      how
     GREEDY      all lines take the most likely token      argmax
@@ -7,9 +7,9 @@
 
 The host knows the kind from the sampling parameters. All else has fixed shapes and no branch on a
 value, so nothing waits, and a captured graph fits every batch of its kind. The tokens are those
-that the CPU picks with `draw.py`, where it may look at values and take shortcuts.
+that the CPU samples with `sampling_ops.py`, where it may look at values and take shortcuts.
 
-On CUDA all kinds are one kernel (`triton_pick.py`): what is here is its twin, and what serves
+On CUDA all kinds are one kernel (`triton_sampling.py`): what is here is its twin, and what serves
 float64. Exponentials may differ between the two in a last bit, and with them now and then a
 token: by estimate once in millions of draws where few tokens are likely, once in ten thousand where
 all are. On one device a seed's tokens are always the same.
@@ -34,7 +34,7 @@ import enum
 import numpy as np
 import torch
 
-from nanoengine.runner.draw import (
+from nanoengine.runner.sampling_ops import (
     GOLDEN,
     MAX_VOCAB_SIZE,
     DrawParams,
@@ -54,29 +54,31 @@ CHUNK = 2**25
 """Logits worked on at a time: so many that launches don't count; a float64 copy takes 256 MiB."""
 
 
-class Kind(enum.Enum):
-    """How the lines of a batch are picked; see the module."""
+class SamplingKind(enum.Enum):
+    """How the lines of a batch are sampled; see the module."""
 
     GREEDY = "greedy"
     DRAWN = "drawn"
     FILTERED = "filtered"
 
 
-def pick(logits: torch.Tensor, params: DrawParams, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Picks a token a line: ids [L] int64, and whether the line has a valid one, [L] bool.
+def sample_on_device(
+    logits: torch.Tensor, params: DrawParams, kind: SamplingKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples a token a line: ids [L] int64, and whether the line has a valid one, [L] bool.
 
     Args:
         logits: [L, V], any float dtype.
         params: temperature 0 for greedy lines, top_k V where it is off.
     """
     if has_kernel(logits.device, logits.dtype):
-        from nanoengine.runner.triton_pick import pick_lines
+        from nanoengine.runner.triton_sampling import sample_lines
 
-        draws, filters = kind is not Kind.GREEDY, kind is Kind.FILTERED
-        return pick_lines(logits, params.packed, draws, filters)
-    size = max(1, CHUNK // (4 if kind is Kind.FILTERED else 1) // logits.shape[-1])
+        draws, filters = kind is not SamplingKind.GREEDY, kind is SamplingKind.FILTERED
+        return sample_lines(logits, params.packed, draws, filters)
+    size = max(1, CHUNK // (4 if kind is SamplingKind.FILTERED else 1) // logits.shape[-1])
     chunks = [
-        _pick(logits[start : start + size], params[start : start + size], kind)
+        _sample_chunk(logits[start : start + size], params[start : start + size], kind)
         for start in range(0, len(logits), size)
     ]
     ids, largest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -85,21 +87,21 @@ def pick(logits: torch.Tensor, params: DrawParams, kind: Kind) -> tuple[torch.Te
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if lines are picked by the Triton kernel."""
+    """True if the Triton kernel samples these lines."""
     return device.type == "cuda" and dtype != torch.float64
 
 
-def _pick(
-    logits: torch.Tensor, params: DrawParams, kind: Kind
+def _sample_chunk(
+    logits: torch.Tensor, params: DrawParams, kind: SamplingKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ids, best = argmax(logits)
-    if kind is Kind.GREEDY:
+    if kind is SamplingKind.GREEDY:
         return ids, best
     wide = pad_to_blocks(logits if logits.dtype == torch.float64 else logits.float())
     largest = best[:, None].to(wide.dtype)
     # Greedy lines divide by a temperature of 0; what they draw is not taken.
     drawn = draw(wide, largest, params)
-    if kind is Kind.FILTERED:
+    if kind is SamplingKind.FILTERED:
         filters = (params.column("top_k") < logits.shape[-1]) | (params.column("top_p") < 1)
         filters = filters | (params.column("min_p") > 0)
         drawn = torch.where(filters[:, 0], draw_thresholds(wide, largest, params), drawn)

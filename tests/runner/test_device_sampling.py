@@ -1,4 +1,4 @@
-"""The GPU's way to pick tokens, run on the CPU: it gives the tokens that the CPU's way gives."""
+"""The GPU's way to sample tokens, run on the CPU: it gives the tokens that the CPU's way gives."""
 
 import numpy as np
 import pytest
@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import AdmittedSequence, BlockCopy
-from nanoengine.runner.draw import FIRST_WIDTH, DrawParams, draw_all_sorted, uniforms
-from nanoengine.runner.kv_cache import KVCache
-from nanoengine.runner.pick import (
-    Kind,
+from nanoengine.runner.device_sampling import (
+    SamplingKind,
     device_params,
     draw_thresholds,
     mixed_seeds,
-    pick,
     row_uniforms,
+    sample_on_device,
 )
+from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.sampler import Sampler, token_logprobs
+from nanoengine.runner.sampling_ops import FIRST_WIDTH, DrawParams, draw_all_sorted, uniforms
 from nanoengine.sampling_params import SamplingParams
 from tests.support.logits import random_logits
 
@@ -30,11 +30,11 @@ def sampler_of(kind, vocab_size, seed):
     """A CPU sampler whose rows have random parameters of that kind."""
     rng, sampler = np.random.default_rng(seed), Sampler(vocab_size, NUM_LINES)
     sampler.seed[:] = rng.integers(0, 2**63, NUM_LINES)
-    if kind is Kind.GREEDY:
+    if kind is SamplingKind.GREEDY:
         return sampler
     sampler.temperature[:] = rng.choice([1e-3, 0.6, 1.0, 3.0], NUM_LINES)
     sampler.greedy[:] = rng.random(NUM_LINES) < 0.2
-    if kind is Kind.DRAWN:
+    if kind is SamplingKind.DRAWN:
         return sampler
     sampler.top_k[:] = rng.integers(1, vocab_size + 1, NUM_LINES)
     sampler.top_k[1::2] = np.minimum(sampler.top_k[1::2], FIRST_WIDTH)
@@ -53,14 +53,14 @@ def packed(sampler, positions):
     return device_params(torch.cat((columns, uniform[None])))
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(SamplingKind))
 @pytest.mark.parametrize("vocab_size", [5, 131, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
     sampler, positions = sampler_of(kind, vocab_size, seed=vocab_size), np.arange(NUM_LINES) + 7
     logits = random_logits(vocab_size, NUM_LINES, vocab_size).to(dtype)
     logits[:, 0] = 0.0
-    found, valid = pick(logits, packed(sampler, positions), kind)
+    found, valid = sample_on_device(logits, packed(sampler, positions), kind)
     expected = sampler.sample(logits, np.arange(NUM_LINES), positions)
     assert found.tolist() == expected.token_ids.tolist()
     assert valid.all()
@@ -92,23 +92,23 @@ def test_thresholds_are_the_full_sort(seed, vocab_size, spread, steps, uniform, 
 
 
 def test_lines_are_worked_on_in_chunks(monkeypatch):
-    sampler, positions = sampler_of(Kind.FILTERED, 131, seed=1), np.arange(NUM_LINES)
+    sampler, positions = sampler_of(SamplingKind.FILTERED, 131, seed=1), np.arange(NUM_LINES)
     logits = random_logits(3, NUM_LINES, 131)
-    whole = pick(logits, packed(sampler, positions), Kind.FILTERED)
-    monkeypatch.setattr("nanoengine.runner.pick.CHUNK", 131 * 4 * 5)
-    cut = pick(logits, packed(sampler, positions), Kind.FILTERED)
+    whole = sample_on_device(logits, packed(sampler, positions), SamplingKind.FILTERED)
+    monkeypatch.setattr("nanoengine.runner.device_sampling.CHUNK", 131 * 4 * 5)
+    cut = sample_on_device(logits, packed(sampler, positions), SamplingKind.FILTERED)
     assert whole[0].tolist() == cut[0].tolist()
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(SamplingKind))
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_line_without_a_valid_token_is_told_and_its_neighbours_are_not(kind, bad):
     sampler, positions = sampler_of(kind, 100, seed=4), np.arange(NUM_LINES)
     logits = random_logits(2, NUM_LINES, 100)
     logits[:, 0] = 0.0
-    expected = pick(logits.clone(), packed(sampler, positions), kind)[0].tolist()
+    expected = sample_on_device(logits.clone(), packed(sampler, positions), kind)[0].tolist()
     logits[5] = bad
-    found, valid = pick(logits, packed(sampler, positions), kind)
+    found, valid = sample_on_device(logits, packed(sampler, positions), kind)
     expected[5] = 0
     assert found.tolist() == expected
     assert valid.tolist() == [line != 5 for line in range(NUM_LINES)]
@@ -132,7 +132,7 @@ def meta(monkeypatch):
     return torch.device("meta")
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(SamplingKind))
 @pytest.mark.parametrize("edited", [False, True])
 def test_sampling_never_asks_the_device(kind, edited, meta):
     sampler = sampler_of(kind, 131, seed=2)

@@ -4,8 +4,8 @@
     result (here)          downloads have arrived ─ plain numbers ─ rows and processors learn them
 
 The next step may be launched between the two: it takes the sampled tokens from the pool on the
-device (`Rows.pool`). By then a row may have another owner, so tokens are told only to those rows
-that still belong to the sequence which sampled them.
+device (`RowBuffers.pool`). By then a row may have another owner, so tokens are told only
+to those rows that still belong to the sequence which sampled them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprob
-from nanoengine.runner.rows import Ints, Rows, SampleLines
+from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampler import Followers, SampledTokens, to_records
 from nanoengine.runner.transfers import Download, Stopwatch
 
@@ -43,9 +43,9 @@ class LaunchedStep:
     """
 
     plan: StepPlan
-    rows: Rows
+    rows: RowBuffers
     times: StepTimes = field(default_factory=StepTimes)
-    lines: SampleLines | None = None
+    lines: SamplingLines | None = None
     owners: Ints | None = None
     sampled: SampledTokens | None = None
     followers: Followers | None = None

@@ -1,4 +1,5 @@
-"""Picking tokens on a GPU with one kernel; the twin in plain torch is `pick.py`, which calls this.
+"""Samples tokens on a GPU with one kernel, which `device_sampling.py` calls; that file is its
+readable form in plain torch.
 
 Here are the choices: tile sizes and warps; the arithmetic is in `kernels/triton_sampling.py`. A
 token depends on its own line, seed and position alone, whatever the batch, and whether a graph
@@ -13,7 +14,7 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_sampling as kernels
-from nanoengine.runner.draw import FIRST_WIDTH
+from nanoengine.runner.sampling_ops import FIRST_WIDTH
 
 BLOCK = 4096
 """Logits of a line in one tile: 16 for each of 256 threads, two loads of 16 bytes in 16 bits; 8 for
@@ -27,7 +28,7 @@ ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits that are zero in any number of the dtype, as float32."""
 
 
-def pick_lines(
+def sample_lines(
     logits: torch.Tensor, params: torch.Tensor, draws: bool, filters: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token a line: ids [L] int64, and whether the line has a valid one, [L] bool.
@@ -44,7 +45,7 @@ def pick_lines(
     valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
     shape = (num_lines if filters else 0, 2, ROOM)
     candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    kernels.pick_kernel[(num_lines,)](
+    kernels.sample_kernel[(num_lines,)](
         ids, valid.view(torch.int8), candidates, logits, params, params.stride(0),
         LINE=logits.stride(0), SIZE=size, BLOCK=BLOCK,
         TILES=triton.next_power_of_2(triton.cdiv(size, BLOCK)), STAGES=4,
