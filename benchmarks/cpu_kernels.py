@@ -24,9 +24,9 @@ from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.batch import Batch
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.linear import LinearMethod
+from nanoengine.layers.linear_method import LinearMethod
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.layers.quantized import GROUP_SIZE
+from nanoengine.layers.quantized_weight import GROUP_SIZE
 from nanoengine.runner.kv_cache import zeros
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim

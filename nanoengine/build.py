@@ -15,6 +15,7 @@ import torch
 
 from nanoengine.attention import resolve_backend
 from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.files import checkpoint_files
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.config import EngineConfig
 from nanoengine.core.admission import make_policy
@@ -24,7 +25,6 @@ from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
-from nanoengine.models.weights import checkpoint_files
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.vllm_names import warn_idle
 

@@ -28,8 +28,8 @@ from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
+from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
-from nanoengine.kernels.views import Views
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}
@@ -101,7 +101,7 @@ class CPUBackend(AttentionBackend):
                 f"attention_backend='cpu' needs a block_size that is a power of two from 8, got"
                 f" {block_size}"
             )
-        self.block_size, self._views = block_size, Views()
+        self.block_size, self._views = block_size, NumpyViews()
         self.operand = np.empty(0, DTYPES[dtype])
         self._real = torch.float64 if dtype == torch.float64 else torch.float32
         share_threads_with_torch()

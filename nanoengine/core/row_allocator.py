@@ -25,7 +25,7 @@ class RowAllocator:
 
     @property
     def num_free(self) -> int:
-        """RowAllocator that nobody holds."""
+        """Rows that nobody holds."""
         return len(self._free)
 
     def take(self, seq: Sequence) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoengine.batch import Batch
+from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layer import Layer
-from nanoengine.layers.weights import WeightSlot
 
 if TYPE_CHECKING:
     from nanoengine.attention.base import AttentionBackend, AttentionSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.ops import LayerOps, TorchOps
 from nanoengine.parallel.shard import Shard
 

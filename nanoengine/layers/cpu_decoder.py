@@ -2,7 +2,7 @@
 
 Why: one token through a small model is hundreds of calls from Python, and they take a fifth of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
-(`tests/layers/test_cpu_decoder.py`). Made by `Decoder.fuse` once the weights are loaded.
+(`tests/layers/test_cpu_decoder.py`). Made by `models/fuse.py` once the weights are loaded.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from nanoengine.kernels import cpu_layers as kernels
+from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
-from nanoengine.kernels.views import Views
 
 
 class CPUOps:
@@ -19,7 +19,7 @@ class CPUOps:
 
     def __init__(self) -> None:
         share_threads_with_torch()
-        self._views = Views()
+        self._views = NumpyViews()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         source, factors = x.contiguous().numpy(), self._views(weight)

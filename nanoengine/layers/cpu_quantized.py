@@ -16,7 +16,8 @@ from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight, row_factors
+from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized_weight import QuantizedWeight, row_factors
 
 
 class CPUQuantizedLinear(QuantizedLinear):

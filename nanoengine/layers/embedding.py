@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from nanoengine.layers.layer import Layer
-from nanoengine.layers.weights import WeightSlot, empty_parameter
-
-if TYPE_CHECKING:
-    from nanoengine.layers.context import ModelContext
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer, empty_parameter
 
 
 class Embedding(Layer):

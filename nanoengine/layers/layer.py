@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -25,3 +26,10 @@ def pin_attributes(model: nn.Module) -> None:
     for module in model.modules():
         for named in (module._modules, module._parameters, module._buffers):
             vars(module).update(named)
+
+
+def empty_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """An uninitialised parameter for inference; the loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -8,16 +8,12 @@ Source: Shazeer et al. (arXiv 1701.06538); the routing is Qwen3-MoE's (arXiv 250
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
-from nanoengine.layers.layer import Layer
-from nanoengine.layers.weights import WeightSlot, empty_parameter
-
-if TYPE_CHECKING:
-    from nanoengine.layers.context import ModelContext
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer, empty_parameter
 
 
 class Router(Layer):

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import torch
 
 from nanoengine.attention.rotate import HeadNormWeights
-from nanoengine.layers.layer import Layer
-from nanoengine.layers.weights import WeightSlot, empty_parameter
-
-if TYPE_CHECKING:
-    from nanoengine.layers.context import ModelContext
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer, empty_parameter
 
 
 class RMSNorm(Layer):

@@ -59,21 +59,3 @@ class TorchOps:
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate).mul_(up)
-
-
-def make_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """The fastest ops for a device: fused by numba on a CPU, by Triton on CUDA, where they know the
-    dtype.
-
-    Raises:
-        MissingDependencyError: a CUDA device without the package triton.
-    """
-    if device.type == "cpu" and dtype in (torch.float32, torch.float64):
-        from nanoengine.layers.cpu_ops import CPUOps
-
-        return CPUOps()
-    if device.type == "cuda" and dtype != torch.float64:
-        from nanoengine.layers.triton_ops import TritonOps
-
-        return TritonOps(dtype)
-    return TorchOps()

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.linear import LinearMethod
-from nanoengine.layers.weights import empty_parameter
+from nanoengine.layers.layer import empty_parameter
+from nanoengine.layers.linear_method import LinearMethod
 
 SCREENED_BYTES = 2**24
 """A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
@@ -128,7 +128,7 @@ class ScreenedHead(PackedLinear):
 
     def _copy(self) -> tuple[np.ndarray, ...]:
         """The int8 copy as the kernels read it. Why not kept: buffers move when all is loaded
-        (`layers/pages.py`), and a view would hold the memory that they leave."""
+        (`layers/placement.py`), and a view would hold the memory that they leave."""
         return self.values.numpy(), self.scales.numpy(), self.slack.numpy()
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -13,167 +13,26 @@ Legend: T rows of activations, K inputs, N outputs, G groups of inputs that shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from nanoengine.errors import ConfigError, WeightLoadError
-from nanoengine.layers.linear import LinearMethod
-from nanoengine.layers.weights import WeightSlot
-
-if TYPE_CHECKING:
-    from nanoengine.layers.quantized_formats import StoredFormat
-
-GROUP_SIZE = 32
-"""Inputs that share a scale in int4 weights made here. Source: Q4_0 of ggml."""
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.errors import ConfigError
+from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.quantized_formats import StoredFormat
+from nanoengine.layers.quantized_weight import (
+    QuantizedWeight,
+    pack_pairs,
+    quantize,
+    unpack_pairs,
+)
 
 ROWS_AT_ONCE = 4096
 """Rows that are quantized together. Why: it takes another copy of them as floats, which for a
 head of 150,000 rows would be the peak of the whole start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedWeight:
-    """A matrix [N, K] as whole numbers: weight = (value - zero) * scale.
-
-    What every reader and `quantize` produce. Groups are contiguous: column k belongs to group
-    k // group_size.
-
-    Attributes:
-        values: [N, K] int8: from -8 to 7 where bits is 4; from -127 to 127 where it is 8, and
-            -128 too in a checkpoint's.
-        scales: [N, G] float32; of either sign.
-        zeros: [N, G] float32 in units of values; None: all 0.
-        bits: 4 or 8.
-        group_size: inputs that share a scale; K: one scale a row.
-        order: [K] int64, where columns are stored group by group: column k multiplies input
-            order[k]; None: inputs in their own order.
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    bits: int
-    group_size: int
-    order: torch.Tensor | None = None
-
-    def dequantized(self) -> torch.Tensor:
-        """The matrix that this stands for, [N, K] float32, inputs in their own order."""
-        grouped = self.values.float().unflatten(1, (-1, self.group_size))
-        if self.zeros is not None:
-            grouped = grouped - self.zeros.unsqueeze(2)
-        weight = (grouped * self.scales.unsqueeze(2)).flatten(1)
-        if self.order is None:
-            return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
-
-    def part(self, rows: slice, columns: slice) -> QuantizedWeight:
-        """The part that one rank holds.
-
-        Raises:
-            WeightLoadError: the part cuts through a group.
-        """
-        num_columns = self.values.shape[1]
-        if (columns.start or 0, columns.stop or num_columns) == (0, num_columns):
-            cut = {"values": self.values[rows], "scales": self.scales[rows]}
-            cut["zeros"] = None if self.zeros is None else self.zeros[rows]
-            return replace(self, **cut)
-        size, width = self.group_size, columns.stop - columns.start
-        if size == num_columns:
-            groups, size = slice(0, 1), width
-        elif self.order is None and not columns.start % size and not columns.stop % size:
-            groups = slice(columns.start // size, columns.stop // size)
-        else:
-            raise WeightLoadError(
-                f"inputs {columns.start} to {columns.stop} cut through the quantized groups of"
-                f" {size}: use fewer ranks"
-            )
-        return replace(
-            self.part(rows, slice(None)),
-            values=self.values[rows, columns],
-            scales=self.scales[rows, groups],
-            zeros=None if self.zeros is None else self.zeros[rows, groups],
-            group_size=size,
-        )
-
-    @staticmethod
-    def stacked(parts: Sequence[QuantizedWeight], name: str) -> QuantizedWeight:
-        """The rows of all parts as one matrix; `name` is for the message.
-
-        Raises:
-            WeightLoadError: the parts differ in bits, group size or order of inputs.
-        """
-        first = parts[0]
-        for part in parts[1:]:
-            same_order = (
-                first.order is part.order is None
-                if first.order is None or part.order is None
-                else torch.equal(first.order, part.order)
-            )
-            if (part.bits, part.group_size) != (first.bits, first.group_size) or not same_order:
-                raise WeightLoadError(
-                    f"the matrices fused in {name} are quantized differently (bits, group size or"
-                    " g_idx), so they can't be multiplied as one"
-                )
-        if len(parts) == 1:
-            return first
-        zeros = None
-        if any(part.zeros is not None for part in parts):
-            zeros = torch.cat(
-                [torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts]
-            )
-        return replace(
-            first,
-            values=torch.cat([part.values for part in parts]),
-            scales=torch.cat([part.scales for part in parts]),
-            zeros=zeros,
-        )
-
-
-def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """[N, K] of any floating dtype, rounded to the nearest value, without zero points.
-
-    8 bits: the largest magnitude of a group becomes 127. 4 bits: it becomes -8, whatever its sign,
-    so the scale may be negative and the range is used whole; scales are `short`.
-
-    Source: Q4_0 of ggml for the signed scale.
-    Perf: on normal weights in groups of 32 the squared error is 0.74 % of the weights' square,
-    0.94 % with the largest at 7; the best of eight scales for each group gives 0.68 % at eight
-    times the time, which is not worth it.
-    """
-    grouped = weight.detach().float().unflatten(1, (-1, group_size))
-    if bits == 8:
-        scales = grouped.abs().amax(2) / 127
-        low, high = -127, 127
-    else:
-        most, least = grouped.amax(2), grouped.amin(2)
-        scales = short(torch.where(most >= -least, most, least) / -8)
-        low, high = -8, 7
-    # Why 1: a group of zeros has no scale, and any will do.
-    divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
-    values = (grouped / divisors).round_().clamp_(low, high).to(torch.int8).flatten(1)
-    return QuantizedWeight(
-        values=values, scales=scales, zeros=None, bits=bits, group_size=group_size
-    )
-
-
-def row_factors(scales: torch.Tensor) -> torch.Tensor:
-    """The power of two at or above every scale of a row, [N, G] -> [N] float32; 1 for zeros.
-
-    Why: a scale divided by it fits into float16, whatever the size of the weights, and float16
-    scales of a checkpoint stay what they are.
-    """
-    most = scales.abs().amax(1).float()
-    return torch.where(most == 0, 1.0, torch.exp2(torch.frexp(most).exponent.float()))
-
-
-def short(scales: torch.Tensor) -> torch.Tensor:
-    """[N, G] rounded to float16's 11 bits, relative to the row's factor: what kernels store."""
-    factors = row_factors(scales).unsqueeze(1)
-    return (scales / factors).half().float() * factors
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,14 +187,3 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
             dots -= inputs.sum(1, keepdim=True) * weight.zeros[:, group]
         total += (dots * weight.scales[:, group]).to(wide)
     return (total * row_scales.unsqueeze(1)).to(x.dtype)
-
-
-def pack_pairs(values: torch.Tensor) -> torch.Tensor:
-    """int8 [N, K] from -8 to 7 -> uint8 [N, K / 2]; the first of a pair is the low half."""
-    low, high = (values + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    return low | (high << 4)
-
-
-def unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_pairs`."""
-    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1).to(torch.int8) - 8

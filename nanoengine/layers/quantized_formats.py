@@ -24,9 +24,9 @@ from functools import partial
 import torch
 
 from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
-from nanoengine.layers.quantized import QuantizedWeight
-from nanoengine.layers.weights import WeightSlot
+from nanoengine.layers.quantized_weight import QuantizedWeight
 
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)

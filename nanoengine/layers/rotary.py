@@ -9,17 +9,14 @@ Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-Ne
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from nanoengine.attention.rotate import Rotation
+from nanoengine.checkpoint.config import RopeConfig
 from nanoengine.errors import ConfigError
+from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer
-
-if TYPE_CHECKING:
-    from nanoengine.checkpoint.config import RopeConfig
-    from nanoengine.layers.context import ModelContext
 
 
 class RotaryEmbedding(Layer):

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_gemm as kernels
-from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.ops import GATES, LayerOps
 
 

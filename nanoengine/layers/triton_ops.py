@@ -1,4 +1,4 @@
-"""TritonOps: the norms and gates of a decoder layer as one kernel each. Made by `ops.make_ops`.
+"""TritonOps: the norms and gates of a decoder layer as one kernel each. Made by `make_ops`.
 
 Here are the choices: grids, widths, warps; the arithmetic is in `kernels/triton_layers.py`. What a
 kernel saves is memory traffic: plain torch reads and writes a row once for each operation, and

@@ -159,31 +159,13 @@ class DecoderLayer(Layer):
         x, residual = self.post_attention_layernorm(x, taken(residual, rows))
         return self.mlp(x), residual
 
-    def fused(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """This layer as one call where a kernel does that, with the same results; else itself."""
-        attention, mlp = self.self_attn, self.mlp
-        on_cpu = self.input_layernorm.weight.device.type == "cpu"
-        if not on_cpu or type(self) is not DecoderLayer or type(mlp) is not GatedMLP:
-            return self
-        # Why here: it brings numba, which no other device needs.
-        from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
-
-        parts = LayerParts(
-            norm=self.input_layernorm,
-            qkv=attention.qkv_proj,
-            head_norm=None if attention.head_norm is None else attention.head_norm.weights,
-            attention=attention.attention,
-            o=attention.o_proj,
-            mlp_norm=self.post_attention_layernorm,
-            gate_up=mlp.gate_up_proj,
-            down=mlp.down_proj,
-            activation=mlp.activation,
-        )
-        return FusedLayer(parts) if FusedLayer.takes(parts) else self
-
 
 class Decoder(Layer):
-    """The stack of layers between token ids and the last norm."""
+    """The stack of layers between token ids and the last norm.
+
+    Attributes:
+        stack: what runs as each layer: the layer itself, or what `fuse_layers` put in its place.
+    """
 
     def __init__(
         self, layers: list[DecoderLayer], config: ModelConfig, context: ModelContext
@@ -212,10 +194,6 @@ class Decoder(Layer):
     def rotations(self, positions: torch.Tensor) -> list[Rotation]:
         """How each layer turns its heads."""
         return [self.rotary(positions)] * len(self.layers)
-
-    def fuse(self) -> None:
-        """Lets each layer run as one call where a kernel does that; after loading."""
-        self.stack = [layer.fused() for layer in self.layers]
 
 
 class CausalLM(Layer, ABC):

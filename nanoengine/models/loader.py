@@ -9,19 +9,17 @@ from typing import Literal
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.files import Stored, stored_tensors
+from nanoengine.checkpoint.slots import OwnsWeights, WeightSlot
+from nanoengine.checkpoint.weights import check_sizes, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import pin_attributes
-from nanoengine.layers.pages import place_buffers, place_parameters
+from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.placement import place_buffers, place_parameters
+from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.registry import model_class
-from nanoengine.models.weights import (
-    Stored,
-    check_sizes,
-    dummy_weights,
-    load_weights,
-    stored_tensors,
-)
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """How safetensors names what weights are kept in."""
@@ -70,10 +68,39 @@ def load_model(
     model = model_class(config.architecture)(config, context).eval()
     place_parameters(model)
     if load_format == "dummy":
-        dummy_weights(model, seed)
+        dummy_weights(weight_slots(model), seed)
     else:
-        load_weights(model, stored)
+        load_weights(weight_slots(model), stored, tied=config.tie_word_embeddings)
+    for module in model.modules():
+        if isinstance(module, LinearMethod):
+            module.finish()
     place_buffers(model)
     pin_attributes(model)
-    model.model.fuse()
+    if context.device.type == "cpu":
+        # Why here: it brings numba, which no other device needs.
+        from nanoengine.models.fuse import fuse_layers
+
+        fuse_layers(model.model)
     return model
+
+
+def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
+    """All slots of a model by checkpoint name."""
+    slots: dict[str, WeightSlot] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, OwnsWeights):
+            own = module.weight_slots(path)
+            assert not slots.keys() & own.keys(), f"{path} offers slots of another layer"
+            slots.update(own)
+    return slots
+
+
+def model_size(model: torch.nn.Module) -> tuple[int, int]:
+    """(number of weights, bytes that they take here); a quantized weight counts as one."""
+    parameters = list(model.parameters())
+    methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
+    quantized = [method for method in methods if isinstance(method, QuantizedLinear)]
+    return (
+        sum(p.numel() for p in parameters) + sum(method.num_weights for method in quantized),
+        sum(p.nbytes for p in parameters) + sum(b.nbytes for m in methods for b in m.buffers()),
+    )

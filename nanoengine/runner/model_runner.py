@@ -36,12 +36,10 @@ from nanoengine.core.kv_groups import make_kv_groups
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import ConfigError
+from nanoengine.layers.choose import linear_method_for, make_ops
 from nanoengine.layers.context import ModelContext
-from nanoengine.layers.linear import LinearMethod
-from nanoengine.layers.methods import linear_method_for
-from nanoengine.layers.ops import make_ops
-from nanoengine.models.loader import load_model
-from nanoengine.models.weights import model_size
+from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode
@@ -164,7 +162,7 @@ class ModelRunner:
 
         Raises:
             ConfigError: `max_model_len` passes the model's context or the memory there is.
-            WeightLoadError: see `models.weights`.
+            WeightLoadError: see `models.loader.load_model`.
         """
         context_len = self.model_config.max_position_embeddings
         asked = self.config.max_model_len

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoengine.checkpoint import files, weights
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, WeightLoadError
-from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
+from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.models import loader, weights
+from nanoengine.models import loader
+from nanoengine.models.loader import weight_slots
 from nanoengine.models.registry import model_class
-from nanoengine.models.weights import weight_slots
 from nanoengine.parallel.shard import Shard
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_helpers import all_logits, build, make_context, random_prompts
@@ -266,14 +267,14 @@ def test_each_slot_is_filled_once_whatever_stores_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")
-    read = weights._read
+    read = weights.read_tensors
 
     def twice(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for item in read(*args):
             yield item
             yield item
 
-    monkeypatch.setattr(weights, "_read", twice)
+    monkeypatch.setattr(weights, "read_tensors", twice)
     with pytest.raises(KeyError, match=r"embed_tokens|lm_head|layers"):
         build(tmp_path)
 
@@ -374,15 +375,15 @@ def test_loading_peaks_far_below_two_copies(
 
     rss = psutil.Process().memory_info
     seen = []
-    read = weights._read
+    read = weights.read_tensors
 
     def watched(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for item in read(*args):
             yield item
             seen.append(rss().rss)
 
-    monkeypatch.setattr(weights, "_read", watched)
-    monkeypatch.setattr(weights, "MAPPED_BYTES", 4 << 20)
+    monkeypatch.setattr(weights, "read_tensors", watched)
+    monkeypatch.setattr(files, "MAPPED_BYTES", 4 << 20)
     before = rss().rss
     model = build(tmp_path)
     weight_bytes = sum(p.nbytes for p in model.parameters())

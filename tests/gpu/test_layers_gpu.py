@@ -11,7 +11,8 @@ from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights
-from nanoengine.layers.ops import GATES, TorchOps, make_ops
+from nanoengine.layers.choose import make_ops
+from nanoengine.layers.ops import GATES, TorchOps
 from tests.gpu.scores import engine_scores, mean_error, reference_scores
 from tests.support.attention_cases import DEVICE, make_case
 from tests.support.engines import checkpoint, random_prompts

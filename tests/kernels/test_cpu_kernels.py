@@ -22,7 +22,8 @@ from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.ops import GATES, TorchOps
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.layers.quantized import QuantizedLinear, QuantizedWeight
+from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized_weight import QuantizedWeight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run
 from tests.support.paged_batches import Paged

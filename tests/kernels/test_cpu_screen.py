@@ -14,7 +14,7 @@ from nanoengine.kernels.cpu_linear import PANEL
 from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST
 from nanoengine.layers import packed
 from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
-from nanoengine.layers.pages import place_buffers
+from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling_ops import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 

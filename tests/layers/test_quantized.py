@@ -26,19 +26,21 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
     QuantizedLinear,
-    QuantizedWeight,
     multiply_int8,
+    quantize_rows,
+)
+from nanoengine.layers.quantized_weight import (
+    QuantizedWeight,
     pack_pairs,
     quantize,
-    quantize_rows,
     unpack_pairs,
 )
 from nanoengine.models import loader
-from nanoengine.models.weights import model_size
+from nanoengine.models.loader import model_size
 from nanoengine.parallel.shard import Shard
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens

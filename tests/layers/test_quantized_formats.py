@@ -20,7 +20,7 @@ from nanoengine.checkpoint.quantization import (
     resolve_quantization,
 )
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
-from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import unpack_words
 from nanoengine.models.decoder import CausalLM

@@ -10,8 +10,8 @@ from nanoengine.attention.triton_uniform import UniformConfig
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
-from nanoengine.layers.linear import UnquantizedLinear
-from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.choose import linear_method_for
+from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
 from nanoengine.layers.triton_linear import (
     GatedLinear,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nanoengine.errors import ConfigError
-from nanoengine.layers.ops import GATES, TorchOps, make_ops
+from nanoengine.layers.choose import make_ops
+from nanoengine.layers.ops import GATES, TorchOps
 from nanoengine.layers.triton_ops import TritonOps, norm_warps
 from tests.support.attention_cases import DEVICE
 

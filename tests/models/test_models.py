@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError
-from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
-from nanoengine.layers.methods import linear_method_for
+from nanoengine.layers.choose import linear_method_for
+from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.models.decoder import CausalLM

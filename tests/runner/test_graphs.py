@@ -12,7 +12,7 @@ import torch
 import nanoengine.runner.decode_step as decode_step
 import nanoengine.runner.model_runner as model_runner
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
-from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
 from nanoengine.runner import sampling_ops
 from nanoengine.runner.decode_step import DecodeStep

@@ -10,7 +10,7 @@ import torch
 
 from nanoengine.core.plan import Fork, StepPlan
 from nanoengine.layers.cpu_ops import CPUOps
-from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams

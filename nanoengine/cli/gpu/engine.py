@@ -35,7 +35,7 @@ from nanoengine.cli.gpu.timing import (
 )
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepTimes
-from nanoengine.layers.linear import UnquantizedLinear
+from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner import model_runner

@@ -1,4 +1,4 @@
-"""Views: numpy views of tensors that stay, looked up instead of asked for again."""
+"""NumpyViews: numpy views of tensors that stay, looked up instead of asked for again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 
-class Views:
+class NumpyViews:
     """The numpy view of a weight or a cache, made once: `views(tensor)`.
 
     Why: a tensor takes 1 to 2 us to give one, as long as the work on a small row; a lookup 0.2 us.

@@ -1,4 +1,4 @@
-"""linear_method_for: which LinearMethod stores a layer's weight, by device, dtype and quantization.
+"""Which LinearMethod stores a layer's weight, and which LayerOps stand between the products.
 
 Called by the runner. Methods with kernels are imported where they are chosen, so that an engine on
 a GPU starts without numba, and one on a CPU without Triton.
@@ -12,9 +12,11 @@ from functools import partial
 import torch
 
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.layers.linear import LinearMethod, UnquantizedLinear
-from nanoengine.layers.quantized import GROUP_SIZE, QuantizedLinear
+from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
+from nanoengine.layers.ops import LayerOps, TorchOps
+from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import FORMATS
+from nanoengine.layers.quantized_weight import GROUP_SIZE
 
 
 def linear_method_for(
@@ -84,3 +86,21 @@ def _exact_method(
 
         return GatedLinear
     return UnquantizedLinear
+
+
+def make_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
+    """The fastest ops for a device: fused by numba on a CPU, by Triton on CUDA, where they know the
+    dtype.
+
+    Raises:
+        MissingDependencyError: a CUDA device without the package triton.
+    """
+    if device.type == "cpu" and dtype in (torch.float32, torch.float64):
+        from nanoengine.layers.cpu_ops import CPUOps
+
+        return CPUOps()
+    if device.type == "cuda" and dtype != torch.float64:
+        from nanoengine.layers.triton_ops import TritonOps
+
+        return TritonOps(dtype)
+    return TorchOps()

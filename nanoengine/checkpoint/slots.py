@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +45,3 @@ class OwnsWeights(Protocol):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors it is made of, by their full names; `path` is its own name in the
         model."""
-
-
-def empty_parameter(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
-    """An uninitialised parameter for inference; the loader fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,143 @@
+"""A checkpoint's safetensors files: which there are, what their headers say, and their tensors.
+
+Streaming: one tensor at a time, and of a tensor only the part that is asked for. Pickled
+checkpoints are refused, because reading a pickle runs code. Called by `weights.py` and by whoever
+wants the files' names; knows neither models nor layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanoengine.checks import MOST_SHOWN, check_value, shown
+from nanoengine.errors import WeightLoadError
+from nanoengine.json_file import read_object
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+MOST_NAMES = 10
+"""Names that one error message lists."""
+
+MAPPED_BYTES = 64 << 20
+"""Bytes read before a file is opened anew. Why: a mapped file's pages stay counted as this
+process's memory while it is open, so a whole file would double the peak."""
+
+
+class Stored(NamedTuple):
+    """Where a tensor is, its shape, and its dtype as safetensors names it, such as "BF16"."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint by name, from the headers of its files.
+
+    Raises:
+        WeightLoadError: see `checkpoint_files`; a file is damaged; a tensor is in two files, of
+            which either may be meant.
+    """
+    found: dict[str, Stored] = {}
+    for file in checkpoint_files(directory):
+        for name, tensor in _headers(file).items():
+            if name in found:
+                raise WeightLoadError(
+                    f"{listed([name])} is in two files, {found[name].file.name} and {file.name}:"
+                    " write the checkpoint anew, each tensor once"
+                )
+            found[name] = tensor
+    return found
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    An index may name files in directories below, and files may be links to anywhere, as they are in
+    the hub's cache: links were made on this machine, an index came with the weights.
+
+    Raises:
+        WeightLoadError: there are none, one that the index names is missing or outside of the
+            checkpoint, or the index is no index.
+    """
+    index = directory / INDEX_NAME
+    if os.path.lexists(index):
+        where, raw = f"{index}: weight_map", read_object(index, WeightLoadError)
+        weight_map = check_value(raw.get("weight_map"), dict, where, WeightLoadError)
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str):  # Perf: a MoE has 20,000, at 7 us for `check_value`.
+                check_value(name, str, f"{where}[{shown(tensor)}]", WeightLoadError)
+        names = sorted(set(weight_map.values()))
+        paths = {name: PurePosixPath(name) for name in names}
+        outside = [name for name, path in paths.items() if path.is_absolute() or ".." in path.parts]
+        if outside:
+            raise WeightLoadError(f"{index} names files outside of it: {listed(outside)}")
+        # Why not Path.is_file: it raises for a name that is too long.
+        if missing := [name for name in names if not os.path.isfile(directory / name)]:
+            raise WeightLoadError(f"{index} names files that are missing: {listed(missing)}")
+        if not names:
+            raise WeightLoadError(f"{index} names no files")
+        return [directory / name for name in names]
+    if (directory / SINGLE_NAME).is_file():
+        return [directory / SINGLE_NAME]
+    pickled = sorted(
+        p.name for suffix in ("bin", "pt", "pth") for p in directory.glob(f"*.{suffix}")
+    )
+    if pickled:
+        raise WeightLoadError(
+            f"{directory} holds pickled weights only ({listed(pickled)}), which are refused:"
+            " reading a pickle runs code. If you trust them, convert them once:\n"
+            f"  model = transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})\n"
+            f"  model.save_pretrained({str(directory)!r}, safe_serialization=True)"
+        )
+    raise WeightLoadError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def read_tensors(
+    file: Path, parts: Mapping[str, tuple[slice, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one file that `parts` names, one at a time; () is a whole tensor.
+
+    Raises:
+        WeightLoadError: the file is damaged, or can't be read.
+    """
+    waiting = deque(parts)
+    while waiting:
+        read_bytes = 0
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                while waiting and read_bytes < MAPPED_BYTES:
+                    name = waiting.popleft()
+                    part = parts[name]
+                    tensor = opened.get_slice(name)[part] if part else opened.get_tensor(name)
+                    read_bytes += tensor.nbytes
+                    yield name, tensor
+        except (SafetensorError, OSError) as error:
+            raise WeightLoadError(f"can't read {file}: {error}") from error
+
+
+def _headers(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: Stored(file, tuple(one.get_shape()), one.get_dtype())
+                for name, one in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise WeightLoadError(f"can't read {file}: {error}") from error
+
+
+def listed(names: list[str]) -> str:
+    """The first names, cut to a message's length, and how many more there are."""
+    rest = len(names) - MOST_NAMES
+    cut = [n if len(n) <= MOST_SHOWN else f"{n[:MOST_SHOWN]}..." for n in names[:MOST_NAMES]]
+    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")

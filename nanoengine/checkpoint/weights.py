@@ -1,0 +1,156 @@
+"""Weights: from a checkpoint's files, or from a seed, into the slots that a model's layers offer.
+
+Strict: every slot is filled by exactly one tensor of the right shape, and every tensor has a slot,
+or nothing is loaded. Called by `models/loader.py`, which knows where a model's slots are.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.files import Stored, listed, read_tensors
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.errors import WeightLoadError
+
+HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)")
+"""Tensors that old checkpoints carry and that are computed here."""
+
+
+def check_sizes(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
+    """Compares config.json with the tensors' shapes, before anything of its sizes is made.
+
+    `load_weights` compares every shape; by then the model has been allocated.
+
+    Raises:
+        WeightLoadError: they contradict each other; names key, value, tensor and shape.
+    """
+    if config.num_hidden_layers > len(stored):
+        raise WeightLoadError(
+            f"config.json has num_hidden_layers={config.num_hidden_layers}, but the files hold"
+            f" {len(stored)} tensors"
+        )
+
+    def check(key: str, size: int, axis: int, name: str) -> None:
+        shape = stored[name].shape if name in stored else ()
+        if len(shape) > axis and shape[axis] != size:
+            raise WeightLoadError(f"config.json has {key}={size}, but {name} is {list(shape)}")
+
+    def check_outputs(key: str, size: int, name: str) -> None:
+        for part, axis in (("weight", 0), ("weight_scale", 0), ("scales", 1)):
+            check(key, size, axis, f"{name}.{part}")
+
+    check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")
+    check("hidden_size", config.hidden_size, 1, "model.embed_tokens.weight")
+    for key, heads, part in (
+        ("num_attention_heads", config.num_attention_heads, "q_proj"),
+        ("num_key_value_heads", config.num_key_value_heads, "k_proj"),
+    ):
+        name = f"model.layers.0.self_attn.{part}"
+        check_outputs(f"{key} * head_dim", heads * config.head_dim, name)
+    sparse = config.moe.layers if config.moe else ()
+    for layer in range(config.num_hidden_layers):
+        mlp = f"model.layers.{layer}.mlp"
+        if config.moe is None or layer not in sparse:
+            check_outputs("intermediate_size", config.intermediate_size, f"{mlp}.gate_proj")
+            continue
+        size = config.moe.intermediate_size
+        check("num_experts", config.moe.num_experts, 0, f"{mlp}.gate.weight")
+        check("moe_intermediate_size", size, 2, f"{mlp}.experts.down_proj")
+        check_outputs("moe_intermediate_size", size, f"{mlp}.experts.0.gate_proj")
+
+
+def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored], *, tied: bool) -> None:
+    """Fills a model's slots from the stored tensors, each by exactly one.
+
+    float32, float16, bfloat16 and float64 tensors are converted to the model's dtype. Peak memory
+    is the model's own plus one tensor and `MAPPED_BYTES`.
+
+    Args:
+        tied: the head is the embedding; a tensor of its own is left out then.
+
+    Raises:
+        WeightLoadError: names or shapes don't match the model, which the message names, or a file
+            can't be read.
+    """
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    slots = _matched(slots, shapes, tied=tied)
+    by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
+    for name in stored:
+        if name in slots:
+            by_file[stored[name].file][name] = slots[name].part
+    waiting = set(slots)
+    for file, parts in by_file.items():
+        for name, tensor in read_tensors(file, parts):
+            allowed = slots[name].dtypes
+            if tensor.dtype not in allowed if allowed else not tensor.is_floating_point():
+                kind = " or ".join(map(str, allowed)) or "floating point"
+                raise WeightLoadError(f"{name} in {file} is {tensor.dtype}, not {kind}")
+            waiting.remove(name)  # Why: a method may have packed a slot that was filled
+            with torch.no_grad():
+                slots[name].store(tensor)
+    assert not waiting, waiting
+
+
+def dummy_weights(slots: Mapping[str, WeightSlot], seed: int) -> None:
+    """Fills slots with seeded random numbers, normal(0, 0.02) and norms near 1, for benchmarks.
+
+    Every tensor is cut from one bank of numbers at a place that its name decides, which takes a
+    memory copy instead of a random generator's time, and gives every rank count the same model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bank = torch.empty(1_000_003).normal_(0, 0.02, generator=generator)  # a prime: no row repeats
+    for name, slot in slots.items():
+        if slot.absent:
+            slot.absent()
+            continue
+        shape = torch.Size(slot.shape)
+        start = zlib.crc32(name.encode()) % len(bank)
+        copies = (start + shape.numel() - 1) // len(bank) + 1
+        numbers = bank.repeat(copies) if copies > 1 else bank
+        tensor = numbers[start : start + shape.numel()].view(shape)
+        if name.endswith("norm.weight"):
+            tensor = tensor + 1.0
+        with torch.no_grad():
+            slot.store(tensor[slot.part])
+
+
+def _matched(
+    slots: dict[str, WeightSlot], stored: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> dict[str, WeightSlot]:
+    """The slots to fill, after checking that they and the stored tensors are the same set."""
+    for name, slot in list(slots.items()):
+        if slot.absent and name not in stored:
+            slots.pop(name)
+            slot.absent()
+        elif slot.pieces_only or (slot.pieces and name not in stored):
+            slots.pop(name)
+            for piece_name, piece in slot.pieces.items():
+                if piece.absent and (piece_name in slots or piece_name not in stored):
+                    piece.absent()  # Why: a layer's own slot, say of its bias, goes before a piece
+                else:
+                    slots[piece_name] = piece
+    # Why: a tied checkpoint may hold the head too; it is the embedding once more.
+    harmless = {"lm_head.weight"} if tied else set()
+    unexpected = stored.keys() - slots.keys() - harmless
+    problems = {
+        "missing": sorted(slots.keys() - stored.keys()),
+        "unexpected": sorted(name for name in unexpected if not HARMLESS.fullmatch(name)),
+        "mis-shaped": [
+            f"{name} {list(stored[name])}, expected {list(slot.shape)}"
+            for name, slot in slots.items()
+            if name in stored and stored[name] != slot.shape
+        ],
+    }
+    if any(problems.values()):
+        raise WeightLoadError(
+            "the checkpoint's tensors don't match the model; "
+            + "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
+        )
+    return slots

@@ -1,0 +1,36 @@
+"""fuse_layers: a loaded model's layers as one compiled call each, where a kernel computes them.
+
+Done to a model from outside, once its weights are loaded: `DecoderLayer` is the readable form and
+knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
+from nanoengine.models.decoder import Decoder, DecoderLayer, GatedMLP
+
+
+def fuse_layers(decoder: Decoder) -> None:
+    """Replaces each layer that a kernel computes, with the same results, in `decoder.stack`."""
+    for index, layer in enumerate(decoder.layers):
+        parts = _parts(layer)
+        if parts is not None and FusedLayer.takes(parts):
+            decoder.stack[index] = FusedLayer(parts)
+
+
+def _parts(layer: DecoderLayer) -> LayerParts | None:
+    """What the layer is made of; None where it is not of the kernel's form."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if type(layer) is not DecoderLayer or type(mlp) is not GatedMLP:
+        return None
+    return LayerParts(
+        norm=layer.input_layernorm,
+        qkv=attention.qkv_proj,
+        head_norm=None if attention.head_norm is None else attention.head_norm.weights,
+        attention=attention.attention,
+        o=attention.o_proj,
+        mlp_norm=layer.post_attention_layernorm,
+        gate_up=mlp.gate_up_proj,
+        down=mlp.down_proj,
+        activation=mlp.activation,
+    )
