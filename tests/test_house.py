@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": {"*"},
     "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
             "core.doors", "core.sequence", "observe", "features.beam"},
+    "evaluation": {"llm", "outputs"},
     "cli": {"*"},
     "nanoengine": {"llm", "config", "inputs", "outputs", "tokenizer", "engine", "features.beam",
                    "tier_config"},

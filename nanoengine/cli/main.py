@@ -27,9 +27,11 @@ COMMANDS = {
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
     "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
+    "eval": (None, "score a model on tasks of lm-evaluation-harness"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
 }
-"""Command -> its options class in `nanoengine.cli.COMMAND` (with _ for -), and what it does."""
+"""Command -> its options class in `nanoengine.cli.COMMAND` (with _ for -), and what it does. None:
+the command reads its command line itself."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -86,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         module = importlib.import_module(f"nanoengine.cli.{name.replace('-', '_')}")
-        options = parse(getattr(module, COMMANDS[name][0]), f"nanoengine {name}", args[1:])
+        options_class = COMMANDS[name][0]
+        options: object = args[1:]
+        if options_class is not None:
+            options = parse(getattr(module, options_class), f"nanoengine {name}", args[1:])
         status = int(module.main(options) or 0)
         sys.stdout.flush()
         return status

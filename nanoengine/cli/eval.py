@@ -1,0 +1,46 @@
+"""`nanoengine eval MODEL ...`: scores a model on tasks of lm-evaluation-harness.
+
+Its own command line takes over: `--tasks`, `--num_fewshot`, `--apply_chat_template` and all others
+are the harness's, and `--model_args name=value,...` sets fields of EngineConfig.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from nanoengine.cli.options import DEMO
+from nanoengine.errors import ConfigError
+
+USAGE = """usage: nanoengine eval MODEL --tasks TASK [TASK ...] [options of lm-eval run]
+
+Scores MODEL (a directory, a hub id, or `demo`) with lm-evaluation-harness.
+
+  nanoengine eval demo --tasks my_task --include_path tasks/
+  nanoengine eval Qwen/Qwen3-0.6B --tasks arc_easy hellaswag --num_fewshot 5
+  nanoengine eval ./model --tasks gsm8k --apply_chat_template --model_args dtype=bfloat16
+
+Fields of EngineConfig go into --model_args; `lm-eval run --help` shows the other options."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs the harness's `run` command with the model registered; returns the exit status."""
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    model, *rest = args
+    if model.startswith("-"):
+        raise ConfigError(f"nanoengine eval MODEL ...: the model comes first, got {model!r}")
+    if "," in model or "=" in model:
+        raise ConfigError(f"a path for lm-eval can't hold ',' or '=', got {model!r}")
+    if model == DEMO:
+        from nanoengine.assets import demo_model_path
+
+        model = str(demo_model_path())
+    from nanoengine import evaluation  # noqa: F401, I001  # It registers the model, and names the extra.
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["lm-eval", "run", "--model", "nanoengine", "--model_args", f"pretrained={model}"]
+    sys.argv += ["--device", "auto", *rest]  # Why: the harness's own default is a GPU.
+    cli_evaluate()
+    return 0

@@ -1,0 +1,218 @@
+"""NanoEngineLM: the engine as a model of lm-evaluation-harness, for scores on its tasks.
+
+    task ── Instances ── NanoEngineLM ── LLM.generate ── scores, texts ── metrics
+                         (this file)
+
+The harness asks two things. A *log-likelihood* request has a context and a continuation, and wants
+to know how likely the continuation is: both are one prompt here, scored from its first continuation
+token on, so that the choices of one question share the blocks of its context. A *generation*
+request wants text up to a stop string.
+
+The one file that imports lm_eval; `nanoengine eval` (cli/eval.py) hands over to its command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    # Why the first line: a model that is registered before the harness's own makes them vanish.
+    import lm_eval.models  # noqa: F401
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    from nanoengine.errors import MissingDependencyError
+
+    raise MissingDependencyError(
+        "evaluation needs lm-evaluation-harness 0.4.13 or newer: pip install 'nanoengine[eval]'"
+    ) from error
+
+from nanoengine.errors import RequestError
+from nanoengine.llm import LLM
+from nanoengine.outputs import RequestOutput
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.vllm_names import warn_idle
+
+__all__ = ["NanoEngineLM"]
+
+MAX_GEN_TOKS = 256
+"""Longest answer [tokens] of a task that names no limit, as in the harness's `hf` model."""
+
+
+@register_model("nanoengine")
+class NanoEngineLM(TemplateLM):
+    """An `LLM` that answers the harness.
+
+    Args:
+        pretrained: directory of a checkpoint, or a hub id: the harness's word for it.
+        max_length: longest input [tokens]; what is longer loses its beginning. None: the model's
+            context less the token to predict and the one that a request must generate.
+        batch_size, max_batch_size: there for the harness's command line; the engine batches by
+            itself, up to `max_num_seqs`.
+        options: the fields of `EngineConfig`.
+
+    Source: the interface of lm-evaluation-harness 0.4.13 (api/model.py).
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        max_length: int | None = None,
+        max_gen_toks: int = MAX_GEN_TOKS,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if str(batch_size) != "1" and not str(batch_size).startswith("auto"):
+            warn_idle(f"batch_size={batch_size} (max_num_seqs limits what runs together)")
+        self.llm = LLM(pretrained, **options)
+        self.tokenizer = self.llm.get_tokenizer()
+        longest = self.llm.info.max_model_len - 2
+        self.max_length = longest if max_length is None else min(max_length, longest)
+        self.max_gen_toks = max_gen_toks
+
+    # --- tokens -------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self.llm.info.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is: the tokenizer's beginning of a text, else its end."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; None leaves a first special token out where the text begins with it."""
+        if add_special_tokens is None:
+            begin = self.tokenizer.bos_token
+            add_special_tokens = not (begin and string.startswith(begin))
+        return self.llm.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as one text."""
+        return self.llm.tokenizer.render_chat(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether greedy decoding gives it) of each continuation."""
+        prompts, starts = [], []
+        for _, context, continuation in requests:
+            token_ids = (context + continuation)[-self.max_length - 1 :]
+            prompts.append(token_ids)
+            starts.append(max(len(token_ids) - len(continuation), 1))
+        outputs = self._run(
+            prompts,
+            [SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=0) for start in starts],
+            disable_tqdm,
+        )
+        answers = []
+        for (texts, _, _), output, start in zip(requests, outputs, starts, strict=True):
+            assert output.prompt_logprobs is not None
+            scored = [
+                found[token_id]
+                for token_id, found in zip(
+                    output.prompt_token_ids[start:], output.prompt_logprobs[start:], strict=True
+                )
+                if found is not None
+            ]
+            answer = sum(one.logprob for one in scored), all(one.rank == 1 for one in scored)
+            answers.append(answer)
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of whole texts, in windows of `max_length` where they are longer."""
+        windows, counts = [], []
+        for request in requests:
+            (text,) = request.args
+            pairs = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            found = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += found
+            counts.append(len(found))
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        answers = []
+        for request, count in zip(requests, counts, strict=True):
+            answers.append(sum(next(scores)[0] for _ in range(count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to a stop string."""
+        prompts, params = [], []
+        for request in requests:
+            context, options = request.args
+            one = self._sampling_params(options)
+            params.append(one)
+            prompts.append(self.tok_encode(context)[one.max_tokens - self.max_length :])
+        outputs = self._run(prompts, params, disable_tqdm)
+        answers = [output.outputs[0].text for output in outputs]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+        return answers
+
+    def _sampling_params(self, options: dict[str, Any]) -> SamplingParams:
+        """A task's `generation_kwargs` in the engine's words; an unknown one is refused by name."""
+        given = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+        if not given.pop("do_sample", False):
+            given["temperature"] = 0.0
+        max_tokens = given.pop("max_gen_toks")
+        if max_tokens >= self.max_length:
+            raise RequestError(
+                f"max_gen_toks={max_tokens} leaves no room for a prompt: it must be below"
+                f" max_length={self.max_length}"
+            )
+        stop = [text for text in given.pop("until", []) if text]
+        try:
+            return SamplingParams(max_tokens=max_tokens, stop=stop, **given)
+        except TypeError as error:
+            raise RequestError(f"generation_kwargs: {error}") from error
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], disable_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Runs prompts of token ids, those with a common beginning one after the other."""
+        order = sorted(range(len(prompts)), key=prompts.__getitem__)
+        outputs = self.llm.generate(
+            [prompts[i] for i in order], [params[i] for i in order], use_tqdm=not disable_tqdm
+        )
+        for output in outputs:
+            if output.error:
+                raise RequestError(output.error)
+        by_index = dict(zip(order, outputs, strict=True))
+        return [by_index[i] for i in range(len(prompts))]
