@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner.row_buffers import RowBuffers
@@ -81,7 +81,7 @@ def build(num_seqs: int, num_steps: int) -> LLMEngine:
         block_bytes=1,
         groups=(KVGroup(layers=(0,)),),
     )
-    scheduler = Scheduler(
+    scheduler = FastScheduler(
         BlockManager(layout), max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * PROMPT_LEN
     )
     info = EngineInfo(

@@ -20,8 +20,8 @@ from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.config import EngineConfig
 from nanoengine.core.admission import make_policy
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
@@ -116,7 +116,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             chunked=config.enable_chunked_prefill,
             tiers=tiers,
         )
-        scheduler = Scheduler(
+        scheduler = FastScheduler(
             manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,

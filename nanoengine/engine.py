@@ -31,10 +31,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import xxhash
 
 from nanoengine.core.cache_stats import TierStats
-from nanoengine.core.doors import Executor, Launched, Observer, OutputFollower, TokenChooser
+from nanoengine.core.doors import Executor, Launched, Observer
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Request, Sequence
+from nanoengine.core.sequence import OutputFollower, Request, Sequence, TokenChooser
 from nanoengine.errors import (
     CapacityError,
     EngineDeadError,

@@ -33,8 +33,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
 
 from nanoengine.config import EngineConfig
-from nanoengine.core.doors import OutputFollower
-from nanoengine.core.sequence import Request
+from nanoengine.core.sequence import OutputFollower, Request
 from nanoengine.engine import EngineInfo, EngineStats, LLMEngine, require_unforked
 from nanoengine.errors import CapacityError, NanoEngineError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSequence

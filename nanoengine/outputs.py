@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, cast
 if TYPE_CHECKING:
     from nanoengine.core.plan import TokenLogprob
     from nanoengine.core.sequence import Request, Sequence
-    from nanoengine.tokenizer import TextStream, Tokenizer
+    from nanoengine.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the caller's
@@ -281,8 +281,8 @@ class OutputBuilder:
                 prompt_token_ids=self.request.prompt_token_ids,
                 end_ids=self._end_ids,
             )
-        stream = cast("TextStream", seq.follower)
-        return stream.finish(seq.output_token_ids) if seq.is_finished else stream.text
+        follower = seq.follower
+        return follower.finish(seq.output_token_ids) if seq.is_finished else follower.text
 
     def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """None until all of them are known; converted once."""

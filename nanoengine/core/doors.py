@@ -1,8 +1,8 @@
 """The doors of the core: who may take part in a step without the core knowing them.
 
-An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens, an `Observer`
-watches, a `OutputFollower` follows one sequence, a `TokenChooser` decides what the sequences of one
-request go on with; a `TierStorage` moves blocks.
+An `Executor` runs plans, each of them `Launched`; a `Proposer` drafts tokens; an `Observer` watches
+steps; a `TierStorage` moves blocks. Who follows or steers a single request enters with it:
+`OutputFollower` and `TokenChooser` stand beside it in sequence.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.core.scheduler import Scheduler
-    from nanoengine.core.sequence import Request, Sequence
+    from nanoengine.core.sequence import Sequence
 
 
 class Launched(Protocol):
@@ -63,22 +62,3 @@ class TierStorage(Protocol):
     def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> float:
         """Copies the tier's blocks to the device, ahead of all work issued from now on; returns the
         seconds that it took."""
-
-
-class OutputFollower(Protocol):
-    """Follows one sequence's output, token by token: incremental text, stop strings, streaming."""
-
-    def append(self, token_id: int) -> str | None:
-        """Takes the next output token; a returned string ends the sequence: its stop reason."""
-
-
-class TokenChooser(Protocol):
-    """Decides the next tokens of one request's sequences in place of the sampler."""
-
-    def choose(self, request: Request, scheduler: Scheduler) -> None:
-        """Called by a commit once each unfinished sequence of the request rests: all its tokens are
-        computed, and its `choices` holds the most likely next ones.
-
-        Each must be given a token (`scheduler.append_token`), be forked (`fork`) as well, be
-        dropped (`drop`) or be ended (`finish`).
-        """

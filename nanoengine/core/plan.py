@@ -148,6 +148,13 @@ class StepPlan:
         """Tokens that the forward of this step computes."""
         return sum(self.num_scheduled_tokens)
 
+    def add(self, row: int, start: int, num_scheduled_tokens: int, *, num_logits: int) -> None:
+        """Schedules a row's next tokens."""
+        self.rows.append(row)
+        self.starts.append(start)
+        self.num_scheduled_tokens.append(num_scheduled_tokens)
+        self.num_logits.append(num_logits)
+
     def __str__(self) -> str:
         """The step in words: what runs, and why anything unusual happened."""
         decodes = sum(n == 1 for n in self.num_scheduled_tokens)
@@ -177,6 +184,10 @@ class TokenLogprob(NamedTuple):
     token_id: int
     logprob: float
     rank: int
+
+
+TokenLogprobs = list[list[TokenLogprob]]
+"""For each of some tokens: its own log-probability first, then the top candidates'."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +221,7 @@ class StepResult:
     """
 
     token_ids: list[list[int]]
-    logprobs: dict[int, list[list[TokenLogprob]]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[list[TokenLogprob]]] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)

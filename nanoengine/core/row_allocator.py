@@ -16,7 +16,7 @@ class RowAllocator:
     """`num_rows` places, each held by one running sequence or free."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []
         # Parent, child and its computed tokens, since the last plan; None: it has lost its row.
@@ -59,7 +59,7 @@ class RowAllocator:
 
     def release_all(self) -> None:
         """Has the next plan release all rows, also those that are free."""
-        self._released = list(range(self._num_rows))
+        self._released = list(range(self.num_rows))
 
     def tell(self, plan: StepPlan) -> None:
         """Writes what has changed since the last plan into this one, forks in their order.
@@ -79,7 +79,7 @@ class RowAllocator:
     def check(self, running: list[Sequence]) -> None:
         """Raises AssertionError unless each row is free or held by one of these sequences."""
         held = [seq.row for seq in running]
-        assert sorted(held + self._free) == list(range(self._num_rows)), held
+        assert sorted(held + self._free) == list(range(self.num_rows)), held
 
 
 def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:

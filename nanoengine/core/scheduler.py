@@ -1,6 +1,6 @@
 """Scheduler: which sequences compute how many tokens in each step: `schedule`, then `commit`.
 
-    waiting (heap: priority, arrival) ──admit──► running (sorted the same way) ──finish──► done
+    waiting (heap: priority, arrival) ──admit──► running (sorted the same way) ──end──► finished
                     ▲                                  │
                     └───────────preempt────────────────┘
 
@@ -9,28 +9,29 @@ One formula for prefill, chunk, decode and verification: a sequence computes
 of a sampled token, so a step may be planned while the one before it still runs; `commit` brings the
 values, one step later if need be. Source: vLLM v1's scheduler (no phases; one budget).
 
-Between steps a sequence may be forked. Where a `TokenChooser` decides the tokens, a sequence whose
-tokens are all computed rests: the formula gives 0, so it keeps row and blocks and does nothing.
-
-Called by LLMEngine; asks the BlockManager for blocks; knows no tensors and no features.
+Called by LLMEngine; asks the BlockManager for blocks, and `Forks` where a request has several
+sequences. Knows no tensors and no features. An engine runs the FastScheduler, which makes the same
+plans.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from bisect import insort
 from collections.abc import Iterable
 
 from nanoengine.core.admission import AdmissionPolicy, WatermarkOnly
 from nanoengine.core.block_manager import BlockManager, Verdict
-from nanoengine.core.plan import Preemption, StepPlan, StepResult
-from nanoengine.core.roster import Roster
-from nanoengine.core.row_allocator import admitted
+from nanoengine.core.forks import Forks
+from nanoengine.core.plan import Preemption, StepPlan, StepResult, TokenLogprobs
+from nanoengine.core.row_allocator import RowAllocator, admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
-from nanoengine.core.waiting import LookAhead
+from nanoengine.core.stats import SchedulerStats
+from nanoengine.core.waiting import LookAhead, WaitingQueue
 
 
-class Scheduler(Roster):
+class Scheduler:
     """Plans steps under a token budget, a cap on sequences, and the blocks there are.
 
     Args:
@@ -40,6 +41,11 @@ class Scheduler(Roster):
         chunked_prefill: False computes a prompt whole or not yet.
         long_prefill_threshold: most prompt tokens of one sequence a step; 0 for no bound.
         policy: may hold back a sequence whose blocks fit; None: admits whoever fits.
+
+    Attributes:
+        running: sequences that hold a row, by priority and arrival.
+        forks: what several sequences of one request need.
+        last_finished: requests that the latest commit finished, for observers.
     """
 
     def __init__(
@@ -52,23 +58,93 @@ class Scheduler(Roster):
         long_prefill_threshold: int = 0,
         policy: AdmissionPolicy | None = None,
     ) -> None:
-        super().__init__(
-            block_manager,
-            max_num_seqs=max_num_seqs,
-            policy=WatermarkOnly() if policy is None else policy,
-        )
-        self._block_size = block_manager.block_size
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.long_prefill_threshold = long_prefill_threshold
-        self._in_flight: dict[int, list[Sequence]] = {}
+        self.policy = WatermarkOnly() if policy is None else policy
+        self.stats = SchedulerStats()
+        self._block_size = block_manager.block_size
+        self._seq_ids = itertools.count()
+        self._clear()
 
-    # --- requests -----------------------------------------------------------------------------
+    def _clear(self) -> None:
+        self.running: list[Sequence] = []
+        self.last_finished: list[Request] = []
+        self._waiting = WaitingQueue()
+        self._rows = RowAllocator(self.max_num_seqs)
+        self.forks = Forks(
+            block_manager=self.block_manager,
+            rows=self._rows,
+            waiting=self._waiting,
+            running=self.running,
+            seq_ids=self._seq_ids,
+            append=self._append,
+            end=self._end,
+        )
+        self._in_flight: dict[int, list[Sequence]] = {}  # by step, until it is committed
+        self._done: list[Request] = []  # finished, and not told yet
+        self._any_ended = False  # `running` still holds sequences that have ended
 
     @property
     def has_unfinished(self) -> bool:
         """True while a step has something to do or to commit."""
         return bool(self.running or self._waiting or self._in_flight or self._done)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for admission."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self.running)
+
+    def num_waste_slots(self) -> int:
+        """Slots that are allocated to running sequences but hold no token (yet)."""
+        size = self.block_manager.block_size
+        return sum(
+            max(len(table) * size - seq.num_computed_tokens, 0)
+            for seq in self.running
+            for table in seq.block_tables
+        )
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add(
+        self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
+    ) -> None:
+        """Queues a request that the engine has validated."""
+        request.seed = seed
+        first = Sequence(
+            request,
+            seq_id=next(self._seq_ids),
+            index=0,
+            token_ids=list(request.prompt_token_ids),
+            seed=seed,
+            stop_ids=stop_ids,
+            max_num_tokens=max_num_tokens,
+        )
+        request.sequences.append(first)
+        self._waiting.push(first)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request wherever it is; its blocks and rows are free at once."""
+        for seq in request.sequences:
+            if not seq.is_finished:
+                self._end(seq, "abort")
+        request.num_forks_due = 0
+        if request in self._done:  # it has failed in a step that is not committed yet
+            self._done.remove(request)
+        self._drop_ended()
+
+    def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
+        """Adds a sequence to a parent's request, between steps: see `Forks.fork`."""
+        child = self.forks.fork(parent, next_token_id)
+        self._drop_ended()
+        return child
 
     def recover(self, requests: Iterable[Request]) -> None:
         """After a failed step: ends all requests, and starts again with an empty pool.
@@ -83,10 +159,10 @@ class Scheduler(Roster):
                 if not seq.is_finished:
                     self.block_manager.forget(seq)
                     seq.row = NO_ROW
-                    self._set_finished(seq, "abort")
+                    seq.finish("abort")
+                    self.policy.on_finish(seq)
         self.block_manager.discard_all()
         self._clear()
-        self._in_flight = {}
         self._rows.release_all()
 
     # --- schedule -----------------------------------------------------------------------------
@@ -103,7 +179,7 @@ class Scheduler(Roster):
         if not plan.preempted:
             self._admit(plan, scheduled, budget)
         if not scheduled and not any(self._in_flight.values()):
-            self._make_resting_yield(plan, scheduled)
+            self._break_deadlock(plan, scheduled)
         # Why last: a fork of this step may take the row of a sequence preempted in this step.
         self._rows.tell(plan)
         manager = self.block_manager
@@ -118,53 +194,39 @@ class Scheduler(Roster):
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
         """Gives each running sequence its tokens, by priority; returns the budget left."""
-        budget, may_append = self.max_num_batched_tokens, self.block_manager.may_append
-        rows, starts = plan.rows, plan.starts
-        counts, logits = plan.num_scheduled_tokens, plan.num_logits
+        budget = self.max_num_batched_tokens
         before = tuple(self.running)  # Why: forks of this step join `running`, and wait their turn.
-        running, num_easy = Status.RUNNING, 0
         for i, seq in enumerate(before):
-            if seq.status is not running:
-                continue  # preempted by one before it
-            start = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
-            num_drafts = len(seq.draft_token_ids)
-            num_new = num_tokens + num_drafts - start
-            if num_new == 1 and start < seq.slots_ready_until and num_tokens < seq.max_num_tokens:
-                # Perf: what `_schedule_one` does to a decode that needs nothing but its slot.
-                scheduled.append(seq)
-                rows.append(seq.row)
-                starts.append(start)
-                counts.append(1)
-                logits.append(1)
-                seq.num_computed_tokens = num_tokens
-                seq.num_pending_tokens += 1
-                num_easy += 1
-                budget -= 1
-                continue
-            if num_new <= 0 or num_tokens >= seq.max_num_tokens:
-                continue  # its last token is still under way
-            if num_new > 1:
-                self.block_manager.catch_up(seq)
-                num_new -= seq.num_computed_tokens - start
+            if seq.status is Status.RUNNING:  # else it was preempted by one before it
                 # Why: a token is kept for each sequence behind, so no prompt stalls a decode.
-                num_new = min(num_new, budget - (len(before) - 1 - i), seq.max_chunk)
-                if self.long_prefill_threshold:
-                    num_new = min(num_new, self.long_prefill_threshold)
-                if num_drafts:
-                    num_new = self._trim_drafts(seq, num_new)
-            if not may_append(seq, num_new) and not self._make_room(plan, seq, num_new):
-                continue
-            self._schedule_one(plan, scheduled, seq, num_new)
-            budget -= num_new
-        self.stats.decode_tokens += num_easy
+                num_behind = len(before) - 1 - i
+                budget -= self._schedule_next(plan, scheduled, seq, budget - num_behind)
         return budget
+
+    def _schedule_next(
+        self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, budget: int
+    ) -> int:
+        """Gives a running sequence its next tokens, at most `budget`; returns how many."""
+        start = seq.num_computed_tokens
+        num_new = seq.num_tokens + len(seq.draft_token_ids) - start
+        if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
+            return 0  # it awaits a choice, or its last token is still under way
+        if num_new > 1:
+            self.block_manager.catch_up(seq)
+            num_new -= seq.num_computed_tokens - start
+            num_new = min(num_new, budget, seq.max_chunk, self.long_prefill_threshold or budget)
+            if seq.draft_token_ids:
+                num_new = self._trim_drafts(seq, num_new)
+        if not self._make_room(plan, seq, num_new):
+            return 0
+        self._schedule_one(plan, scheduled, seq, num_new)
+        return num_new
 
     def _trim_drafts(self, seq: Sequence, num_new: int) -> int:
         """Keeps the drafts that fit step, sequence and pool; returns the tokens to compute."""
         num_known = seq.num_tokens - seq.num_computed_tokens
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
-        if self._has_forks_due(seq):
+        if self.forks.are_due(seq):
             num_drafts = 0  # Why: its forks sample from the last position of the prompt
         seq.draft_token_ids = seq.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(seq.draft_token_ids))
@@ -176,55 +238,54 @@ class Scheduler(Roster):
     def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Finds blocks for a running sequence, at the cost of those behind it if need be."""
         while not self.block_manager.may_append(seq, num_new):
-            victim = self.running[-1]
             if len(self.running) == 1:
                 self._fail(seq, self._too_small_for(seq.num_computed_tokens + num_new))
                 return False
-            self._preempt(plan, victim, f"seq {seq.seq_id} needs a block and none is free")
-            if victim is seq:
+            reason = f"seq {seq.seq_id} needs a block and none is free"
+            if self._preempt(plan, reason) is seq:
                 return False
         return True
 
-    def _make_resting_yield(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
-        """Where all that run rest for one that waits, they give up rows and blocks until it fits.
+    def _break_deadlock(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
+        """Preempts running beams until one that is still queued can be admitted.
 
-        Why: nobody else would; the choice they rest for needs the waiting one's offer.
+        Deadlock breaker for beam search: every running beam waits for one that is still queued,
+        because their chooser needs the choices of all of them.
         """
         self._drop_ended()
         while self._waiting and self.running and not scheduled:
-            victim = self.running[-1]
-            assert victim.awaits_choice, victim
-            self._preempt(plan, victim, "it rests, and those that wait need its row or blocks")
+            assert self.running[-1].awaits_choice, self.running[-1]
+            self._preempt(plan, "it awaits a choice, and one that is queued needs row or blocks")
             self._admit(plan, scheduled, self.max_num_batched_tokens)
 
-    def _preempt(self, plan: StepPlan, victim: Sequence, reason: str) -> None:
-        """Takes the lowest-priority, latest sequence's row and blocks; it waits, tokens kept.
+    def _preempt(self, plan: StepPlan, reason: str) -> Sequence:
+        """Takes row and blocks of the latest sequence of the lowest priority, and returns it.
 
-        One that rests is parked instead: there is nothing to compute until its token is chosen.
+        It keeps its tokens and waits. One that awaits a choice is parked instead, because until
+        then there is nothing to compute of it.
         """
-        assert self.running[-1] is victim
-        self.running.pop()
+        victim = self.running.pop()
         plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))
         self.stats.preemptions += 1
-        victim.num_preempted_tokens = max(victim.num_preempted_tokens, victim.num_computed_tokens)
         awaits_choice = victim.awaits_choice
-        victim.num_computed_tokens = 0
-        victim.draft_token_ids = ()
         self.block_manager.deallocate(victim)
         self._rows.release(victim)
+        victim.forget_computed()
         if awaits_choice:
             victim.status = Status.PARKED
         else:
             self._waiting.push(victim)
+        return victim
 
     def _admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
         if not self._waiting:
             return
         ahead = LookAhead(self._waiting, self.policy.next_to_admit)
-        rows_kept = sum(self._num_forks_due(seq) for seq in self.running if seq.params.n > 1)
+        rows_due = self.forks.num_rows_due
+        rows_kept = sum(rows_due(seq) for seq in self.running if seq.params.n > 1)
         while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
-            forks = self._num_forks_due(seq)
+            forks = rows_due(seq)
             if self._rows.num_free - rows_kept < 1 + forks or seq.num_pending_tokens:
                 ahead.pass_over(seq)
                 break
@@ -245,8 +306,8 @@ class Scheduler(Roster):
             ):
                 ahead.pass_over(seq)  # Why break: what is full soon is so for those behind, too.
                 break
-            num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             num_new = min(num_new, admission.max_chunk)
+            num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             rows_kept += forks
             if admission.reason:
                 plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")
@@ -255,7 +316,7 @@ class Scheduler(Roster):
             has_room = self.block_manager.may_append(seq, num_new)
             assert has_room, seq
             self._schedule_one(plan, scheduled, seq, num_new)
-            rows_kept -= forks - self._num_forks_due(seq)
+            rows_kept -= forks - rows_due(seq)
             budget -= num_new
             ahead.overtake()
         if ahead.passed_over and not plan.rows:
@@ -283,10 +344,7 @@ class Scheduler(Roster):
         end = start + num_new
         reaches_end = end == seq.num_tokens + num_drafts
         scheduled.append(seq)
-        plan.rows.append(seq.row)
-        plan.starts.append(start)
-        plan.num_scheduled_tokens.append(num_new)
-        plan.num_logits.append(1 + num_drafts if reaches_end else 0)
+        plan.add(seq.row, start, num_new, num_logits=1 + num_drafts if reaches_end else 0)
         if num_drafts:
             plan.draft_token_ids[seq.row] = seq.draft_token_ids
         if num_new == 1 + num_drafts and start >= seq.num_prompt_tokens:
@@ -294,93 +352,94 @@ class Scheduler(Roster):
         else:
             self.stats.prefill_tokens += num_new
         if start < seq.num_preempted_tokens:
-            again = min(end, seq.num_preempted_tokens) - start
-            self.stats.recomputed_tokens += again
+            self.stats.recomputed_tokens += min(end, seq.num_preempted_tokens) - start
         seq.num_computed_tokens = end
         if end // self._block_size > seq.num_registered_blocks:
             self.block_manager.register(seq)
         if reaches_end and seq.request.chooser is None:
             seq.num_pending_tokens += 1
-            # Why not with drafts: those that are refused take computed tokens back.
-            seq.slots_ready_until = 0 if num_drafts else self.block_manager.slots_ready_until(seq)
-            if seq.params.n > 1 and self._has_forks_due(seq):
-                self._fork_prompt(plan, scheduled, seq)
-
-    def _fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
-        """Gives a request its other n - 1 sequences: they sample from the parent's logits.
-
-        Those that there are no rows for wait, and compute the end of the prompt once more: a token
-        depends on seed, position and logits alone, so it is the same one.
-        """
-        # Why indices below those of any other fork: who stands between may not preempt them.
-        num_placed = self._num_forks_due(parent)
-        while parent.request.num_forks_due:
-            child = self._make_child(parent, parent.params.n - parent.request.num_forks_due)
-            parent.request.num_forks_due -= 1
-            if not num_placed:
-                self._waiting.push(child)
-                continue
-            num_placed -= 1
-            self._place_beside(child, parent)
-            child.num_pending_tokens = 1
-            scheduled.append(child)
-            plan.rows.append(child.row)
-            plan.starts.append(child.num_computed_tokens)
-            plan.num_scheduled_tokens.append(0)
-            plan.num_logits.append(1)
+            if seq.params.n > 1 and self.forks.are_due(seq):
+                self.forks.fork_prompt(plan, scheduled, seq)
 
     # --- commit -------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Takes the sampled tokens of a step; returns the requests that are finished by it."""
-        now = time.perf_counter()
-        plain = not (result.errors or result.logprobs or result.prompt_logprobs)
-        token_ids, num_logits, num_easy = result.token_ids, plan.num_logits, 0
-        for i, seq in enumerate(self._in_flight.pop(plan.step, ())):
-            if (
-                plain
-                and seq.slots_ready_until
-                and num_logits[i] == 1
-                and seq.last_token_time is not None
-            ):
-                (token_id,) = token_ids[i]
-                at_end = len(seq.token_ids) + 1 >= seq.max_num_tokens
-                if not (at_end or token_id in seq.stop_ids or seq.follower is not None):
-                    # Perf: what `_append` does to a token that goes on and that nobody follows.
-                    seq.token_ids.append(token_id)
-                    seq.num_pending_tokens -= 1
-                    seq.last_token_time = now
-                    num_easy += 1
-                    continue
-            if seq.is_finished:
-                continue  # aborted, or stopped by a step committed since
-            if i in result.prompt_logprobs:
-                self._extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
-            if i in result.errors:
-                held = [block_id for table in seq.block_tables for block_id in table]
-                self._fail(seq, result.errors[i])
-                self.block_manager.distrust(held)  # Why: their content may be what is wrong
-            elif plan.num_logits[i] and seq.request.chooser is not None:
-                seq.choices = result.logprobs[i][0][1:]
-                self._undecided.append(seq.request)
-            elif plan.num_logits[i]:
-                num_drafts = plan.num_logits[i] - 1
-                tokens = result.token_ids[i]
-                seq.num_pending_tokens -= 1
-                if num_drafts:
-                    seq.draft_token_ids = ()
-                    seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
-                self._append(seq, tokens, result.logprobs.get(i), now)
-        self.stats.output_tokens += num_easy
-        self._let_choose()
+        self._take_results(plan, result, self._in_flight.pop(plan.step, []))
+        self.forks.let_choose()
         self._drop_ended()
         self.block_manager.tiers.commit(plan, result)
-        done, self._done = self._done, []
-        self.last_finished = done
-        self.stats.finished_requests += len(done)
-        return done
+        self.last_finished, self._done = self._done, []
+        self.stats.finished_requests += len(self.last_finished)
+        return self.last_finished
 
-    # --- small moves --------------------------------------------------------------------------
+    def _take_results(self, plan: StepPlan, result: StepResult, scheduled: list[Sequence]) -> None:
+        """Gives each scheduled sequence what the step has sampled for it."""
+        now = time.perf_counter()
+        for i, seq in enumerate(scheduled):
+            self._take_result(plan, result, i, seq, now)
+
+    def _take_result(
+        self, plan: StepPlan, result: StepResult, i: int, seq: Sequence, now: float
+    ) -> None:
+        """Gives the i-th scheduled sequence its error, its choices or its tokens, if it has any."""
+        if seq.is_finished:
+            return  # aborted, or stopped by a step committed since
+        if i in result.prompt_logprobs and seq.index == 0:
+            seq.request.extend_prompt_logprobs(plan.starts[i], result.prompt_logprobs[i])
+        if i in result.errors:
+            held = [block_id for table in seq.block_tables for block_id in table]
+            self._fail(seq, result.errors[i])
+            self.block_manager.distrust(held)  # Why: their content may be what is wrong
+        elif plan.num_logits[i] and seq.request.chooser is not None:
+            self.forks.offer(seq, result.logprobs[i][0][1:])
+        elif plan.num_logits[i]:
+            num_drafts = plan.num_logits[i] - 1
+            tokens = result.token_ids[i]
+            seq.num_pending_tokens -= 1
+            if num_drafts:
+                seq.draft_token_ids = ()
+                seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
+            self._append(seq, tokens, result.logprobs.get(i), now)
+
+    def _append(
+        self, seq: Sequence, tokens: list[int], logprobs: TokenLogprobs | None, now: float
+    ) -> None:
+        """Gives a sequence its next tokens, up to one that ends it."""
+        if seq.first_token_time is None:
+            seq.first_token_time = now
+        seq.last_token_time = now
+        for j, token_id in enumerate(tokens):
+            self.stats.output_tokens += 1
+            ending = seq.append(token_id, None if logprobs is None else logprobs[j])
+            if ending is not None:
+                return self._end(seq, *ending)
+        return None
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def _end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """Gives a sequence its finish reason; its row and blocks are free from now on."""
+        if seq.status is Status.RUNNING:
+            self.block_manager.deallocate(seq)
+            self._rows.release(seq)
+            self._any_ended = True
+        elif seq.status is Status.WAITING:
+            self._waiting.discount()
+        seq.finish(reason, stop_reason)
+        self.policy.on_finish(seq)
+        if reason != "abort" and seq.request.finished:
+            self._done.append(seq.request)
+
+    def _fail(self, seq: Sequence, message: str) -> None:
+        """Ends a sequence with an error of its own; other requests notice nothing.
+
+        Where a chooser decides, the whole request ends with it, at the next commit.
+        """
+        seq.request.error = message
+        if seq.request.chooser is not None:
+            self.forks.undecided.append(seq.request)
+        self._end(seq, "error")
 
     def _too_small_for(self, num_tokens: int) -> str:
         manager = self.block_manager
@@ -391,17 +450,11 @@ class Scheduler(Roster):
             f" kv_cache_gib, or ask for fewer tokens"
         )
 
-    def _let_choose(self) -> None:
-        """Calls the choosers whose sequences all rest; ends what a failed one leaves behind."""
-        undecided, self._undecided = self._undecided, []
-        for request in dict.fromkeys(undecided):
-            live = [seq for seq in request.sequences if not seq.is_finished]
-            if request.error is not None:  # Why: the others would rest for it for ever
-                for seq in live:
-                    self._end(seq, "error")
-            elif live and request.chooser and all(seq.choices is not None for seq in live):
-                request.chooser.choose(request, self)
-                assert all(seq.choices is None or seq.is_finished for seq in live), "left to rest"
+    def _drop_ended(self) -> None:
+        """Takes out of `running` whoever has ended; `Forks` holds the same list."""
+        if self._any_ended:
+            self.running[:] = [seq for seq in self.running if seq.status is Status.RUNNING]
+            self._any_ended = False
 
     # --- invariants ---------------------------------------------------------------------------
 

@@ -12,11 +12,12 @@ verification are words for its values, never flags.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from nanoengine.core.doors import OutputFollower, TokenChooser
-from nanoengine.core.plan import TokenLogprob
+from nanoengine.core.plan import TokenLogprob, TokenLogprobs
 from nanoengine.core.prefixes import Prefix
 from nanoengine.sampling_params import SamplingParams
 
@@ -34,6 +35,13 @@ class Status(enum.Enum):
     RUNNING = "running"
     PARKED = "parked"
     FINISHED = "finished"
+
+
+class Ending(NamedTuple):
+    """How a sequence ends; `stop_reason` is the stop id or stop string that was asked for."""
+
+    finish_reason: str
+    stop_reason: int | str | None = None
 
 
 class Sequence:
@@ -141,7 +149,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0
-        self.logprobs: list[list[TokenLogprob]] | None = [] if params.logprobs is not None else None
+        self.logprobs: TokenLogprobs | None = [] if params.logprobs is not None else None
         self.follower: OutputFollower | None = (
             request.make_follower(index) if request.make_follower else None
         )
@@ -165,6 +173,24 @@ class Sequence:
         """The committed output tokens, the one that ended the sequence included."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def append(self, token_id: int, logprobs: list[TokenLogprob] | None) -> Ending | None:
+        """Takes the next token, known from now on; returns how the sequence ends by it, if it does.
+
+        `logprobs`: the token's own first, then the top candidates.
+        """
+        self.token_ids.append(token_id)
+        if logprobs is not None and self.logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[0].logprob
+        num_tokens = len(self.token_ids)
+        if num_tokens >= self.min_num_tokens and token_id in self.stop_ids:
+            was_asked_for = token_id in (self.params.stop_token_ids or ())
+            return Ending("stop", token_id if was_asked_for else None)
+        stop_string = None if self.follower is None else self.follower.append(token_id)
+        if stop_string is not None:
+            return Ending("stop", stop_string)
+        return Ending("length") if num_tokens >= self.max_num_tokens else None
+
     @property
     def awaits_choice(self) -> bool:
         """True if all tokens are computed and the next one is to be chosen: see `TokenChooser`."""
@@ -187,6 +213,19 @@ class Sequence:
         child.first_scheduled_time = self.first_scheduled_time
         child.first_token_time, child.last_token_time = self.first_token_time, self.last_token_time
         return child
+
+    def forget_computed(self) -> None:
+        """It has lost its blocks: all of its tokens are computed again, drafts given up."""
+        self.num_preempted_tokens = max(self.num_preempted_tokens, self.num_computed_tokens)
+        self.num_computed_tokens = 0
+        self.draft_token_ids = ()
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """It has ended, for this reason."""
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finish_time = time.perf_counter()
 
     @property
     def is_finished(self) -> bool:
@@ -260,7 +299,7 @@ class Request:
         self.next_index = params.n
         self.num_forks_due = params.n - 1
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[list[TokenLogprob]] | None = (
+        self.prompt_logprobs: TokenLogprobs | None = (
             [] if params.prompt_logprobs is not None else None
         )
         self.error: str | None = None
@@ -271,7 +310,54 @@ class Request:
         forked = self.num_forks_due == 0 or self.error is not None
         return forked and all(seq.is_finished for seq in self.sequences)
 
+    def extend_prompt_logprobs(self, start: int, new: TokenLogprobs) -> None:
+        """Appends those not known yet: a preempted prompt is computed, and reported, again."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += new[len(self.prompt_logprobs) - start :]
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, n={self.params.n})"
         )
+
+
+class OutputFollower(Protocol):
+    """Follows one sequence's output, token by token: its text as it grows, and stop strings."""
+
+    @property
+    def text(self) -> str:
+        """The text so far that is sure to stay."""
+
+    def append(self, token_id: int) -> str | None:
+        """Takes the next output token; a returned string ends the sequence: its stop reason."""
+
+    def finish(self, token_ids: SequenceOf[int]) -> str:
+        """The whole text of a finished sequence, whose output tokens are given."""
+
+
+class TokenChooser(Protocol):
+    """Decides the next tokens of one request's sequences in place of the sampler."""
+
+    def choose(self, request: Request, moves: SequenceMoves) -> None:
+        """Called by a commit once each unfinished sequence of the request awaits a choice: all its
+        tokens are computed, and its `choices` are the most likely next ones.
+
+        Each must be given a token (`moves.append_token`), be forked as well (`fork`), be dropped
+        (`drop`) or be ended (`finish`).
+        """
+
+
+class SequenceMoves(Protocol):
+    """What a `TokenChooser` may do to its sequences."""
+
+    def append_token(self, seq: Sequence, token_id: int) -> None:
+        """Gives a sequence that awaits a choice its next token; it may end by it."""
+
+    def fork(self, parent: Sequence, next_token_id: int | None = None) -> Sequence:
+        """A new sequence of the same request: the parent's tokens, then `next_token_id`."""
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Ends one sequence; its request goes on with the others."""
+
+    def drop(self, seq: Sequence) -> None:
+        """Ends one sequence of several and forgets it: its request has no output of it."""

@@ -21,8 +21,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 from nanoengine.checks import checked, shown
-from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Request, Sequence
+from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.vllm_names import BEAM_SEARCH_PARAMS, translate
@@ -160,7 +159,7 @@ class BeamSearch:
             detokenize=False,
         )
 
-    def choose(self, request: Request, scheduler: Scheduler) -> None:
+    def choose(self, request: Request, moves: SequenceMoves) -> None:
         """Keeps the best continuations: collects those that end, goes on with the others."""
         beams = [seq for seq in request.sequences if not seq.is_finished]
         length = beams[0].num_output_tokens + 1
@@ -169,18 +168,18 @@ class BeamSearch:
         going_on = [c for c in candidates if not self._ends(c, length)][: self.params.beam_width]
         if not going_on or self._is_decided(going_on[0].logprob, length):
             for beam in beams:
-                scheduler.finish(beam, "stop")
+                moves.finish(beam, "stop")
             return
         continuations: dict[Sequence, list[int]] = {}
         for candidate in going_on:
             continuations.setdefault(candidate.beam, []).append(candidate.token_id)
         for beam in beams:  # Why first: a dropped beam's row and blocks serve a fork.
             if beam not in continuations:
-                scheduler.drop(beam)
+                moves.drop(beam)
         for beam, (first, *others) in continuations.items():
             for token_id in others:
-                scheduler.fork(beam, token_id)
-            scheduler.append_token(beam, first)
+                moves.fork(beam, token_id)
+            moves.append_token(beam, first)
 
     def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
         """The most likely continuations of all beams; among equals those of earlier beams first."""

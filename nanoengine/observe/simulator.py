@@ -22,6 +22,7 @@ import numpy as np
 
 from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
@@ -258,7 +259,7 @@ def make_scheduler(
         max_chunk=max_num_batched_tokens,
         chunked=chunked_prefill,
     )
-    return Scheduler(
+    return FastScheduler(
         manager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -299,7 +299,7 @@ def test_an_engine_that_was_dropped_gives_the_lock_back(warm, truth, caplog):
     second.close()
 
 
-@pytest.mark.parametrize("where", ["core.tiers.Tiers", "build.Scheduler"])
+@pytest.mark.parametrize("where", ["core.tiers.Tiers", "build.FastScheduler"])
 def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
     where, warm, caplog, monkeypatch
 ):

@@ -146,7 +146,7 @@ def test_a_parent_may_be_gone_before_the_fork_is_carried_out():
     (parent,) = request.sequences
     given = parent.output_token_ids
     child = engine.fork("a")
-    engine.scheduler.drop(parent)
+    engine.scheduler.forks.drop(parent)
     engine.step()
     plan = executor(engine).plans[-1]
     (new,) = plan.admitted
@@ -160,8 +160,8 @@ def test_dropping_the_last_unfinished_sequence_ends_the_request():
     engine = make_engine()
     request = start(engine)
     child = engine.fork("a", next_token_id=3)
-    engine.scheduler.finish(request.sequences[0], "stop")
-    engine.scheduler.drop(child)
+    engine.scheduler.forks.finish(request.sequences[0], "stop")
+    engine.scheduler.forks.drop(child)
     assert run(engine) == ["a"]
 
 

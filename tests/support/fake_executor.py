@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.scheduler import Scheduler
@@ -436,6 +437,7 @@ def make_engine(
     policy: AdmissionPolicy | None = None,
     make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
     overlap: bool = False,
+    scheduler_class: type[Scheduler] = FastScheduler,
 ) -> LLMEngine:
     """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
     delayed one."""
@@ -452,7 +454,7 @@ def make_engine(
         chunked=chunked_prefill,
         tiers=make_tiers(executor) if make_tiers else NoTiers(),
     )
-    scheduler = Scheduler(
+    scheduler = scheduler_class(
         manager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

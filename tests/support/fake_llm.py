@@ -14,9 +14,9 @@ import pytest
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
-from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
         def build(config: EngineConfig) -> LLMEngine:
             executor = ScriptedExecutor(script, eos, num_blocks)
-            scheduler = Scheduler(
+            scheduler = FastScheduler(
                 BlockManager(executor.start()),
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.step_budget("cpu"),
