@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.ao.quantization import quantize_dynamic
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.batch import Batch
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.linear_method import LinearMethod
@@ -101,8 +101,8 @@ def attention_call(
     turn = iter(range(1 << 60))
 
     def call() -> object:
-        keys, values = caches[next(turn) % layers]
-        return backend.forward(q, k, v, keys, values, batch, spec)
+        cache = LayerCache(*caches[next(turn) % layers], spec)
+        return backend.forward(q, k, v, cache, batch)
 
     return call
 

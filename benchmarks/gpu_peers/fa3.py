@@ -21,11 +21,12 @@ import common
 import torch
 
 from nanoengine.attention import make_backend
+from nanoengine.attention.base import LayerCache
 from nanoengine.cli.gpu import kernels
 from nanoengine.cli.gpu.kernels import Heads, Inputs, Timer, make_inputs
 
-Attend = Callable[[Inputs, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of a batch of decodes over one layer's caches."""
+Attend = Callable[[Inputs, LayerCache], torch.Tensor]
+"""Attention of a batch of decodes over one layer's cache."""
 
 BLOCK_SIZE = 64
 QWEN = Heads()
@@ -42,22 +43,23 @@ def fa3() -> Attend:
     except ImportError:
         over_vllm = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
 
-        def attend(inputs: Inputs, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        def attend(inputs: Inputs, cache: LayerCache) -> torch.Tensor:
             batch = inputs.batch
             return over_vllm.flash_attn_varlen_func(
-                inputs.q, k_cache, v_cache, max_seqlen_q=1, cu_seqlens_q=batch.query_start_loc,
-                max_seqlen_k=batch.max_seq_len, seqused_k=batch.seq_lens,
-                softmax_scale=inputs.spec.scale, causal=True, block_table=batch.block_tables[0],
+                inputs.q, cache.k_cache, cache.v_cache, max_seqlen_q=1,
+                cu_seqlens_q=batch.query_start_loc, max_seqlen_k=batch.max_seq_len,
+                seqused_k=batch.seq_lens,
+                softmax_scale=cache.spec.scale, causal=True, block_table=batch.block_tables[0],
                 fa_version=3,
             )  # fmt: skip
 
         return attend
 
-    def attend(inputs: Inputs, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def attend(inputs: Inputs, cache: LayerCache) -> torch.Tensor:
         batch = inputs.batch
         out = package.flash_attn_with_kvcache(
-            inputs.q.unsqueeze(1), k_cache, v_cache, cache_seqlens=batch.seq_lens,
-            page_table=batch.block_tables[0], softmax_scale=inputs.spec.scale, causal=True,
+            inputs.q.unsqueeze(1), cache.k_cache, cache.v_cache, cache_seqlens=batch.seq_lens,
+            page_table=batch.block_tables[0], softmax_scale=cache.spec.scale, causal=True,
         )  # fmt: skip
         return out.squeeze(1)
 
@@ -70,17 +72,17 @@ def ours(name: str, device: torch.device, heads: Heads) -> Attend:
         name, device=device, dtype=torch.bfloat16, head_dim=heads.head_dim, block_size=BLOCK_SIZE
     )
 
-    def attend(inputs: Inputs, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def attend(inputs: Inputs, cache: LayerCache) -> torch.Tensor:
         inputs.batch.attention = backend.prepare(inputs.batch)
-        return backend.attend(inputs.q, k_cache, v_cache, inputs.batch, inputs.spec)
+        return backend.attend(inputs.q, cache, inputs.batch)
 
     return attend
 
 
 def over_layers(attend: Attend, inputs: Inputs) -> None:
     """One layer after the other."""
-    for k_cache, v_cache in zip(inputs.k_caches, inputs.v_caches, strict=True):
-        attend(inputs, k_cache, v_cache)
+    for cache in inputs.caches:
+        attend(inputs, cache)
 
 
 def compare(
@@ -105,7 +107,7 @@ def compare(
             row: dict[str, Any] = {"batch": batch, "context": context}
             outputs = []
             for name, attend in attends.items():
-                outputs.append(attend(inputs, inputs.k_caches[0], inputs.v_caches[0]).float())
+                outputs.append(attend(inputs, inputs.caches[0]).float())
                 seconds = timer(partial(over_layers, attend, inputs))
                 row[f"{name}_gbs"] = kv_bytes * layers / seconds / 1e9
             row["max_difference"] = max(float((o - outputs[0]).abs().max()) for o in outputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -48,6 +48,20 @@ class AttentionSpec:
     group: int = 0
 
 
+class LayerCache(NamedTuple):
+    """One layer's slices of the KV cache, and what its attention computes over them.
+
+    Attributes:
+        k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] where the backend's
+            `kv_layout` is "KPD"; of the model's dtype, or of another that `check_cache` allows.
+        spec: heads, scale, window and KV group.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    spec: AttentionSpec
+
+
 class AttentionBackend(ABC):
     """A paged attention kernel with its cache layout.
 
@@ -58,11 +72,9 @@ class AttentionBackend(ABC):
         default_block_size: [tokens], chosen by measurement.
         graph_safe: its launches may be captured in a CUDA graph.
 
-    An instance is made by `attention.make_backend` and serves all layers of one engine; it keeps no
-    state between steps, so two batches may be in flight. In what follows k_cache and v_cache are
-    one layer's slices, [B, P, K, D] or [B, K, P, D] by `kv_layout`; of the model's dtype, or of
-    another that `check_cache` allows. How numbers lie inside a block is the backend's own: others
-    move whole blocks.
+    `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
+    state between steps, so two batches may be in flight. How numbers lie inside a block is the
+    backend's own: everyone else moves whole blocks.
     """
 
     name: ClassVar[str]
@@ -86,26 +98,11 @@ class AttentionBackend(ABC):
         """Computes once what all layers of a step share, for `batch.attention`."""
 
     @abstractmethod
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Writes k, v [T, K, D], contiguous in the last dimension, to the step's slots."""
 
     @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         """Queries [T, H, D] over the contexts of their sequences -> [T, H, D]."""
 
     def rotate_and_store(
@@ -113,10 +110,8 @@ class AttentionBackend(ABC):
         heads: torch.Tensor,
         rotation: Rotation,
         norm: HeadNormWeights | None,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: Batch,
-        spec: AttentionSpec,
     ) -> torch.Tensor:
         """Norms and rotates queries and keys, stores keys and values; a backend may fuse this.
 
@@ -126,22 +121,15 @@ class AttentionBackend(ABC):
         Returns:
             The queries [T, H, D], ready for `attend`.
         """
-        turned, kept = spec.num_heads + spec.num_kv_heads, spec.num_kv_heads
-        qk, v = heads.split((turned, kept), dim=1)
-        q, k = rotate(qk, rotation, norm).split((spec.num_heads, kept), dim=1)
-        self.store(k, v, k_cache, v_cache, batch, spec)
+        num_heads, num_kv_heads = cache.spec.num_heads, cache.spec.num_kv_heads
+        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        q, k = rotate(qk, rotation, norm).split((num_heads, num_kv_heads), dim=1)
+        self.store(k, v, cache, batch)
         return q
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch
     ) -> torch.Tensor:
         """Stores k, v [T, K, D] as they are, then attends q [T, H, D] -> [T, H, D]."""
-        self.store(k, v, k_cache, v_cache, batch, spec)
-        return self.attend(q, k_cache, v_cache, batch, spec)
+        self.store(k, v, cache, batch)
+        return self.attend(q, cache, batch)

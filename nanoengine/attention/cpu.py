@@ -22,7 +22,7 @@ import numba
 import numpy as np
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
@@ -101,7 +101,7 @@ class CPUBackend(AttentionBackend):
                 f"attention_backend='cpu' needs a block_size that is a power of two from 8, got"
                 f" {block_size}"
             )
-        self.block_size, self._views = block_size, NumpyViews()
+        self.block_size, self._arrays = block_size, NumpyViews()
         self.operand = np.empty(0, DTYPES[dtype])
         self._real = torch.float64 if dtype == torch.float64 else torch.float32
         share_threads_with_torch()
@@ -125,35 +125,23 @@ class CPUBackend(AttentionBackend):
             num_workers=workers,
         )
 
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         k_flat, k_stride = _flat(k.to(self._real))
         v_flat, v_stride = _flat(v.to(self._real))
-        slots, caches = (
-            batch.attention.slots[spec.group],
-            (self._views(k_cache), self._views(v_cache)),
-        )
-        kernels.store(k_flat, k_stride, v_flat, v_stride, slots, *caches, self._sizes(spec))
+        slots, sizes = batch.attention.slots[cache.spec.group], self._sizes(cache.spec)
+        kernels.store(k_flat, k_stride, v_flat, v_stride, slots, *self.cache_arrays(cache), sizes)
 
     def rotate_and_store(
         self,
         heads: torch.Tensor,
         rotation: Rotation,
         norm: HeadNormWeights | None,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: Batch,
-        spec: AttentionSpec,
     ) -> torch.Tensor:
         """One pass over the projection; see `AttentionBackend.rotate_and_store`."""
         step: CPUStep = batch.attention
+        spec = cache.spec
         source = heads.to(self._real).contiguous().numpy()
         q = np.empty((source.shape[0], spec.num_heads, spec.head_dim), source.dtype)
         # Why: numba's first argument types decide the compilation, so "no norm" needs an array too.
@@ -167,28 +155,21 @@ class CPUBackend(AttentionBackend):
             source.dtype.type(0 if norm is None else norm.eps),
             norm is not None,
             step.slots[spec.group],
-            self._views(k_cache),
-            self._views(v_cache),
+            *self.cache_arrays(cache),
             q,
             self._sizes(spec),
             step.num_workers,
         )
         return torch.from_numpy(q).to(heads.dtype)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         """The caches must be contiguous."""
         step: CPUStep = batch.attention
+        spec = cache.spec
         sizes = self._sizes(spec)
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         queries = q.to(self._real).contiguous().numpy()
-        keys, values = self.views(k_cache, v_cache)
+        keys, values = self.cache_arrays(cache)
         plan = self._tasks(step, spec, window, queries.dtype)
         real = queries.dtype.type
         result = np.empty(queries.shape, queries.dtype)
@@ -217,9 +198,9 @@ class CPUBackend(AttentionBackend):
             step.arrays[key] = (*shared, *self._tasks(step, spec, window, dtype))
         return step.arrays[key]
 
-    def views(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Both caches as arrays."""
-        return self._views(k_cache), self._views(v_cache)
+    def cache_arrays(self, cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+        """The layer's keys and values as numpy arrays."""
+        return self._arrays(cache.k_cache), self._arrays(cache.v_cache)
 
     def _angles(self, step: CPUStep, rotation: Rotation) -> np.ndarray:
         """cos and sin side by side, [T, D]; viewed once a step."""

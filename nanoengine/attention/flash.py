@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, KVLayoutName, LayerCache
 from nanoengine.attention.triton import store_kv
 from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError, MissingDependencyError
@@ -84,25 +84,11 @@ class FlashAttnBackend(AttentionBackend):
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
-        store_kv(k, v, k_cache, v_cache, batch.slot_mapping[spec.group])
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        store_kv(k, v, cache, batch)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
+        k_cache, v_cache, spec = cache
         table = batch.block_tables[spec.group]
         window = spec.sliding_window
         # Both versions count the window's tokens before and after a query, without itself.

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
 from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
 from nanoengine.batch import Batch
 
@@ -49,29 +49,16 @@ class NaiveBackend(AttentionBackend):
         starts = batch.query_start_loc.tolist()
         return list(zip(starts[:-1], starts[1:], batch.seq_lens.tolist(), strict=True))
 
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        k_cache, v_cache, spec = cache
         slots = batch.slot_mapping[spec.group]
         if k_cache.dtype == FP8:
             k, v = to_fp8(k, spec.k_scale), to_fp8(v, spec.v_scale)
         k_cache[slots // self.block_size, slots % self.block_size] = k.to(k_cache.dtype)
         v_cache[slots // self.block_size, slots % self.block_size] = v.to(v_cache.dtype)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
+        k_cache, v_cache, spec = cache
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for table, (start, end, seq_len) in zip(
             batch.block_tables[spec.group], batch.attention, strict=True

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
@@ -115,53 +115,44 @@ def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype)
     )
 
 
-def cache_constants(k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, int]:
-    """The strides of one layer's caches, under the names that the kernels give them."""
+def cache_constants(cache: LayerCache) -> dict[str, int]:
+    """The block size and strides of one layer's cache, under the names that the kernels use."""
     names = ("BLOCK", "TOKEN", "HEAD")
-    return {f"KC_{n}": s for n, s in zip(names, k_cache.stride()[:3], strict=True)} | {
-        f"VC_{n}": s for n, s in zip(names, v_cache.stride()[:3], strict=True)
+    return {
+        "BLOCK_SIZE": cache.k_cache.shape[1],
+        **{f"KC_{n}": s for n, s in zip(names, cache.k_cache.stride()[:3], strict=True)},
+        **{f"VC_{n}": s for n, s in zip(names, cache.v_cache.stride()[:3], strict=True)},
     }
 
 
-def store_constants(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> dict[str, int]:
+def store_constants(k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> dict[str, int]:
     """The compile-time arguments of `store_kernel`."""
     _, num_kv_heads, head_dim = k.shape
-    return cache_constants(k_cache, v_cache) | {
+    return cache_constants(cache) | {
         "K_TOKEN": k.stride(0), "K_HEAD": k.stride(1),
         "V_TOKEN": v.stride(0), "V_HEAD": v.stride(1),
-        "BLOCK_SIZE": k_cache.shape[1],
         "NUM_KV_HEADS": num_kv_heads, "HEADS": triton.next_power_of_2(num_kv_heads),
         "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim),
     }  # fmt: skip
 
 
-def attention_constants(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec
-) -> dict[str, Any]:
+def attention_constants(q: torch.Tensor, cache: LayerCache) -> dict[str, Any]:
     """The compile-time arguments that `varlen_kernel` and `decode_kernel` share."""
-    return cache_constants(k_cache, v_cache) | {
+    spec = cache.spec
+    return cache_constants(cache) | {
         "Q_TOKEN": q.stride(0), "Q_HEAD": q.stride(1),
         "SCALE": spec.scale, "SOFTCAP": spec.softcap or 0.0, "WINDOW": spec.sliding_window or 0,
-        "BLOCK_SIZE": k_cache.shape[1], "GROUP": spec.num_heads // spec.num_kv_heads,
+        "GROUP": spec.num_heads // spec.num_kv_heads,
         "HEAD_DIM": spec.head_dim, "DIM": triton.next_power_of_2(spec.head_dim),
     }  # fmt: skip
 
 
-def store_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """Writes k, v [T, K, D] to the slots [T] of caches [B, P, K, D], in one launch."""
+def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+    """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D], in one launch."""
+    k_cache, v_cache, spec = cache
     store_kernels.store_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale,
-        **store_constants(k, v, k_cache, v_cache),
+        k, v, k_cache, v_cache, batch.slot_mapping[spec.group],
+        1.0 / spec.k_scale, 1.0 / spec.v_scale, **store_constants(k, v, cache),
     )  # fmt: skip
 
 
@@ -228,28 +219,18 @@ class TritonBackend(AttentionBackend):
     def prepare(self, batch: Batch) -> None:
         """Nothing: the kernels find their sequences by `query_start_loc`, without a host's help."""
 
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
-        slots = batch.slot_mapping[spec.group]
-        store_kv(k, v, k_cache, v_cache, slots, spec.k_scale, spec.v_scale)
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        store_kv(k, v, cache, batch)
 
     def rotate_and_store(
         self,
         heads: torch.Tensor,
         rotation: Rotation,
         norm: HeadNormWeights | None,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: Batch,
-        spec: AttentionSpec,
     ) -> torch.Tensor:
+        k_cache, v_cache, spec = cache
         num_tokens, num_rows, head_dim = heads.shape
         cos, sin = rotation
         weight = heads if norm is None else norm.weight  # Without norm nothing reads it.
@@ -262,51 +243,35 @@ class TritonBackend(AttentionBackend):
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
             TOKEN=heads.stride(0), HEAD=heads.stride(1),
             COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
-            **cache_constants(k_cache, v_cache), BLOCK_SIZE=k_cache.shape[1],
-            NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
+            **cache_constants(cache), NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
             HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), ROWS=rows,
             NORM=norm is not None, EPS=0.0 if norm is None else norm.eps, num_warps=4,
         )  # fmt: skip
         return q
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.deterministic:
-            group_size = spec.num_heads // spec.num_kv_heads
+            group_size = cache.spec.num_heads // cache.spec.num_kv_heads
             uniform.attend_uniform(
-                out, q, k_cache, v_cache, batch, spec,
-                attention_constants(q, k_cache, v_cache, spec),
+                out, q, cache, batch, attention_constants(q, cache),
                 uniform.uniform_config(self.arch, self.head_dim, group_size, self.dtype),
                 self.num_sms, self.counters,
             )  # fmt: skip
             return out
         if batch.num_decodes:
-            self._decode(out, q, k_cache, v_cache, batch, spec)
+            self._decode(out, q, cache, batch)
         if batch.num_seqs > batch.num_decodes:
-            self._varlen(out, q, k_cache, v_cache, batch, spec)
+            self._varlen(out, q, cache, batch)
         return out
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
         return kernel_config(self.arch, self.head_dim, group_size, self.dtype)
 
-    def _varlen(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
+    def _varlen(self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Attends all sequences after the first `num_decodes`."""
+        k_cache, v_cache, spec = cache
         config = self._config(spec)
         table = batch.block_tables[spec.group]
         num_prefills = batch.num_seqs - batch.num_decodes
@@ -316,21 +281,14 @@ class TritonBackend(AttentionBackend):
             out, q, k_cache, v_cache, table, batch.query_start_loc, batch.seq_lens,
             table.stride(0), batch.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
-            **attention_constants(q, k_cache, v_cache, spec),
+            **attention_constants(q, cache),
             M=config.prefill_rows, N=config.prefill_keys,
             num_warps=config.prefill_warps, num_stages=config.prefill_stages,
         )  # fmt: skip
 
-    def _decode(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
+    def _decode(self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Attends the first `num_decodes` sequences, whose query tokens are the rows 0, 1, ..."""
+        k_cache, v_cache, spec = cache
         config = self._config(spec)
         table = batch.block_tables[spec.group]
         num_seqs, heads = batch.num_decodes, spec.num_heads
@@ -350,7 +308,7 @@ class TritonBackend(AttentionBackend):
             out, part_out, part_lse, self.counters, q, k_cache, v_cache, table, batch.seq_lens,
             table.stride(0), max_splits, spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
-            **attention_constants(q, k_cache, v_cache, spec),
+            **attention_constants(q, cache),
             M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,
             MAX_SPLITS=config.max_splits,
             num_warps=config.decode_warps, num_stages=config.decode_stages,

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import LayerCache
 from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile
 from nanoengine.attention.triton_splits import counted_last
 from nanoengine.batch import Batch
@@ -167,10 +167,8 @@ def uniform_kernel(
 def attend_uniform(
     out: torch.Tensor,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     batch: Batch,
-    spec: AttentionSpec,
     constants: dict[str, Any],
     config: UniformConfig,
     num_sms: int,
@@ -180,6 +178,7 @@ def attend_uniform(
 
     `constants` are those of `triton.attention_constants`, `counters` those of the backend.
     """
+    k_cache, v_cache, spec = cache
     heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
     table, tile_tokens = batch.block_tables[spec.group], config.rows // (heads // kv_heads)
 

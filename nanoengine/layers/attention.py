@@ -8,38 +8,48 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCache
+from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layer import Layer
 
-if TYPE_CHECKING:
-    from nanoengine.attention.base import AttentionBackend, AttentionSpec
-    from nanoengine.attention.rotate import HeadNormWeights, Rotation
-
 
 class Attention(Layer):
-    """One layer's attention: what it computes (`spec`), by whom (`backend`), over which cache.
+    """One layer's attention: a backend, and the cache that it reads and writes.
 
     Attributes:
-        spec: heads, scale and window of this rank's part of the layer.
-        k_cache, v_cache: this layer's blocks, in the backend's layout; empty until `bind`.
+        cache: what the layer computes (`spec`), and its blocks; these are empty until `bind`.
     """
 
     def __init__(self, spec: AttentionSpec, backend: AttentionBackend) -> None:
         super().__init__()
-        self.spec, self.backend = spec, backend
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.backend = backend
+        self.cache = LayerCache(torch.empty(0), torch.empty(0), spec)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Heads, scale, window and KV group of this rank's part of the layer."""
+        return self.cache.spec
+
+    @property
+    def k_cache(self) -> torch.Tensor:
+        """The layer's keys, in the backend's layout."""
+        return self.cache.k_cache
+
+    @property
+    def v_cache(self) -> torch.Tensor:
+        """The layer's values, in the backend's layout."""
+        return self.cache.v_cache
 
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, group: int) -> None:
         """Gives the layer its slices of the KV cache and the KV group whose block tables it
         reads."""
-        self.k_cache, self.v_cache = k_cache, v_cache
-        self.spec = replace(self.spec, group=group)
+        self.cache = LayerCache(k_cache, v_cache, replace(self.spec, group=group))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """The scales of an fp8 cache, beside this module in the checkpoint; 1 if it has none.
@@ -53,7 +63,7 @@ class Attention(Layer):
             value = scale.item()
             if not 0 < value < float("inf"):
                 raise WeightLoadError(f"{beside}.{name} must be a positive number, got {value}")
-            self.spec = replace(self.spec, **{name: value})
+            self.cache = self.cache._replace(spec=replace(self.spec, **{name: value}))
 
         return {
             f"{beside}.{name}": WeightSlot(
@@ -75,6 +85,5 @@ class Attention(Layer):
 
         Queries and keys are normed and rotated, keys and values stored, on the way.
         """
-        caches = self.k_cache, self.v_cache
-        q = self.backend.rotate_and_store(heads, rotation, norm, *caches, batch, self.spec)
-        return self.backend.attend(q, *caches, batch, self.spec)
+        q = self.backend.rotate_and_store(heads, rotation, norm, self.cache, batch)
+        return self.backend.attend(q, self.cache, batch)

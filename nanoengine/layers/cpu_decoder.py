@@ -100,7 +100,7 @@ class FusedLayer:
         values, attention, workers = x.numpy(), self.attention, batch.attention.num_workers
         step = (
             self.backend.step_arrays(rotation, batch, attention.spec, values.dtype),
-            *self.backend.views(attention.k_cache, attention.v_cache),
+            *self.backend.cache_arrays(attention.cache),
         )
         before, on, results = residual.numpy(), NO_ROWS, (x, residual)
         if rows is not None:  # Why arrays of their own: more rows may go on than have come in.

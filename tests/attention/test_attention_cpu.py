@@ -248,12 +248,12 @@ def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
     backend = make_backend(
         "cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=block_size
     )
-    k_cache, v_cache = paged.cache("KPD")
+    cache = paged.layer("KPD")
     paged.batch.attention = backend.prepare(paged.batch)
-    backend.forward(*paged.qkv(), k_cache, v_cache, paged.batch, paged.spec)
+    backend.forward(*paged.qkv(), cache, paged.batch)
     expected = paged.cache("KPD", after=True)
-    assert torch.equal(k_cache.nan_to_num(9), expected[0].nan_to_num(9))
-    assert torch.equal(v_cache.nan_to_num(9), expected[1].nan_to_num(9))
+    assert torch.equal(cache.k_cache.nan_to_num(9), expected[0].nan_to_num(9))
+    assert torch.equal(cache.v_cache.nan_to_num(9), expected[1].nan_to_num(9))
 
 
 def test_heads_that_do_not_lie_side_by_side():
@@ -301,7 +301,7 @@ def test_the_number_of_workers_changes_no_bit(kv_dtype):
     for workers in (1, 3, 64):
         batch = replace(paged.batch, attention=backend.prepare(paged.batch))
         batch.attention.num_workers = workers
-        found.append(backend.forward(*paged.qkv(), *paged.cache("KPD"), batch, paged.spec))
+        found.append(backend.forward(*paged.qkv(), paged.layer("KPD"), batch))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

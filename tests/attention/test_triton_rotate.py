@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoengine.attention import triton as module
-from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.base import AttentionBackend, LayerCache
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.triton import TritonBackend, rotate_rows
 from tests.support.attention_cases import (
@@ -36,10 +36,9 @@ def check(*lengths, norm=None, padding=0, **options):
     backend = backend_for(case)
     weights = None if norm is None else norm_of(case, norm == "wide")
     arguments = heads_of(case, padding), rotation_of(case, case.q.dtype), weights
-    plain = [cache.clone() for cache in (case.k_cache, case.v_cache)]
-    expected = AttentionBackend.rotate_and_store(backend, *arguments, *plain, case.batch, case.spec)
-    fused = [cache.clone() for cache in (case.k_cache, case.v_cache)]
-    q = backend.rotate_and_store(*arguments, *fused, case.batch, case.spec)
+    plain, fused = case.copied_cache(), case.copied_cache()
+    expected = AttentionBackend.rotate_and_store(backend, *arguments, plain, case.batch)
+    q = backend.rotate_and_store(*arguments, fused, case.batch)
     assert q.shape == expected.shape
     assert q.is_contiguous()
     atol = TOLERANCE[case.q.dtype]
@@ -78,10 +77,8 @@ def test_window_layers_write_the_slots_of_their_own_group():
     first, second = (case.k_cache.clone() for _ in range(2))
     backend, heads, rotation = backend_for(case), heads_of(case), rotation_of(case, torch.float32)
     for group, cache in ((0, first), (1, second)):
-        spec = replace(case.spec, group=group)
-        backend.rotate_and_store(
-            heads, rotation, None, cache, case.v_cache.clone(), case.batch, spec
-        )
+        layer = LayerCache(cache, case.v_cache.clone(), replace(case.spec, group=group))
+        backend.rotate_and_store(heads, rotation, None, layer, case.batch)
     slots = case.batch.slot_mapping
     rows = [cache.view(-1, 1, 64)[slots[g]] for g, cache in enumerate((first, second))]
     assert torch.equal(*rows)
@@ -92,14 +89,11 @@ def test_a_token_has_the_same_bits_alone_and_among_others():
     case = make_case(*LENGTHS, num_kv_heads=2, group_size=2)
     backend, rotation = backend_for(case), rotation_of(case, torch.float32)
     heads, norm = heads_of(case), norm_of(case, wide=False)
-    many = backend.rotate_and_store(
-        heads, rotation, norm, case.k_cache, case.v_cache, case.batch, case.spec
-    )
+    many = backend.rotate_and_store(heads, rotation, norm, case.cache, case.batch)
     keys = case.k_cache.view(-1, 2, 64)[case.batch.slot_mapping[1, 1]].clone()
     alone = replace(case.batch, slot_mapping=case.batch.slot_mapping[:, 1:2])
     one = backend.rotate_and_store(
-        heads[1:2], tuple(x[1:2] for x in rotation), norm, case.k_cache, case.v_cache, alone,
-        case.spec,
+        heads[1:2], tuple(x[1:2] for x in rotation), norm, case.cache, alone
     )  # fmt: skip
     assert torch.equal(one[0], many[1])
     assert torch.equal(case.k_cache.view(-1, 2, 64)[case.batch.slot_mapping[1, 1]], keys)
@@ -111,12 +105,12 @@ def test_values_go_into_an_fp8_cache(dtype):
     # step of e4m3 (1/16 of a key) either way.
     case = make_case(*LENGTHS, fp8=True, dtype=dtype, num_kv_heads=2, group_size=2)
     arguments = heads_of(case), rotation_of(case, dtype), norm_of(case, wide=False)
-    backend, plain = backend_for(case), [x.clone() for x in (case.k_cache, case.v_cache)]
-    AttentionBackend.rotate_and_store(backend, *arguments, *plain, case.batch, case.spec)
-    backend.rotate_and_store(*arguments, case.k_cache, case.v_cache, case.batch, case.spec)
+    backend, plain = backend_for(case), case.copied_cache()
+    AttentionBackend.rotate_and_store(backend, *arguments, plain, case.batch)
+    backend.rotate_and_store(*arguments, case.cache, case.batch)
     slots = case.batch.slot_mapping[1]
     keys, values = (x.view(-1, 2, 64)[slots].float() for x in (case.k_cache, case.v_cache))
-    plain_keys, plain_values = (x.view(-1, 2, 64)[slots].float() for x in plain)
+    plain_keys, plain_values = (x.view(-1, 2, 64)[slots].float() for x in plain[:2])
     assert case.k_cache.dtype == FP8
     assert torch.equal(values, plain_values)
     torch.testing.assert_close(keys, plain_keys, rtol=1 / 8, atol=2**-9)
@@ -133,6 +127,6 @@ def test_one_launch_does_it_all(monkeypatch):
     case = make_case(*LENGTHS, num_kv_heads=8, group_size=2, head_dim=128)
     backend_for(case).rotate_and_store(
         heads_of(case), rotation_of(case, torch.float32), norm_of(case, wide=False),
-        case.k_cache, case.v_cache, case.batch, case.spec,
+        case.cache, case.batch,
     )  # fmt: skip
     assert launched == [(5, 2)]

@@ -243,11 +243,11 @@ def test_parity_sees_a_wrong_result_and_a_wrong_store(monkeypatch):
 
     broken: list[str] = []
 
-    def off(self, q, k, v, k_cache, v_cache, batch, spec):
-        out = forward(self, q, k, v, k_cache, v_cache, batch, spec)
+    def off(self, q, k, v, cache, batch):
+        out = forward(self, q, k, v, cache, batch)
         if q.dtype == torch.float32:
             out = out + 1e-3 if broken == ["result"] else out
-            k_cache[0, 0, 0, 0] += broken == ["store"]
+            cache.k_cache[0, 0, 0, 0] += broken == ["store"]
         return out
 
     monkeypatch.setattr("nanoengine.attention.naive.NaiveBackend.forward", off)
@@ -273,9 +273,10 @@ def test_inputs_are_a_batch_as_the_engine_makes_it():
     rows = torch.repeat_interleave(torch.arange(3), torch.tensor([1, 1, 5]))
     blocks = batch.block_tables[0, rows, batch.positions // 16]
     assert torch.equal(batch.slot_mapping[0], blocks * 16 + batch.positions % 16)
-    assert inputs.k_caches.shape == (2, 7, 16, 2, 32)
+    k_caches = torch.stack([cache.k_cache for cache in inputs.caches])
+    assert k_caches.shape == (2, 7, 16, 2, 32)
     assert not inputs.q.is_contiguous()
-    assert inputs.k_caches.abs().min() > 0
+    assert k_caches.abs().min() > 0
 
 
 # --- engine ---------------------------------------------------------------------------------------

@@ -50,13 +50,12 @@ def test_norm_rotation_and_store_equal_the_plain_steps(fp8, dtype):
     case = make_case((1, 30), (20, 90), num_kv_heads=8, group_size=2, dtype=dtype, fp8=fp8)
     backend, norm = deterministic(case), norm_of(case, wide=False)
     arguments = heads_of(case), rotation_of(case, dtype), norm
-    plain = [cache.clone() for cache in (case.k_cache, case.v_cache)]
-    expected = AttentionBackend.rotate_and_store(backend, *arguments, *plain, case.batch, case.spec)
-    caches = case.k_cache, case.v_cache
-    q = backend.rotate_and_store(*arguments, *caches, case.batch, case.spec)
+    plain = case.copied_cache()
+    expected = AttentionBackend.rotate_and_store(backend, *arguments, plain, case.batch)
+    q = backend.rotate_and_store(*arguments, case.cache, case.batch)
     torch.testing.assert_close(q, expected, rtol=0, atol=TOLERANCE[dtype])
     slots = case.batch.slot_mapping[1]
-    for ours, theirs in zip(caches, plain, strict=True):
+    for ours, theirs in zip(case.cache[:2], plain[:2], strict=True):
         ours, theirs = (x.view(-1, 8, 64)[slots].float() for x in (ours, theirs))
         # One step of e4m3 is an eighth: a norm's last bit may move a key to the next one.
         torch.testing.assert_close(ours, theirs, rtol=1 / 8 if fp8 else 0, atol=TOLERANCE[dtype])

@@ -78,9 +78,9 @@ def test_rotation_and_store(norm, fp8):
     heads = torch.cat([case.q, case.k, case.v], 1)
     found = []
     for rotate_and_store in (AttentionBackend.rotate_and_store, type(backend).rotate_and_store):
-        caches = case.k_cache.clone(), case.v_cache.clone()
-        arguments = heads, table.chunk(2, -1), weights, *caches, case.batch, case.spec
-        found.append((rotate_and_store(backend, *arguments), *caches))
+        cache = case.copied_cache()
+        q = rotate_and_store(backend, heads, table.chunk(2, -1), weights, cache, case.batch)
+        found.append((q, cache.k_cache, cache.v_cache))
     (q, k, v), (fused_q, fused_k, fused_v) = found
     close(fused_q, q)
     assert torch.equal(fused_v.float().nan_to_num(7.0), v.float().nan_to_num(7.0))

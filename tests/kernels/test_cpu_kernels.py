@@ -129,8 +129,8 @@ def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
     norm = HeadNormWeights(weight=torch.randn(heads, spec.head_dim), eps=1e-6) if normed else None
     backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
     batch = replace(batch, attention=backend.prepare(batch))
-    k_cache, v_cache = paged.cache("KPD")
-    q = backend.rotate_and_store(projected, rotation, norm, k_cache, v_cache, batch, spec)
+    cache = paged.layer("KPD")
+    q = backend.rotate_and_store(projected, rotation, norm, cache, batch)
     qk, v = projected.split((heads, spec.num_kv_heads), dim=1)
     expected, k = rotate(qk, rotation, norm).split((spec.num_heads, spec.num_kv_heads), dim=1)
     torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
@@ -139,7 +139,7 @@ def test_rotate_and_store_equals_its_plain_parts(lengths, normed):
         new = slice(starts[i], starts[i + 1])
         paged.dense[i][-query_len:, spec.num_heads : heads] = k[new]
         paged.dense[i][-query_len:, heads:] = v[new]
-    stored, expected = (k_cache, v_cache), paged.cache("KPD", after=True)
+    stored, expected = cache[:2], paged.cache("KPD", after=True)
     torch.testing.assert_close(stored[0], expected[0], rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(stored[1], expected[1], rtol=0, atol=0, equal_nan=True)
 

@@ -85,7 +85,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
         if what != "attention":
             # So few decodes of such lengths share their splits.
             backend.num_sms, backend.deterministic, case.batch.max_seq_len = 100, True, 2000
-            backend.attend(case.q, case.k_cache, case.v_cache, case.batch, case.spec)
+            backend.attend(case.q, case.cache, case.batch)
         if what == "all":
             run_layers(dtype)
             triton_linear._arch = lambda device: arch
@@ -101,9 +101,7 @@ def run_rotation(backend: TritonBackend, case: Case):
     table = torch.zeros(len(heads), 1, case.spec.head_dim, dtype=heads.dtype)
     shape = (case.spec.num_heads + case.spec.num_kv_heads, case.spec.head_dim)
     norm = HeadNormWeights(weight=torch.ones(shape, dtype=heads.dtype), eps=1e-6)
-    backend.rotate_and_store(
-        heads, table.chunk(2, -1), norm, case.k_cache, case.v_cache, case.batch, case.spec
-    )
+    backend.rotate_and_store(heads, table.chunk(2, -1), norm, case.cache, case.batch)
 
 
 def run_layers(dtype, hidden=4096, inner=12288):

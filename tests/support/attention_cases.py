@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCache
 from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.attention.rotate import HeadNormWeights
@@ -29,6 +29,14 @@ class Case:
     batch: Batch
     spec: AttentionSpec
 
+    @property
+    def cache(self) -> LayerCache:
+        return LayerCache(self.k_cache, self.v_cache, self.spec)
+
+    def copied_cache(self) -> LayerCache:
+        """A cache of its own, with the same numbers."""
+        return LayerCache(self.k_cache.clone(), self.v_cache.clone(), self.spec)
+
     def expected(self) -> torch.Tensor:
         """What attention must return, [T, H, D] float64; leaves the caches as they are."""
         oracle = NaiveBackend(
@@ -41,12 +49,12 @@ class Case:
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
         caches = self.k_cache, self.v_cache
         caches = (x.clone() if x.dtype == FP8 else x.double() for x in caches)
-        return oracle.forward(q, k, v, *caches, batch, self.spec)
+        return oracle.forward(q, k, v, LayerCache(*caches, self.spec), batch)
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         """One forward of `backend`, [T, H, D]."""
         batch = replace(self.batch, attention=backend.prepare(self.batch))
-        return backend.forward(self.q, self.k, self.v, self.k_cache, self.v_cache, batch, self.spec)
+        return backend.forward(self.q, self.k, self.v, self.cache, batch)
 
     def check(self, backend: AttentionBackend) -> torch.Tensor:
         """Holds one forward of `backend` against the oracle, and returns it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import LayerCache
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.batch import Batch
 
@@ -38,16 +38,10 @@ class GraphSafeNaive(NaiveBackend):
             return None
         return super().prepare(batch)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         if batch.attention is not None:
-            return super().attend(q, k_cache, v_cache, batch, spec)
+            return super().attend(q, cache, batch)
+        k_cache, v_cache, spec = cache
         tables = batch.block_tables[spec.group].long()  # [S, M]
         k, v = k_cache[tables].flatten(1, 2), v_cache[tables].flatten(1, 2)  # [S, C, K, D]
         distance = batch.seq_lens[:, None] - 1 - torch.arange(k.shape[1], device=q.device)

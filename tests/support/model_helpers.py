@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec
+from nanoengine.attention.base import AttentionBackend, LayerCache
 from nanoengine.batch import Batch
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.layers.context import ModelContext
@@ -26,27 +26,12 @@ class DenseAttention(AttentionBackend):
     def prepare(self, batch: Batch) -> None:
         return None
 
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> None:
-        assert k_cache.numel() == v_cache.numel() == 0
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
+        assert cache.k_cache.numel() == cache.v_cache.numel() == 0
         self.stored = k, v  # of this layer only: the next one stores before it attends
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out = []
+    def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
+        out, spec = [], cache.spec
         for start, end in itertools.pairwise(batch.query_start_loc.tolist()):
             distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
             mask = (distance >= 0) & (distance < (spec.sliding_window or end))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nanoengine.attention import backend_class, make_backend
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.batch import Batch
 
 CPU = torch.device("cpu")
@@ -123,6 +123,10 @@ class Paged:
             cache[1] = as_lines(cache[1], of_keys=False)
         return cache[:, 1]
 
+    def layer(self, layout: str) -> LayerCache:
+        """The layer whose cache is `cache(layout)`."""
+        return LayerCache(*self.cache(layout), self.spec)
+
     def run(self, name: str) -> torch.Tensor:
         """One forward of the named backend, [T, H, D]."""
         backend = make_backend(
@@ -130,5 +134,4 @@ class Paged:
             kv_dtype=self.kv_dtype,
         )  # fmt: skip
         batch = replace(self.batch, attention=backend.prepare(self.batch))
-        k_cache, v_cache = self.cache(backend_class(name).kv_layout)
-        return backend.forward(*self.qkv(), k_cache, v_cache, batch, self.spec)
+        return backend.forward(*self.qkv(), self.layer(backend_class(name).kv_layout), batch)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nanoengine.attention import backend_class, make_backend
-from nanoengine.attention.base import AttentionBackend, AttentionSpec
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCache
 from nanoengine.batch import Batch
 from nanoengine.cli.gpu.parts import Case, Row
 
@@ -53,16 +53,14 @@ class Heads:
 class Inputs:
     """What `AttentionBackend.forward` takes, for some layers that share one batch.
 
-    `k_caches`, `v_caches` are [layers, B, P, K, D].
+    `caches` has one entry a layer, [B, P, K, D] each.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    k_caches: torch.Tensor
-    v_caches: torch.Tensor
+    caches: list[LayerCache]
     batch: Batch
-    spec: AttentionSpec
 
 
 def make_inputs(
@@ -127,7 +125,8 @@ def make_inputs(
         sliding_window=sliding_window,
         softcap=softcap,
     )
-    return Inputs(q=q, k=k, v=v, k_caches=k_caches, v_caches=v_caches, batch=batch, spec=spec)
+    caches = [LayerCache(*slices, spec) for slices in zip(k_caches, v_caches, strict=True)]
+    return Inputs(q=q, k=k, v=v, caches=caches, batch=batch)
 
 
 # --- peaks ----------------------------------------------------------------------------------------
@@ -252,10 +251,8 @@ def _attention_seconds(
     inputs.batch.attention = backend.prepare(inputs.batch)
 
     def work() -> None:
-        for k_cache, v_cache in zip(inputs.k_caches, inputs.v_caches, strict=True):
-            backend.forward(
-                inputs.q, inputs.k, inputs.v, k_cache, v_cache, inputs.batch, inputs.spec
-            )
+        for cache in inputs.caches:
+            backend.forward(inputs.q, inputs.k, inputs.v, cache, inputs.batch)
 
     return timer(work) / layers
 
@@ -306,18 +303,18 @@ def parity_row(device: torch.device, name: str, dtype: torch.dtype, what: str, h
     inputs = make_inputs(
         lengths, heads=heads, block_size=block_size, dtype=dtype, device=device, **options
     )
-    caches = [inputs.k_caches[0], inputs.v_caches[0]]
-    exact = [cache.double() for cache in caches]
+    (cache,) = inputs.caches
+    exact = LayerCache(cache.k_cache.double(), cache.v_cache.double(), cache.spec)
 
-    def attend(backend: AttentionBackend, *tensors: torch.Tensor) -> torch.Tensor:
+    def attend(backend: AttentionBackend, cache: LayerCache, *qkv: torch.Tensor) -> torch.Tensor:
         batch = replace(inputs.batch, attention=backend.prepare(inputs.batch))
-        return backend.forward(*tensors, batch, inputs.spec)
+        return backend.forward(*qkv, cache, batch)
 
     qkv = (inputs.q, inputs.k, inputs.v)
-    expected = attend(oracle, *(x.double() for x in qkv), *exact)
-    found = attend(backend, *qkv, *caches)
+    expected = attend(oracle, exact, *(x.double() for x in qkv))
+    found = attend(backend, cache, *qkv)
     error = float((found.double() - expected).abs().max())
-    stored = all(torch.equal(a.double(), b) for a, b in zip(caches, exact, strict=True))
+    stored = all(torch.equal(a.double(), b) for a, b in zip(cache[:2], exact[:2], strict=True))
     return {
         "backend": name, "dtype": str(dtype).removeprefix("torch."), "what": what,
         "max_error": error, "tolerance": TOLERANCE[dtype], "stored": stored,

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.triton import TritonBackend
 from nanoengine.batch import Batch
 
@@ -93,7 +93,7 @@ def attend(
     )
     kernels = backend(q.device, q.dtype, q.shape[2], k_cache.shape[1])
     batch.attention = kernels.prepare(batch)
-    return kernels.attend(q, k_cache, v_cache, batch, spec)
+    return kernels.attend(q, LayerCache(k_cache, v_cache, spec), batch)
 
 
 @functools.cache
