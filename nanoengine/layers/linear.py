@@ -17,6 +17,7 @@ from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer, empty_parameter
 from nanoengine.layers.ops import LayerOps
+from nanoengine.parallel.shard import Shard
 
 
 class MergedLinear(Layer):
@@ -24,7 +25,8 @@ class MergedLinear(Layer):
     ranks.
 
     The output is [..., sum of this rank's parts], part after part. `parts` maps each matrix's name
-    beside this layer in the checkpoint to its full number of outputs.
+    beside this layer in the checkpoint to its full number of outputs, `shards` those to their shard
+    that are split in another way than by rank.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class MergedLinear(Layer):
         *,
         bias: bool = False,
         context: ModelContext,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.parts, self.shard = in_features, dict(parts), context.shard
-        out_features = sum(self.shard.split(size, part) for part, size in parts.items())
+        self.shards = shards or dict.fromkeys(parts, self.shard)
+        out_features = sum(self.shards[part].split(size, part) for part, size in parts.items())
         self.method = context.linear_method_factory(name)
         self.method.create(
             in_features, out_features, dtype=context.stored_dtype, device=context.device
@@ -58,7 +62,7 @@ class MergedLinear(Layer):
         slots, start = {}, 0
         beside = path.rpartition(".")[0]
         for name, size in self.parts.items():
-            part = self.shard.slice(size, name)
+            part = self.shards[name].slice(size, name)
             rows = slice(start, start + part.stop - part.start)
             slots[f"{beside}.{name}.weight"] = self.method.weight_slot(
                 f"{beside}.{name}", shape=(size, self.in_features), part=(part,), rows=rows
@@ -74,7 +78,8 @@ class MergedLinear(Layer):
 class QKVLinear(MergedLinear):
     """The query, key and value projections as one: [..., (H + 2 K) * D] of this rank's heads.
 
-    A rank holds whole heads; `CausalLM` has refused rank counts that don't divide them.
+    A rank holds whole heads; `CausalLM` has refused rank counts that don't divide them. Where ranks
+    are more than KV heads, several hold the same one.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class QKVLinear(MergedLinear):
             "k_proj": num_kv_heads * head_dim,
             "v_proj": num_kv_heads * head_dim,
         }
-        super().__init__(name, hidden_size, parts, bias=bias, context=context)
+        kv = context.shard.of_heads(num_kv_heads)
+        shards = {"q_proj": context.shard, "k_proj": kv, "v_proj": kv}
+        super().__init__(name, hidden_size, parts, bias=bias, context=context, shards=shards)
 
 
 class RowParallelLinear(Layer):

@@ -79,7 +79,8 @@ class SelfAttention(Layer):
             context=context,
         )
         self.num_heads = context.shard.split(config.num_attention_heads)
-        self.num_kv_heads = context.shard.split(config.num_key_value_heads)
+        num_kv_heads = config.num_key_value_heads
+        self.num_kv_heads = context.shard.of_heads(num_kv_heads).split(num_kv_heads)
         self.head_norm = (
             HeadNorm(
                 self.num_heads,
@@ -216,7 +217,7 @@ class CausalLM(Layer, ABC):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.config = config
-        self._check_ranks(config, context.shard.world_size)
+        self.check_ranks(config, context.shard.world_size)
         layers = [
             self.layer_class(
                 self.make_attention(f"model.layers.{layer}.self_attn", layer, config, context),
@@ -232,10 +233,11 @@ class CausalLM(Layer, ABC):
         )
 
     @staticmethod
-    def _check_ranks(config: ModelConfig, ranks: int) -> None:
+    def check_ranks(config: ModelConfig, ranks: int) -> None:
+        """Raises ConfigError unless each rank gets a part of the same size of all that is split; KV
+        heads may also be fewer than ranks, which share them then."""
         sizes = {
             "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
             "intermediate_size": config.intermediate_size,
             "vocab_size": config.vocab_size,
             "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
@@ -243,6 +245,12 @@ class CausalLM(Layer, ABC):
         for name, size in sizes.items():
             if size % ranks:
                 raise ConfigError(f"tensor_parallel_size={ranks} must divide {name}={size}")
+        kv_heads = config.num_key_value_heads
+        if kv_heads % ranks and ranks % kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} must divide num_key_value_heads={kv_heads}, or be a"
+                " multiple of it"
+            )
 
     @abstractmethod
     def make_attention(

@@ -25,6 +25,17 @@ class Shard:
             raise ValueError(f"{what} of {size} does not divide over {self.world_size} ranks")
         return size // self.world_size
 
+    def of_heads(self, num_heads: int) -> Shard:
+        """The shard by which KV heads are split: this one, or where ranks are more than heads, one
+        that neighbours share, since the query heads of each attend one and the same head.
+
+        >>> [Shard(rank, 4).of_heads(2) for rank in (1, 2)]
+        [Shard(rank=0, world_size=2), Shard(rank=1, world_size=2)]
+        """
+        if num_heads >= self.world_size:
+            return self
+        return Shard(self.rank * num_heads // self.world_size, num_heads)
+
     def slice(self, size: int, what: str = "dimension") -> slice:
         """Where this rank's part lies in a dimension of `size`."""
         part = self.split(size, what)

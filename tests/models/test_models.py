@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,12 @@ class Ranks:
         )
 
 
+def logits_of_ranks(models: Sequence[CausalLM], prompts: list[list[int]]) -> list[torch.Tensor]:
+    """What each rank computes, all at once."""
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(all_logits, models, [prompts] * len(models)))
+
+
 @pytest.mark.parametrize(
     "case", ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral", "gemma3"]
 )
@@ -194,38 +201,42 @@ def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
     expected = all_logits(build(tmp_path, torch.float64), prompts)
     ranks = Ranks(2)
     models = [ranks.build(tmp_path, rank) for rank in range(2)]
-    results: list[torch.Tensor | None] = [None, None]
-
-    def run(rank: int) -> None:
-        results[rank] = all_logits(models[rank], prompts)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        assert result is not None
+    for result in logits_of_ranks(models, prompts):
         assert (result - expected).abs().max() < 1e-12
     whole = sum(p.numel() for p in build(tmp_path).parameters())
     halves = [sum(p.numel() for p in model.parameters()) for model in models]
     assert halves[0] == halves[1] < 0.6 * whole
 
 
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(1, 2), (1, 4), (2, 4)])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_ranks_share_kv_heads_where_they_are_more(
+    family: str, kv_heads: int, ranks: int, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family, num_key_value_heads=kv_heads)
+    prompts = random_prompts(17, 5)
+    expected = all_logits(build(tmp_path, torch.float64), prompts)
+    group = Ranks(ranks)
+    models = [group.build(tmp_path, rank) for rank in range(ranks)]
+    assert [model.attention_layers[0].spec.num_kv_heads for model in models] == [1] * ranks
+    for result in logits_of_ranks(models, prompts):
+        assert (result - expected).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "ranks"),
+    ("field", "value", "ranks", "others"),
     [
-        ("num_attention_heads", 4, 3),
-        ("num_key_value_heads", 2, 4),
-        ("intermediate_size", 97, 2),
-        ("vocab_size", 255, 2),
-        ("moe_intermediate_size", 31, 2),
+        ("num_attention_heads", 4, 3, {}),
+        ("num_key_value_heads", 4, 6, {"num_attention_heads": 12, "vocab_size": 258}),
+        ("intermediate_size", 97, 2, {}),
+        ("vocab_size", 255, 2, {}),
+        ("moe_intermediate_size", 31, 2, {}),
     ],
 )
 def test_ranks_that_do_not_divide_the_model_are_refused(
-    field: str, value: int, ranks: int, tmp_path: Path
+    field: str, value: int, ranks: int, others: dict[str, int], tmp_path: Path
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", **{field: value})
+    make_checkpoint(tmp_path, "qwen3_moe", **{"moe_intermediate_size": 36, **others, field: value})
     with pytest.raises(ConfigError) as error:
         build(tmp_path, shard=Shard(0, ranks))
     assert f"tensor_parallel_size={ranks} must divide {field}={value}" in str(error.value)
