@@ -56,7 +56,7 @@ def admit(manager: BlockManager, seq: Sequence) -> None:
     """Admission as the scheduler does it: look up, take, index what the step fills."""
     manager.allocate(seq, manager.can_allocate(seq))
     seq.num_computed_tokens = seq.num_tokens
-    manager.register(seq)
+    manager.prefix_cache.register(seq)
 
 
 class Ours:

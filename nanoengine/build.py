@@ -22,6 +22,7 @@ from nanoengine.core.admission import make_policy
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
+from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.engine import EngineInfo, LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
@@ -88,7 +89,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     files = [directory / "config.json"]
     if config.kv_tiers and config.load_format == "auto":
         files += checkpoint_files(directory)
-    tiers, runner.tier_storage = make_tiers(
+    tiered_cache, runner.tier_storage = make_tiers(
         config.kv_tiers,
         layout,
         runner.kv_cache.kv,
@@ -107,14 +108,14 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             "groups": layout.groups,
         },
     )
+    prefix_cache = tiered_cache or PrefixCache(layout, enabled=config.enable_prefix_caching)
     try:
         manager = BlockManager(
             layout,
-            enable_prefix_caching=config.enable_prefix_caching,
+            prefix_cache=prefix_cache,
             watermark_frac=config.watermark_frac,
             max_chunk=budget,
             chunked=config.enable_chunked_prefill,
-            tiers=tiers,
         )
         scheduler = FastScheduler(
             manager,
@@ -138,7 +139,8 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             debug_checks=config.debug_checks,
         )
     except BaseException:
-        tiers.close()  # Why: the error may live on, say in a notebook, and with it the disk's lock
+        # Why: the error may live on, say in a notebook, and with it the disk's lock.
+        prefix_cache.close()
         raise
 
 

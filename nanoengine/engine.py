@@ -559,7 +559,7 @@ class LLMEngine:
     @one_at_a_time
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; refuses (False) while blocks are in use."""
-        return self.scheduler.block_manager.reset_prefix_cache()
+        return self.scheduler.block_manager.prefix_cache.reset()
 
     @one_at_a_time
     def evict(self, block_ids: Iterable[int]) -> int:
@@ -575,14 +575,14 @@ class LLMEngine:
         for block_id in block_ids:
             if not _is_int(block_id) or not 1 <= block_id <= last:
                 raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
-        return self.scheduler.block_manager.evict(map(int, block_ids))
+        return self.scheduler.block_manager.prefix_cache.evict(map(int, block_ids))
 
     # --- the rest -----------------------------------------------------------------------------
 
     @one_at_a_time
     def stats(self) -> EngineStats:
         """Counters since the start, and block counts now."""
-        scheduler, cache = self.scheduler, self.scheduler.block_manager.stats
+        scheduler, cache = self.scheduler, self.scheduler.block_manager.prefix_cache.stats
         counts = scheduler.block_manager.pool.counts()
         return EngineStats(
             steps=scheduler.stats.steps,
@@ -605,7 +605,7 @@ class LLMEngine:
             cache_misses=dict(cache.misses),
             evicted_blocks=scheduler.block_manager.pool.num_evicted,
             waste_slots=scheduler.num_waste_slots(),
-            tiers=scheduler.block_manager.tiers.stats(),
+            tiers=scheduler.block_manager.prefix_cache.tier_stats(),
         )
 
     @one_at_a_time
@@ -616,7 +616,7 @@ class LLMEngine:
                 self.abort_all()  # waits for a step under way, which may fail
             finally:
                 self._why_dead = "the engine is closed: build a new one"
-                self.scheduler.block_manager.tiers.close()
+                self.scheduler.block_manager.prefix_cache.close()
                 self.executor.shutdown()
 
     def require_open(self) -> None:

@@ -19,7 +19,7 @@ BlockManager; knows nothing of sequences.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Protocol
 
 from nanoengine.core.prefixes import Prefix, pack
@@ -44,25 +44,9 @@ class Block:
         self.before: Block = self
         self.after: Block = self
 
-    @property
-    def hash(self) -> bytes | None:
-        """Digest of its whole prefix, None without content."""
-        return None if self.prefix is None else self.prefix.digest
-
-    @property
-    def parent_hash(self) -> bytes | None:
-        """Digest of the block before it, or of a root; None without content."""
-        parent = None if self.prefix is None else self.prefix.parent
-        return None if parent is None else parent.digest
-
-    @property
-    def token_ids(self) -> list[int] | None:
-        """Its own tokens, None without content."""
-        return None if self.prefix is None else self.prefix.token_ids
-
     def __repr__(self) -> str:
         name = self.prefix.digest.hex()[:8] if self.prefix else "-"
-        return f"Block({self.block_id}, refs={self.ref_count}, hash={name})"
+        return f"Block({self.block_id}, refs={self.ref_count}, digest={name})"
 
 
 class BlockObserver(Protocol):
@@ -87,13 +71,13 @@ class BlockPool:
     >>> pool.allocate(2)
     [1, 2]
     >>> pool.register([1], 0, [prefix])
-    [Block(1, refs=1, hash=61)]
+    [Block(1, refs=1, digest=61)]
     >>> pool.free([2, 1]); pool.counts()
     {'empty': 2, 'cached': 1, 'active': 0}
     >>> pool.lookup(0, prefix)
     1
     >>> pool.touch([1]); pool.blocks[1]
-    Block(1, refs=1, hash=61)
+    Block(1, refs=1, digest=61)
 
     Attributes:
         num_free: blocks that `allocate` can hand out now, empty and cached.
@@ -104,18 +88,22 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
-        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.num_groups = num_groups
+        self.observers: list[BlockObserver] = []
+        self._make_blocks()
+
+    def _make_blocks(self) -> None:
+        self.blocks = [Block(i) for i in range(self.num_blocks)]
         for before, after in pairwise([*self.blocks, self.blocks[NULL_BLOCK]]):
             before.after, after.before = after, before
-        self.num_free = self._num_empty = num_blocks - 1
-        self._index: list[dict[Prefix, int]] = [{} for _ in range(num_groups)]
-        # Why: two blocks may hold one content, since tables are append-only. Those after the first.
-        self._twins: dict[tuple[int, Prefix], list[int]] = {}
+        self.num_free = self._num_empty = self.num_blocks - 1
         self.num_evicted = 0
+        self._index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
+        # Why: two blocks may hold one content, since tables are append-only. Those after the first.
+        self._duplicates: dict[tuple[int, Prefix], list[int]] = {}
         # Digests evicted lately: as many as there are blocks, then those of as many before them.
-        self._gone: set[bytes] = set()
-        self._gone_before: set[bytes] = set()
-        self.observers: list[BlockObserver] = []
+        self._evicted: set[bytes] = set()
+        self._evicted_before: set[bytes] = set()
 
     # --- counts -------------------------------------------------------------------------------
 
@@ -146,7 +134,7 @@ class BlockPool:
         num_evicted = 0
         for _ in range(count):
             if block.prefix is not None:
-                self._forget(block)
+                self._drop_content(block)
                 num_evicted += 1
             block_ids.append(block.block_id)
             block.ref_count = 1
@@ -244,7 +232,7 @@ class BlockPool:
             block.group = group
             block.prefix = prefix
             if index.setdefault(prefix, block_id) != block_id:
-                self._twins.setdefault((group, prefix), []).append(block_id)
+                self._duplicates.setdefault((group, prefix), []).append(block_id)
             fresh.append(block)
             if observers:
                 self._tell("stored", block)
@@ -254,9 +242,9 @@ class BlockPool:
         """A block with this content, active or cached, or None. Changes nothing."""
         return self._index[group].get(prefix)
 
-    def lookup_all(self, group: int, prefixes: Iterable[Prefix]) -> list[int | None]:
-        """The same for each of these contents."""
-        return list(map(self._index[group].get, prefixes))
+    def lookup_all(self, group: int, prefixes: Iterable[Prefix]) -> list[int]:
+        """A block for each of these contents, the null block where there is none."""
+        return list(map(self._index[group].get, prefixes, repeat(NULL_BLOCK)))
 
     def num_cached(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks, each named by a lookup or null, nobody uses."""
@@ -278,7 +266,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0 and block.prefix is not None:
-                self._forget(block)
+                self._drop_content(block)
                 before, after = block.before, block.after
                 before.after, after.before = after, before
                 self._push_empty(block)
@@ -292,38 +280,42 @@ class BlockPool:
         # Why set aside: one event says it all.
         observers, self.observers = self.observers, []
         self.evict(self.next_evicted(self.num_free))
-        self._gone, self._gone_before = set(), set()
+        self._evicted, self._evicted_before = set(), set()
         self.observers = observers
         self._tell("cleared", self.blocks[NULL_BLOCK])
         return True
 
+    def clear(self) -> None:
+        """Starts anew, whatever is in use: for when counts and content can't be trusted."""
+        self._make_blocks()
+        self._tell("cleared", self.blocks[NULL_BLOCK])
+
     def was_evicted(self, digest: bytes) -> bool:
         """True if content of this digest was here not long ago: a larger pool would have it."""
-        return digest in self._gone or digest in self._gone_before
+        return digest in self._evicted or digest in self._evicted_before
 
     def _tell(self, event: str, block: Block) -> None:
         for observer in self.observers:
             observer.on_block(event, block)
 
-    def _forget(self, block: Block) -> None:
+    def _drop_content(self, block: Block) -> None:
         """Drops the content of a block that nobody uses, and remembers that it was here."""
-        prefix, group, twins = block.prefix, block.group, self._twins
+        prefix, group, duplicates = block.prefix, block.group, self._duplicates
         assert prefix is not None, block
         if self.observers:
             self._tell("removed", block)
-        if twins and (group, prefix) in twins:
-            same = [self._index[group][prefix], *twins.pop((group, prefix))]
+        if duplicates and (group, prefix) in duplicates:
+            same = [self._index[group][prefix], *duplicates.pop((group, prefix))]
             same.remove(block.block_id)
             self._index[group][prefix] = same[0]
             if same[1:]:
-                twins[group, prefix] = same[1:]
+                duplicates[group, prefix] = same[1:]
         else:
             del self._index[group][prefix]
         block.prefix = None
-        gone = self._gone
-        gone.add(prefix.digest)
-        if len(gone) >= self.num_blocks:
-            self._gone, self._gone_before = set(), gone
+        self._evicted.add(prefix.digest)
+        if len(self._evicted) >= self.num_blocks:
+            self._evicted, self._evicted_before = set(), self._evicted
 
     # --- invariants ---------------------------------------------------------------------------
 
@@ -351,11 +343,11 @@ class BlockPool:
         assert is_cached.count(False) == self._num_empty, self._num_empty
         # Invariant I4: index entries and hashed blocks match one to one.
         indexed: list[int] = []
-        assert all(self._twins.values()), self._twins
-        assert all(prefix in self._index[group] for group, prefix in self._twins), self._twins
+        assert all(self._duplicates.values()), self._duplicates
+        assert all(prefix in self._index[group] for group, prefix in self._duplicates)
         for group, index in enumerate(self._index):
             for prefix, first in index.items():
-                same = [first, *self._twins.get((group, prefix), ())]
+                same = [first, *self._duplicates.get((group, prefix), ())]
                 assert all(self.blocks[i].prefix is prefix for i in same), prefix
                 assert all(self.blocks[i].group == group for i in same), group
                 indexed += same

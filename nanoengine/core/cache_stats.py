@@ -80,13 +80,3 @@ class TierStats:
     loaded_blocks: int = 0
     stored_blocks: int = 0
     failed_copies: int = 0
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes moved up."""
-        return self.loaded_blocks * self.block_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes moved down."""
-        return self.stored_blocks * self.block_bytes

@@ -10,7 +10,7 @@ Pure functions on a KVGroup, used by the BlockManager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from nanoengine.core.layout import KVGroup
 
@@ -46,7 +46,7 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
     return min(whole, cdiv(group.sliding_window - 1 + max_chunk - 1, block_size) + 1)
 
 
-def longest_hit(group: KVGroup, found: Sequence[bool], block_size: int, at_most: int) -> int:
+def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_most: int) -> int:
     """The longest prefix, in blocks and at most `at_most`, whose needed blocks are all found.
 
     Full attention needs every block before it; a window only its last ceil((window - 1) / bs).
@@ -67,18 +67,21 @@ def longest_hit(group: KVGroup, found: Sequence[bool], block_size: int, at_most:
 
 
 def longest_common_hit(
-    groups: Sequence[KVGroup],
-    find: Callable[[int, int], Sequence[bool]],
-    num_blocks: int,
-    block_size: int,
+    groups: Sequence[KVGroup], found: Sequence[Sequence[object]], block_size: int
 ) -> int:
     """The longest prefix, in blocks, that every group can start from.
 
-    `find(g, n)` says which of the first n blocks group g has. Each group may shorten the prefix,
-    which may cost another group its window, so it goes round until none shortens it.
+    `found[g][i]` is true if group g has the i-th block: its id will do, as the null block is 0.
+    Each group may shorten the prefix, which may cost another group its window, so it goes round
+    until none shortens it.
+
+    >>> groups = (KVGroup(layers=(0,)), KVGroup(layers=(1,), sliding_window=2))
+    >>> longest_common_hit(groups, [[1, 1, 1], [1, 1, 0]], 16)
+    2
     """
-    found = [find(g, num_blocks) for g in range(len(groups))]
-    length, before = num_blocks, -1
+    length, before = min(map(len, found)), -1
+    if all(map(all, found)):  # Why: mostly so, and nothing shortens it then.
+        return length
     while length != before:
         before = length
         for group, has in zip(groups, found, strict=True):

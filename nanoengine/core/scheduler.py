@@ -185,11 +185,11 @@ class Scheduler:
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
-        plan.transfers = manager.tiers.take_transfers(plan, manager.pool)
+        plan.transfers = manager.prefix_cache.take_transfers(plan)
         self._in_flight[plan.step] = scheduled
         self._drop_ended()
         if not any(self._in_flight.values()):
-            manager.tiers.wait()
+            manager.prefix_cache.wait()
         return plan
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
@@ -355,7 +355,7 @@ class Scheduler:
             self.stats.recomputed_tokens += min(end, seq.num_preempted_tokens) - start
         seq.num_computed_tokens = end
         if end // self._block_size > seq.num_registered_blocks:
-            self.block_manager.register(seq)
+            self.block_manager.prefix_cache.register(seq)
         if reaches_end and seq.request.chooser is None:
             seq.num_pending_tokens += 1
             if seq.params.n > 1 and self.forks.are_due(seq):
@@ -368,7 +368,7 @@ class Scheduler:
         self._take_results(plan, result, self._in_flight.pop(plan.step, []))
         self.forks.let_choose()
         self._drop_ended()
-        self.block_manager.tiers.commit(plan, result)
+        self.block_manager.prefix_cache.commit(plan, result)
         self.last_finished, self._done = self._done, []
         self.stats.finished_requests += len(self.last_finished)
         return self.last_finished
@@ -390,7 +390,8 @@ class Scheduler:
         if i in result.errors:
             held = [block_id for table in seq.block_tables for block_id in table]
             self._fail(seq, result.errors[i])
-            self.block_manager.distrust(held)  # Why: their content may be what is wrong
+            # Why: their content may be what is wrong.
+            self.block_manager.prefix_cache.invalidate(held)
         elif plan.num_logits[i] and seq.request.chooser is not None:
             self.forks.offer(seq, result.logprobs[i][0][1:])
         elif plan.num_logits[i]:

@@ -15,14 +15,11 @@ import enum
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from nanoengine.core.plan import TokenLogprob, TokenLogprobs
 from nanoengine.core.prefixes import Prefix
 from nanoengine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoengine.core.tiers.disk import Fetch
 
 NO_ROW = -1
 
@@ -57,7 +54,8 @@ class Sequence:
         offer: the most likely next tokens, while the sequence rests until one of them is chosen.
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
         prefixes: what each full block holds, found out once and kept.
-        fetch: blocks that the disk tier reads for it before its next admission; None: not asked.
+        num_pending_reads: blocks that a disk tier still reads for it before its next admission;
+            None: it has not asked for any.
         num_registered_blocks: how many of these are in the prefix-cache index.
         max_chunk: most tokens that one step computes of it, so that its windows fit the pool.
         slots_ready_until: a decode that starts before this position writes into a slot that it has
@@ -73,7 +71,6 @@ class Sequence:
         "choices",
         "cumulative_logprob",
         "draft_token_ids",
-        "fetch",
         "finish_reason",
         "finish_time",
         "first_scheduled_time",
@@ -88,6 +85,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_overtaken",
+        "num_pending_reads",
         "num_pending_tokens",
         "num_preempted_tokens",
         "num_prompt_tokens",
@@ -140,7 +138,7 @@ class Sequence:
         self.num_registered_blocks = 0
         self.max_chunk = 0
         self.slots_ready_until = 0
-        self.fetch: Fetch | None = None
+        self.num_pending_reads: int | None = None
         self.stop_ids = stop_ids
         self.max_num_tokens = max_num_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens

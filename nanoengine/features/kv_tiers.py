@@ -43,7 +43,7 @@ from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.disk import DiskCopy, Finished
 from nanoengine.core.tiers.found import Content
-from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import GIB, require_memory, zeros
 from nanoengine.runner.transfers import ship, staging_blocks
@@ -554,7 +554,7 @@ def make_tiers(
     kv: torch.Tensor,
     files: Sequence[Path],
     facts: Mapping[str, object],
-) -> tuple[Tiers | NoTiers, dict[str, TierStorage]]:
+) -> tuple[TieredPrefixCache | None, dict[str, TierStorage]]:
     """What decides for `kv_tiers`, and what the executor moves blocks with, by tier.
 
     Args:
@@ -566,7 +566,7 @@ def make_tiers(
     host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
     disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
     if host is None:
-        return NoTiers(), {}
+        return None, {}
     require_memory(f"HostTier gib={host.gib}", host.gib * GIB, torch.device("cpu"))
     num_host_blocks = num_blocks(host, layout.block_bytes)
     num_disk_blocks = min(num_blocks(disk, layout.block_bytes), MAX_DISK_BLOCKS) if disk else 1
@@ -582,7 +582,7 @@ def make_tiers(
         else LoadCost(layout.block_bytes),
     )
     try:
-        decider = Tiers(
+        cache = TieredPrefixCache(
             layout,
             num_host_blocks=num_host_blocks,
             cost=cost,
@@ -594,7 +594,7 @@ def make_tiers(
         if disk_files is not None:
             disk_files.close()
         raise
-    return decider, {"host": storage}
+    return cache, {"host": storage}
 
 
 def num_blocks(tier: Tier, block_bytes: int) -> int:

@@ -14,12 +14,16 @@ from nanoengine.core.block_pool import Block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """A block's content can be hit from now on. `parent_hash` is None or a salt for a first one."""
+    """A block's content can be hit from now on.
+
+    The hash names the block's tokens and all before them. `parent_hash` is that of the block before
+    it; of a first block it is empty, or made from the request's cache salt.
+    """
 
     block_id: int
     group: int
     block_hash: bytes
-    parent_hash: bytes | None
+    parent_hash: bytes
     token_ids: tuple[int, ...]
 
 
@@ -44,10 +48,10 @@ class KVEvents:
     """Collects events until `drain` takes them.
 
     >>> from nanoengine.core.block_pool import BlockPool
-    >>> from nanoengine.core.prefixes import Prefix, pack
-    >>> pool, events = BlockPool(num_blocks=3), KVEvents()
+    >>> from nanoengine.core.prefixes import Prefixes
+    >>> pool, events, prefixes = BlockPool(num_blocks=3), KVEvents(), Prefixes()
     >>> pool.observers.append(events)
-    >>> _ = pool.register(pool.allocate(1), 0, [Prefix(b"a", None, pack([5, 6]))])
+    >>> _ = pool.register(pool.allocate(1), 0, [prefixes.extend(prefixes.root(None), [5, 6])])
     >>> events.drain()[0].token_ids, events.drain()
     ((5, 6), [])
     """
@@ -56,22 +60,25 @@ class KVEvents:
         self._events: list[KVEvent] = []
 
     def on_block(self, event: str, block: Block) -> None:
-        """Keeps what concerns content; a block's references are its own affair."""
+        """Keeps what concerns content; who uses a block is no event."""
+        prefix = block.prefix
         if event == "cleared":
             self._events.append(AllCleared())
-        elif event == "stored" and block.hash is not None:
+        elif event == "stored":
+            assert prefix is not None and prefix.parent is not None, block
             self._events.append(
                 BlockStored(
                     block_id=block.block_id,
                     group=block.group,
-                    block_hash=block.hash,
-                    parent_hash=block.parent_hash,
-                    token_ids=tuple(block.token_ids or ()),
+                    block_hash=prefix.digest,
+                    parent_hash=prefix.parent.digest,
+                    token_ids=tuple(prefix.token_ids),
                 )
             )
-        elif event == "removed" and block.hash is not None:
+        elif event == "removed":
+            assert prefix is not None, block
             self._events.append(
-                BlockRemoved(block_id=block.block_id, group=block.group, block_hash=block.hash)
+                BlockRemoved(block_id=block.block_id, group=block.group, block_hash=prefix.digest)
             )
 
     def drain(self) -> list[KVEvent]:

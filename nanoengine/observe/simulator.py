@@ -25,6 +25,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
 from nanoengine.sampling_params import SamplingParams
@@ -203,7 +204,7 @@ def simulate(
         recomputed_tokens=stats.recomputed_tokens,
         preemptions=stats.preemptions,
         prefill_waste_frac=stats.prefill_waste_frac,
-        hit_rate=scheduler.block_manager.stats.hit_rate,
+        hit_rate=scheduler.block_manager.prefix_cache.stats.hit_rate,
         mean_batch=sum_batch / steps,
         max_batch=most,
         usable_blocks=pool.num_usable,
@@ -254,7 +255,7 @@ def make_scheduler(
     layout = KVLayout(num_blocks=num_blocks, block_size=block_size, block_bytes=1, groups=groups)
     manager = BlockManager(
         layout,
-        enable_prefix_caching=enable_prefix_caching,
+        prefix_cache=PrefixCache(layout, enabled=enable_prefix_caching),
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
         chunked=chunked_prefill,

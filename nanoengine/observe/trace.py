@@ -115,7 +115,7 @@ def block_counts(scheduler: object) -> dict[str, dict[str, int]]:
     if manager is None:
         return {}
     counts = {"device": manager.pool.counts()}
-    for tier in manager.tiers.stats():
+    for tier in manager.prefix_cache.tier_stats():
         counts[tier.name] = {
             "empty": tier.empty_blocks,
             "cached": tier.cached_blocks,

@@ -45,10 +45,10 @@ def test_a_question_changes_nothing():
     compute(manager, first)
     manager.deallocate(first)
     manager.updates = []
-    before = str(manager.pool), manager.pool.next_evicted(4), replace(manager.stats)
+    before = str(manager.pool), manager.pool.next_evicted(4), replace(manager.prefix_cache.stats)
     for tokens in (list(range(12)), [9] * 16, [9] * 17):
         manager.can_allocate(make_sequence(tokens))
-    assert (str(manager.pool), manager.pool.next_evicted(4), manager.stats) == before
+    assert (str(manager.pool), manager.pool.next_evicted(4), manager.prefix_cache.stats) == before
     assert not manager.updates and not manager.copies
 
 
@@ -249,13 +249,15 @@ def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_m
         seq = make_sequence(list(range(10)))
         admit(manager, seq)
         compute(manager, seq)
-    assert (manager.stats.queried_tokens, manager.stats.hit_tokens) == (20, 0)
+    stats = manager.prefix_cache.stats
+    assert (stats.queried_tokens, stats.hit_tokens) == (20, 0)
     smaller = make_manager(block_size=8)
     for _ in range(2):
         seq = make_sequence(list(range(10)))
         admit(smaller, seq)
         compute(smaller, seq)
-    assert (smaller.stats.queried_tokens, smaller.stats.hit_tokens) == (20, 8)
+    stats = smaller.prefix_cache.stats
+    assert (stats.queried_tokens, stats.hit_tokens) == (20, 8)
 
 
 def test_salts_and_prompt_logprobs():
@@ -267,7 +269,7 @@ def test_salts_and_prompt_logprobs():
     assert cached(manager, list(range(40)), salt="a", prompt_logprobs=0) == 0, "it reads none"
     assert cached(manager, list(range(40)), salt="b") == 0
     assert cached(manager, list(range(40))) == 0
-    assert manager.stats.queried_tokens == 0
+    assert manager.prefix_cache.stats.queried_tokens == 0
 
 
 def test_without_caching_nothing_is_registered():
@@ -287,7 +289,7 @@ def test_readmissions_are_counted_apart():
     manager.deallocate(seq)
     seq.num_preempted_tokens, seq.num_computed_tokens = 40, 0
     admit(manager, seq)
-    stats = manager.stats
+    stats = manager.prefix_cache.stats
     assert (stats.queried_tokens, stats.hit_tokens, stats.hit_rate) == (40, 0, 0.0)
     assert (stats.readmit_queried_tokens, stats.readmit_hit_tokens) == (40, 32)
 

@@ -64,7 +64,7 @@ def test_reference_counts_and_double_free():
     pool.free(table)
     assert [pool.blocks[i].ref_count for i in table] == [1, 1]
     pool.free(table)
-    with pytest.raises(ValueError, match=r"Block\(1, refs=0, hash=-\) is freed twice"):
+    with pytest.raises(ValueError, match=r"Block\(1, refs=0, digest=-\) is freed twice"):
         pool.free(table)
     with pytest.raises(AssertionError, match="not active"):
         pool.share(table)
@@ -143,8 +143,8 @@ def test_reset_refuses_while_blocks_are_in_use():
         lambda pool: pool._push_empty(pool.blocks[2]),
         lambda pool: (pool.evict([2]), setattr(pool.blocks[5], "prefix", X)),
         lambda pool: pool._index[0].clear(),
-        lambda pool: pool._twins.update({(0, X): [1]}),
-        lambda pool: pool._twins.update({(0, pool.blocks[1].prefix): [2]}),
+        lambda pool: pool._duplicates.update({(0, X): [1]}),
+        lambda pool: pool._duplicates.update({(0, pool.blocks[1].prefix): [2]}),
     ],
 )
 def test_check_notices(break_it):
@@ -208,4 +208,6 @@ def test_the_pool_draws_itself():
     pool.share(table[:1])
     pool.free(table[1:])
     assert str(pool) == "02c..."
-    assert repr(pool.blocks[1]) == f"Block(1, refs=2, hash={pool.blocks[1].hash.hex()[:8]})"
+    assert (
+        repr(pool.blocks[1]) == f"Block(1, refs=2, digest={pool.blocks[1].prefix.digest.hex()[:8]})"
+    )

@@ -10,7 +10,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.found import Content, Level
-from nanoengine.core.tiers.tiered_cache import Tiers
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from tests.support.block_managers import admit, compute, make_manager, make_sequence
@@ -21,9 +21,13 @@ PROMPT = [7, 8, 9, 10] * 5
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
-def make_tiers(layout, disk: FakeDisk | None = None, num_host_blocks: int = 40) -> Tiers:
+def make_tiers(
+    layout, disk: FakeDisk | None = None, num_host_blocks: int = 40
+) -> TieredPrefixCache:
     cost = CostModel(host=LoadCost(1, 0.0, "load"), disk=LoadCost(1, 0.0, "load"))
-    return Tiers(layout, num_host_blocks=num_host_blocks, cost=cost, disk=disk, num_disk_blocks=40)
+    return TieredPrefixCache(
+        layout, num_host_blocks=num_host_blocks, cost=cost, disk=disk, num_disk_blocks=40
+    )
 
 
 class PromptDisk(FakeDisk):
@@ -36,10 +40,10 @@ class PromptDisk(FakeDisk):
         return ended
 
 
-def engine_with_tiers(**options) -> tuple[LLMEngine, Tiers, PromptDisk]:
-    made: list[tuple[Tiers, PromptDisk]] = []
+def engine_with_tiers(**options) -> tuple[LLMEngine, TieredPrefixCache, PromptDisk]:
+    made: list[tuple[TieredPrefixCache, PromptDisk]] = []
 
-    def make(executor: FakeExecutor) -> Tiers:
+    def make(executor: FakeExecutor) -> TieredPrefixCache:
         disk = PromptDisk(executor.host, Random(0))
         made.append((make_tiers(executor.layout, disk), disk))
         return made[0][0]
@@ -58,7 +62,7 @@ def contents(engine: LLMEngine, prompt: list[int]) -> list[Content]:
     """What the prompt's full blocks hold, in each group."""
     manager = engine.scheduler.block_manager
     seq = make_sequence(prompt)
-    prefixes = manager._name_blocks(seq, len(prompt) // manager.block_size)
+    prefixes = manager.prefix_cache._prefixes_of(seq, len(prompt) // manager.block_size)
     return [Content(g, prefix) for prefix in prefixes for g in range(len(manager.layout.groups))]
 
 
@@ -74,11 +78,11 @@ def test_distrust_drops_free_blocks_and_leaves_the_others():
     assert second.num_cached_tokens == 8
     held = list(first.block_tables[0])
     manager.deallocate(first)
-    manager.distrust(held)
+    manager.prefix_cache.invalidate(held)
     assert [manager.pool.blocks[b].prefix is None for b in held] == [False, False, True]
     assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 8
     manager.deallocate(second)
-    manager.distrust(held)
+    manager.prefix_cache.invalidate(held)
     assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 0
     manager.check([])
 
@@ -91,15 +95,15 @@ def test_distrusted_content_leaves_host_and_disk(windows):
     kept, doubtful = contents(engine, [1, 2, 3] * 5), contents(engine, PROMPT)
     if len(windows) == 2:  # the broken sequence never reads what left its window
         kept, doubtful = kept + doubtful[1:4:2], [doubtful[0], doubtful[2], *doubtful[4:]]
-    assert all(tiers.find(content).level is Level.HOST for content in doubtful + kept)
+    assert all(tiers.lookup(content).level is Level.HOST for content in doubtful + kept)
     assert set(doubtful + kept) <= set(disk.files)
     engine.executor.row_errors = lambda row: "NaN" if row.seq_id == 2 else None
     broken = ask(engine, "broken")
     assert (broken.finish_reason, broken.num_cached_tokens) == ("error", 16)
     ask(engine, "later", [4, 5, 6])
-    assert [tiers.find(content) for content in doubtful] == [None] * len(doubtful)
+    assert [tiers.lookup(content) for content in doubtful] == [None] * len(doubtful)
     assert not set(doubtful) & set(disk.files), "a file would bring it back after a restart"
-    assert all(tiers.find(content) is not None for content in kept)
+    assert all(tiers.lookup(content) is not None for content in kept)
     again = ask(engine, "again")
     assert again.num_cached_tokens == 0
     assert again.output_token_ids == expected_output(PROMPT, again.seed, 2)
@@ -111,21 +115,21 @@ def test_content_under_way_to_a_tier_is_dropped_when_it_has_come():
     disk = FakeDisk({}, Random(0))
     disk.host.update({host_id: [0] for host_id in range(41)})
     tiers = make_tiers(layout, disk)
-    manager = BlockManager(layout, tiers=tiers, watermark_frac=0.0)
+    manager = BlockManager(layout, prefix_cache=tiers, watermark_frac=0.0)
     seq = make_sequence([*range(9)])
     admit(manager, seq)
     compute(manager, seq)
     plan = StepPlan(step=0)
-    assert [t.kind for t in tiers.take_transfers(plan, manager.pool)] == ["store"]
+    assert [t.kind for t in tiers.take_transfers(plan)] == ["store"]
     held = list(seq.block_tables[0])
     manager.deallocate(seq)
-    manager.distrust(held)
+    manager.prefix_cache.invalidate(held)
     tiers.check()
     wanted = [Content(0, prefix) for prefix in seq.prefixes]
     for step in range(20):
         tiers.commit(StepPlan(step=step), StepResult(token_ids=[]))
         tiers.check()
-    assert [tiers.find(content) for content in wanted] == [None, None]
+    assert [tiers.lookup(content) for content in wanted] == [None, None]
     tiers.close()
     assert disk.files == {}
 
@@ -145,7 +149,7 @@ def test_each_group_of_a_prefix_is_copied():
     assert engine.scheduler.block_manager.pool.reset() and tiers.host.reset()
     again = ask(engine, "two")
     # The full group needs 4 blocks of the prefix, the window 2; each is read once.
-    assert (tiers.stats()[1].loaded_blocks, tiers.stats()[0].loaded_blocks) == (6, 6)
+    assert (tiers.tier_stats()[1].loaded_blocks, tiers.tier_stats()[0].loaded_blocks) == (6, 6)
     assert again.num_cached_tokens == 16
     assert again.output_token_ids == expected_output(PROMPT, again.seed, 2)
     engine.close()

@@ -35,7 +35,7 @@ from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import NULL_BLOCK
 from nanoengine.core.sequence import Request
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
-from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.sampling_params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import (
@@ -89,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed: int,
     ) -> None:
         self.random = Random(seed)
-        self.tiers: Tiers | NoTiers = NoTiers()
+        self.tiers: TieredPrefixCache | None = None
         self.engine = make_engine(
             num_blocks,
             block_size,
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         EVENTS["examples"] += 1
         EVENTS["late examples"] += late
 
-    def make_tiers(self, executor: FakeExecutor) -> Tiers:
+    def make_tiers(self, executor: FakeExecutor) -> TieredPrefixCache:
         random = Random(self.random.random())
         self.disk = FakeDisk(executor.host, random)
         cost = CostModel(
@@ -130,7 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         if random.random() < 0.5:  # else nothing is measured, and auto loads
             cost.prefill = Rate(random.choice([1.0, 2000.0, 1e6]), 1.0)
             cost.host.rate = cost.disk.rate = Rate(500.0, 1.0)
-        self.tiers = Tiers(
+        self.tiers = TieredPrefixCache(
             executor.layout,
             num_host_blocks=random.choice([1, 4, 8, 16, 40, 40]),
             cost=cost,
@@ -217,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
             EVENTS["broken rows"] += 1
 
     def lose_file(self, random: Random) -> None:
-        if isinstance(self.tiers, Tiers) and self.disk.files:
+        if self.tiers is not None and self.disk.files:
             del self.disk.files[random.choice(list(self.disk.files))]
             EVENTS["lost files"] += 1
 
@@ -276,7 +276,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.finished += [request.request_id for request in self.engine.step()]
 
     @rule(dice=st.integers(0, 20))
-    @precondition(lambda self: isinstance(self.tiers, Tiers))
+    @precondition(lambda self: self.tiers is not None)
     def disk_is_full(self, dice: int) -> None:
         if dice == 19:
             self.disk.can_write = False
@@ -297,7 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
     def nothing_is_held(self) -> None:
         """No block, on the device or for a step's copy in the host tier."""
         assert self.manager.pool.counts()["active"] == 0
-        if isinstance(self.tiers, Tiers):
+        if self.tiers is not None:
             held = self.tiers.host.counts()["active"]
             assert held == len(self.tiers.disk.held_host_ids()), "a step's copy is never let go"
 
@@ -321,7 +321,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.reset_prefix_cache()
         assert self.manager.pool.counts()["empty"] == self.manager.pool.num_usable
         self.engine.close()
-        if isinstance(self.tiers, Tiers):
+        if self.tiers is not None:
             assert self.disk.files == {} and not self.disk.queue
 
     def has_the_right_output(self, request: Request) -> None:

@@ -74,7 +74,7 @@ def test_common_hit_is_the_longest_that_all_groups_allow():
                 for group, has in zip(groups, found, strict=True)
             )
         ]
-        common = longest_common_hit(groups, lambda g, n, f=found: f[g][:n], 4, 2)
+        common = longest_common_hit(groups, found, 2)
         assert common == max(lengths)
 
 

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from nanoengine.core.tiers.cost import CostModel, LoadCost
-from nanoengine.core.tiers.tiered_cache import Tiers
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.sampling_params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, run
@@ -22,10 +22,10 @@ def test_pressure(windows, lazy):
     random = Random(5)
     disks: list[FakeDisk] = []
 
-    def make_tiers(executor: FakeExecutor) -> Tiers:
+    def make_tiers(executor: FakeExecutor) -> TieredPrefixCache:
         disks.append(FakeDisk(executor.host, random))
         cost = CostModel(host=LoadCost(1), disk=LoadCost(1))  # nothing measured: it loads
-        return Tiers(
+        return TieredPrefixCache(
             executor.layout,
             num_host_blocks=20 * len(windows),
             cost=cost,

@@ -70,7 +70,7 @@ def test_what_the_device_evicts_comes_back_from_the_host(truth):
     # Each prompt's full blocks but the last: 4, 6 and 7 of 8 tokens, twice, less what is on device.
     assert 20 <= host.loaded_blocks - loaded <= 34
     assert host.hit_blocks == host.loaded_blocks
-    assert host.loaded_bytes == host.loaded_blocks * engine.info.block_bytes
+    assert host.block_bytes == engine.info.block_bytes
     assert host.active_blocks == 0 and host.cached_blocks == host.stored_blocks
 
 
@@ -133,7 +133,7 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
 
 def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
     engine = small_engine(host_and_disk(tmp_path))
-    disk, submitted, may_go_on = engine.scheduler.block_manager.tiers._storage, [], Event()
+    disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache._storage, [], Event()
     submit, carry_out = disk.submit, disk._carry_out
 
     def carry_out_later(copy: DiskCopy) -> Finished:

@@ -299,7 +299,7 @@ def test_an_engine_that_was_dropped_gives_the_lock_back(warm, truth, caplog):
     second.close()
 
 
-@pytest.mark.parametrize("where", ["core.tiers.Tiers", "build.FastScheduler"])
+@pytest.mark.parametrize("where", ["features.kv_tiers.TieredPrefixCache", "build.FastScheduler"])
 def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
     where, warm, caplog, monkeypatch
 ):
@@ -310,7 +310,7 @@ def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(kv_tiers if name == "Tiers" else module, name, fail)
+        patch.setattr(module, name, fail)
         with pytest.raises(ZeroDivisionError) as kept:
             engine_on(warm)
     second = engine_on(warm)

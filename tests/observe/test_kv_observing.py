@@ -88,18 +88,17 @@ def test_a_mirror_of_the_events_is_the_cache():
             for event in events.drain():
                 if isinstance(event, BlockStored):
                     assert event.block_id not in mirror
-                    roots = (None, b"")
                     known = {stored.block_hash for stored in mirror.values()}
-                    assert event.parent_hash in roots or event.parent_hash in known
+                    assert event.parent_hash in {b""} | known
                     mirror[event.block_id] = event
                 else:
                     assert isinstance(event, BlockRemoved)
                     assert mirror.pop(event.block_id).block_hash == event.block_hash
-            held = {block.block_id: block for block in pool.blocks if block.hash is not None}
+            held = {block.block_id: block for block in pool.blocks if block.prefix is not None}
             assert held.keys() == mirror.keys()
             for block_id, stored in mirror.items():
-                assert stored.block_hash == held[block_id].hash
-                assert stored.token_ids == tuple(held[block_id].token_ids)
+                assert stored.block_hash == held[block_id].prefix.digest
+                assert stored.token_ids == tuple(held[block_id].prefix.token_ids)
     assert pool.num_evicted > 0
 
 

@@ -35,8 +35,10 @@ SCHEDULER = SimpleNamespace(
     num_running=2,
     block_manager=SimpleNamespace(
         pool=SimpleNamespace(counts=lambda: {"empty": 5, "cached": 1, "active": 2}),
-        tiers=SimpleNamespace(
-            stats=lambda: (TierStats(name="host", block_bytes=8, empty_blocks=3, cached_blocks=4),)
+        prefix_cache=SimpleNamespace(
+            tier_stats=lambda: (
+                TierStats(name="host", block_bytes=8, empty_blocks=3, cached_blocks=4),
+            )
         ),
     ),
 )

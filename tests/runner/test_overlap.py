@@ -16,7 +16,7 @@ from nanoengine.assets import demo_model_path
 from nanoengine.config import EngineConfig
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.tiers.cost import CostModel, LoadCost
-from nanoengine.core.tiers.tiered_cache import Tiers
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.runner.row_buffers import RowBuffers
@@ -136,7 +136,9 @@ def test_stores_to_a_tier_do_not_hold_up_the_next_step():
     cost = CostModel(host=LoadCost(1), disk=LoadCost(1))
     engine = make_engine(
         overlap=True,
-        make_tiers=lambda executor: Tiers(executor.layout, num_host_blocks=40, cost=cost),
+        make_tiers=lambda executor: TieredPrefixCache(
+            executor.layout, num_host_blocks=40, cost=cost
+        ),
     )
     log = Log(engine)
     engine.add_request("a", range(1, 9), params(20, ignore_eos=True))

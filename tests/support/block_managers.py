@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoengine.core.block_manager import Admission, BlockManager
+from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.sampling_params import SamplingParams
 from tests.support.fake_executor import make_layout
@@ -11,10 +12,15 @@ _next_id = iter(range(10**9))
 
 
 def make_manager(
-    num_blocks: int = 33, block_size: int = 16, windows: tuple = (None,), **options: object
+    num_blocks: int = 33,
+    block_size: int = 16,
+    windows: tuple = (None,),
+    enable_prefix_caching: bool = True,
+    **options: object,
 ) -> BlockManager:
-    options = {"watermark_frac": 0.0} | options
-    return BlockManager(make_layout(num_blocks, block_size, windows), **options)
+    layout = make_layout(num_blocks, block_size, windows)
+    cache = PrefixCache(layout, enabled=enable_prefix_caching)
+    return BlockManager(layout, prefix_cache=cache, **{"watermark_frac": 0.0} | options)
 
 
 def make_sequence(tokens: list[int], *, salt: str | None = None, **params: object) -> Sequence:
@@ -45,4 +51,4 @@ def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> N
     count = len(seq.token_ids) - seq.num_computed_tokens if count is None else count
     assert manager.may_append(seq, count)
     seq.num_computed_tokens += count
-    manager.register(seq)
+    manager.prefix_cache.register(seq)

@@ -18,8 +18,9 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
+from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.tiers.tiered_cache import NoTiers, Tiers
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import EngineInfo, LLMEngine
 
 VOCAB_SIZE = 50
@@ -435,7 +436,7 @@ def make_engine(
     debug_checks: bool = True,
     observers: Iterable[object] = (),
     policy: AdmissionPolicy | None = None,
-    make_tiers: Callable[[FakeExecutor], Tiers | NoTiers] | None = None,
+    make_tiers: Callable[[FakeExecutor], TieredPrefixCache] | None = None,
     overlap: bool = False,
     scheduler_class: type[Scheduler] = FastScheduler,
 ) -> LLMEngine:
@@ -446,13 +447,13 @@ def make_engine(
         layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     executor.delayed = overlap
+    plain = PrefixCache(layout, enabled=enable_prefix_caching)
     manager = BlockManager(
         executor.start(),
-        enable_prefix_caching=enable_prefix_caching,
+        prefix_cache=make_tiers(executor) if make_tiers else plain,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
         chunked=chunked_prefill,
-        tiers=make_tiers(executor) if make_tiers else NoTiers(),
     )
     scheduler = scheduler_class(
         manager,

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import Rate
 from nanoengine.core.tiers.found import Content, Level, TierBlock, content_of
 
@@ -68,13 +68,6 @@ class DiskStorage(Protocol):
         """Ends what is under way and gives the directory free."""
 
 
-@dataclass(slots=True)
-class Fetch:
-    """A waiting sequence's one trip to the disk: blocks that have not arrived yet."""
-
-    num_pending: int = 0
-
-
 class DiskBlocks:
     """A pool of files below the host's pool.
 
@@ -104,7 +97,7 @@ class DiskBlocks:
         self._stats = stats
         self._rate = rate
         self._copies: dict[Content, DiskCopy] = {}
-        self._fetches: dict[Content, list[Fetch]] = {}
+        self._readers: dict[Content, list[Sequence]] = {}  # who waits for each block
         # Why bounded: what came longest ago has left the host again, if it holds no more.
         self._to_write: deque[Content] = deque(maxlen=host.num_usable)
         contents = [content for content in storage.scan(prefixes) if content.group < num_groups]
@@ -119,7 +112,7 @@ class DiskBlocks:
     @property
     def is_reading(self) -> bool:
         """True while a sequence waits for a block."""
-        return bool(self._fetches)
+        return bool(self._readers)
 
     def is_copying(self, content: Content) -> bool:
         """True while this content is read or written."""
@@ -127,24 +120,27 @@ class DiskBlocks:
 
     # --- up -----------------------------------------------------------------------------------
 
-    def fetch(self, places: Iterable[TierBlock]) -> Fetch:
-        """Has the blocks on disk read into host memory, in order, as many as it has room for."""
-        fetch = Fetch()
-        for level, block_id in places:
+    def read_for(self, seq: Sequence, blocks: Iterable[TierBlock]) -> None:
+        """Has those of the blocks that are on disk read into host memory, for a waiting sequence.
+
+        In order, and as many as the host has room for.
+        """
+        num_reads = 0
+        for level, block_id in blocks:
             if level is not Level.DISK:
                 continue
             content = content_of(self.pool.blocks[block_id])
-            if content not in self._fetches:
+            if content not in self._readers:
                 if content in self._copies or not self._host.num_free:
                     break
                 [host_id] = self._host.allocate(1)
                 self.pool.touch([block_id])
                 self._submit(DiskCopy("read", content, host_id, block_id))
-                self._fetches[content] = []
+                self._readers[content] = []
                 self._stats.hit_blocks += 1
-            self._fetches[content].append(fetch)
-            fetch.num_pending += 1
-        return fetch
+            self._readers[content].append(seq)
+            num_reads += 1
+        seq.num_pending_reads = num_reads
 
     def _end_read(self, copy: DiskCopy, ok: bool, seconds: float) -> None:
         self.pool.free([copy.disk_id])
@@ -156,8 +152,9 @@ class DiskBlocks:
             self.pool.evict([copy.disk_id])
             self._stats.failed_copies += 1
         self._host.free([copy.host_id])
-        for fetch in self._fetches.pop(copy.content):
-            fetch.num_pending -= 1
+        for seq in self._readers.pop(copy.content):
+            assert seq.num_pending_reads, seq
+            seq.num_pending_reads -= 1
 
     # --- down ---------------------------------------------------------------------------------
 
@@ -169,7 +166,7 @@ class DiskBlocks:
         """Has blocks that came to the host written to disk, a few at a time."""
         if not self._storage.can_write:
             self._to_write.clear()
-        while self._to_write and len(self._copies) - len(self._fetches) < MAX_WRITES:
+        while self._to_write and len(self._copies) - len(self._readers) < MAX_WRITES:
             content = self._to_write.popleft()
             host_id = self._host.lookup(*content)
             if (
@@ -251,7 +248,7 @@ class DiskBlocks:
         """Raises AssertionError if a reference is held that no copy under way explains."""
         self.pool.check([[copy.disk_id for copy in self._copies.values()]])
         reading = {content for content, copy in self._copies.items() if copy.kind == "read"}
-        assert reading == set(self._fetches), (reading, set(self._fetches))
+        assert reading == set(self._readers), (reading, set(self._readers))
 
 
 class NoDisk:

@@ -1,6 +1,9 @@
-"""Places: where the blocks of a prompt are found, on the device and in the tiers below it.
+"""Found: where the blocks of a prompt are, on the device and in the tiers below it.
 
-Made by the BlockManager for each admission, read by Tiers to choose what to load.
+    group 0     device   7   3   -   -   -         reach(DEVICE) = 2 blocks
+                below            h4  h9  d2        reach(HOST) = 4, reach(DISK) = 5
+
+Made and read by the TieredPrefixCache, which chooses what to load.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from nanoengine.core.block_pool import NULL_BLOCK, Block
+from nanoengine.core.block_pool import Block
 from nanoengine.core.kv_groups import longest_common_hit, num_dropped_blocks
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefix
@@ -24,10 +27,18 @@ class Level(IntEnum):
 
 
 class TierBlock(NamedTuple):
-    """A block id of one tier's pool."""
+    """A block of one tier's pool."""
 
     level: Level
     block_id: int
+
+
+class Load(NamedTuple):
+    """A block to load for a position of a group's table, and where it is."""
+
+    group: int
+    position: int
+    block: TierBlock
 
 
 class Content(NamedTuple):
@@ -48,7 +59,7 @@ class Found:
     """For each KV group, where the full blocks of a prompt are.
 
     `device[g][i]` is the i-th block's id on the device, or the null block; what is not there but in
-    a tier is in `below[g]`, by i. A group's list ends where no longer prefix is to be had.
+    a tier is in `below[g]`, by i. A group's list ends where no longer prefix can be had.
     """
 
     layout: KVLayout
@@ -57,30 +68,16 @@ class Found:
 
     def reach(self, level: Level) -> int:
         """The longest prefix, in blocks, that every group can start from with hits to `level`."""
+        found = [
+            [hit or (i in below and below[i].level <= level) for i, hit in enumerate(device)]
+            for device, below in zip(self.device, self.below, strict=True)
+        ]
+        return longest_common_hit(self.layout.groups, found, self.layout.block_size)
 
-        num_blocks = min(map(len, self.device))
-        if all(map(all, self.device)):  # Why: mostly so; no group's list has a null entry.
-            return num_blocks
-
-        def has(g: int, n: int) -> list[bool]:
-            below, device = self.below[g], self.device[g]
-            return [
-                device[i] != NULL_BLOCK or (i in below and below[i].level <= level)
-                for i in range(n)
-            ]
-
-        return longest_common_hit(self.layout.groups, has, num_blocks, self.layout.block_size)
-
-    def take(self, length: int) -> tuple[list[list[int]], list[tuple[int, int, TierBlock]]]:
-        """The tables that start with the first `length` blocks, and what is loaded into them.
-
-        A load is (group, index, place); its entry, like those before a window, is the null block.
-        """
-        tables, loads = [], []
-        for g, group in enumerate(self.layout.groups):
-            size = self.layout.block_size
+    def loads(self, length: int) -> list[Load]:
+        """What is to be loaded for the first `length` blocks; before a window, nothing."""
+        size, loads = self.layout.block_size, []
+        for g, (group, below) in enumerate(zip(self.layout.groups, self.below, strict=True)):
             dropped = num_dropped_blocks(group, length * size, size)
-            tables.append([NULL_BLOCK] * dropped + self.device[g][dropped:length])
-            if self.below[g]:
-                loads += [(g, i, p) for i, p in self.below[g].items() if dropped <= i < length]
-        return tables, loads
+            loads += [Load(g, i, block) for i, block in below.items() if dropped <= i < length]
+        return loads

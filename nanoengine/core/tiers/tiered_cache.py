@@ -1,21 +1,23 @@
-"""Tiers: KV blocks that live on below the device, in host memory and on disk. Ints only.
+"""TieredPrefixCache: a prefix cache whose blocks live on below the device. Ints only.
 
     device pool ── store, after the forward of a plan ──► host pool ── write ──► disk pool
                 ◄── load, before the forward of a plan ──           ◄── read ──
                     (the executor's TierStorage)            (DiskStorage, in the background)
 
-Decisions:
-- A tier is one more BlockPool with the same content index. There is no swapping: a preempted
-  sequence frees its blocks, and what a tier has caught of them comes back as a hit.
+The device's pool evicts what other sequences need the room for. Where a block's content was stored
+in host memory or on disk before, a later prompt loads it, which is often quicker than computing it.
+
+- A tier is one more BlockPool with the same keys. There is no swapping: a preempted sequence frees
+  its blocks, and those of them that were stored come back as hits.
 - The device loads from host memory alone, which can't fail. A file is first read into a host block,
-  its checksum verified; a sequence waits for that once, and what did not arrive is recomputed.
+  and its checksum verified; a sequence waits for that once, and recomputes what did not arrive.
 - An index entry appears when its copy has finished. Until then the host block and the disk block
   of the copy hold a reference. A device block needs none: plans run in order, so a step has read
   what it stores before a later step can write there.
-- Nothing is held on behalf of a sequence, so one that ends while it waits leaves nothing behind.
+- No block is held on behalf of a sequence, so one that ends while it waits leaves nothing behind.
 - A step's transfers have finished when that step, or a later one, is committed.
 
-Called by the BlockManager and the Scheduler; `NoTiers` answers in its place when there are none.
+Made in `features/kv_tiers.py`; called as every PrefixCache is.
 Source: the connector and offloading of vLLM v1 (tiers as caches below the device pool); reading
 through host memory and the cost model are ours.
 """
@@ -24,17 +26,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from nanoengine.core.block_pool import Block, BlockPool
+from nanoengine.core.block_pool import NULL_BLOCK, Block, BlockPool
 from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
-from nanoengine.core.prefixes import Prefixes
+from nanoengine.core.prefix_cache import CachedPrefix, PrefixCache
+from nanoengine.core.prefixes import Prefix
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import CostModel
-from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, Fetch, NoDisk
-from nanoengine.core.tiers.found import Content, Found, Level, TierBlock, content_of
+from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
+from nanoengine.core.tiers.found import Content, Found, Level, Load, TierBlock, content_of
 
 LAZY_BLOCKS = 64
 """A lazy tier stores blocks that are among this many next to be evicted."""
@@ -42,80 +44,28 @@ WAIT_S = 0.05
 """Longest wait for the disk in a step that has nothing else to do."""
 
 
-class Choice(NamedTuple):
-    """How much of a prompt to take from where it is found.
+@dataclass(slots=True, kw_only=True)
+class TieredPrefix(CachedPrefix):
+    """A cached prefix with blocks that are loaded from host memory; in `tables` they are null."""
 
-    `num_blocks` [blocks] start the sequence's tables; `is_ready` is False while the disk reads for
-    it; `reason` says why it was loaded or not, "" if there was nothing to choose.
-    """
+    loads: list[Load] = field(default_factory=list)
 
-    num_blocks: int
-    is_ready: bool = True
-    reason: str = ""
-
-
-class NoTiers:
-    """In place of Tiers when the device is all there is."""
-
-    def start(self, prefixes: Prefixes) -> None:
-        """Nothing to start."""
-
-    def find(self, content: Content) -> TierBlock | None:
-        """Nowhere."""
-        return None
-
-    def choose(self, seq: Sequence, found: Found) -> Choice:
-        """The longest prefix on the device."""
-        return Choice(num_blocks=found.reach(Level.DEVICE))
-
-    def load(self, host_id: int, device_id: int) -> None:
-        """Never called: nothing was found in a tier."""
-        raise AssertionError("there is no tier to load from")
-
-    def catch(self, blocks: list[Block]) -> None:
-        """Lets full blocks be."""
-
-    def distrust(self, block: Block) -> None:
-        """It is nowhere else."""
-
-    def take_transfers(self, plan: StepPlan, pool: BlockPool) -> list[Transfer]:
-        """None."""
-        return []
-
-    def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Nothing was under way."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def reset(self) -> bool:
-        """Nothing to drop."""
-        return True
-
-    def discard_all(self) -> None:
-        """Nothing to drop."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def stats(self) -> tuple[TierStats, ...]:
-        """No tiers."""
-        return ()
-
-    def check(self) -> None:
-        """Nothing to check."""
+    def num_held(self, group: int) -> int:
+        """Blocks that this prefix puts into a group's table."""
+        # Why not super(): in a dataclass with slots it looks at a class that was replaced.
+        return CachedPrefix.num_held(self, group) + sum(load.group == group for load in self.loads)
 
 
 @dataclass(slots=True)
-class Moves:
-    """The transfers of one step: (device block, host block), and for stores what they hold."""
+class StepCopies:
+    """The copies of one step: (device block, host block), and for stores what they hold."""
 
     loads: list[tuple[int, int]] = field(default_factory=list)
     stores: list[tuple[int, int, Content]] = field(default_factory=list)
 
 
-class Tiers:
-    """A host tier, and a disk tier below it or none.
+class TieredPrefixCache(PrefixCache):
+    """A prefix cache with a host tier, and a disk tier below it or none.
 
     Args:
         layout: of the device's KV cache.
@@ -135,18 +85,18 @@ class Tiers:
         disk: DiskStorage | None = None,
         num_disk_blocks: int = 1,
     ) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._cost = cost
         self._lazy = lazy
         self._storage: DiskStorage = disk or NoDisk()
         self._last = Level.HOST if disk is None else Level.DISK
         self._sizes = (num_host_blocks + 1, num_disk_blocks + 1)
         self._stats = [TierStats(name=n, block_bytes=layout.block_bytes) for n in ("host", "disk")]
+        self._start_tiers()
 
-    def start(self, prefixes: Prefixes) -> None:
-        """Empty pools, but for what the disk holds; `prefixes` name what all pools hold."""
-        self._prefixes = prefixes
-        num_groups = len(self._layout.groups)
+    def _start_tiers(self) -> None:
+        """Empty pools, but for what the disk holds."""
+        num_groups = len(self.layout.groups)
         self.host = BlockPool(self._sizes[0], num_groups)
         self.disk = DiskBlocks(
             self._storage,
@@ -155,40 +105,67 @@ class Tiers:
             host=self.host,
             stats=self._stats[1],
             rate=self._cost.disk.rate,
-            prefixes=prefixes,
+            prefixes=self.prefixes,
         )
-        self._moves = Moves()
-        self._in_flight: dict[int, Moves] = {}
+        self._planned = StepCopies()
+        self._under_way: dict[int, StepCopies] = {}
         self._storing: set[Content] = set()
-        self._distrusted: list[Content] = []
+        self._invalid: list[Content] = []
 
-    # --- hits ---------------------------------------------------------------------------------
+    # --- find ---------------------------------------------------------------------------------
 
-    def find(self, content: Content) -> TierBlock | None:
-        """The nearest tier that holds this content."""
+    def find(self, seq: Sequence) -> CachedPrefix:
+        """The prefix to use: the longest on the device, or a longer one that is worth its loads.
+
+        Not ready while the disk reads blocks for this sequence, which is asked for here.
+        """
+        if seq.num_pending_reads:
+            return _wait_for(seq)
+        found = self._find_in_all_tiers(seq)
+        # Why: what the disk did not bring, it is not asked for again.
+        last = self._last if seq.num_pending_reads is None else Level.HOST
+        level, reason = self._cheapest(found, last)
+        if level is Level.DISK:
+            self._read(seq, found)
+            if seq.num_pending_reads:
+                return _wait_for(seq)
+            level, reason = self._cheapest(found, Level.HOST)
+        length = found.reach(level)
+        tables, loads = self._table_starts(found.device, length), found.loads(length)
+        num_needed = sum(map(self.pool.num_cached, tables)) + len(loads)
+        return TieredPrefix(
+            num_blocks=length,
+            tables=tables,
+            loads=loads,
+            num_needed_blocks=num_needed,
+            reason=reason,
+        )
+
+    def _find_in_all_tiers(self, seq: Sequence) -> Found:
+        at_most = self._num_usable_blocks(seq)
+        prefixes = self._prefixes_of(seq, at_most)[:at_most]
+        found = Found(self.layout)
+        for index, group in enumerate(self.layout.groups):
+            device, below = self.pool.lookup_all(index, prefixes), {}
+            for i, block_id in enumerate(device):
+                if block_id == NULL_BLOCK:
+                    tier_block = self.lookup(Content(index, prefixes[i]))
+                    if tier_block is not None:
+                        below[i] = tier_block
+                    elif group.sliding_window is None:
+                        del device[i:]  # Why: full attention needs every block before a hit.
+                        break
+            found.device.append(device)
+            found.below.append(below)
+        return found
+
+    def lookup(self, content: Content) -> TierBlock | None:
+        """The nearest tier's block that holds this content."""
         for level, pool in ((Level.HOST, self.host), (Level.DISK, self.disk.pool)):
             block_id = pool.lookup(*content)
             if block_id is not None:
                 return TierBlock(level, block_id)
         return None
-
-    def choose(self, seq: Sequence, found: Found) -> Choice:
-        """How much of the found prefix to take: loading costs time, as computing does.
-
-        Not ready while blocks are read from disk for this sequence, which is asked for here.
-        """
-        last = self._last
-        if seq.fetch is not None:
-            if seq.fetch.num_pending:
-                return _not_ready(seq.fetch)
-            last = Level.HOST  # Why: what the disk did not bring, it is not asked for again.
-        best, reason = self._cheapest(found, last)
-        if best is Level.DISK:
-            seq.fetch = self._fetch(found, found.reach(best))
-            if seq.fetch.num_pending:
-                return _not_ready(seq.fetch)
-            best, reason = self._cheapest(found, Level.HOST)
-        return Choice(num_blocks=found.reach(best), reason=reason)
 
     def _cheapest(self, found: Found, last: Level) -> tuple[Level, str]:
         """The level down to which hits are worth their loads, and why."""
@@ -198,62 +175,79 @@ class Tiers:
             length = found.reach(level)
             if length <= before:
                 continue
-            counts = _count(found, length)
+            counts = _count(found.loads(length))
             prefer, reason = self._cost.prefer_load(
                 level.name.lower(),
                 num_host=counts[Level.HOST] + counts[Level.DISK],
                 num_disk=counts[Level.DISK],
-                num_tokens=(length - before) * self._layout.block_size,
+                num_tokens=(length - before) * self.block_size,
                 # What of these blocks is loaded anyway.
-                num_host_before=_count(found, before)[Level.HOST],
+                num_host_before=_count(found.loads(before))[Level.HOST],
             )
             reasons.append(reason)
             if prefer:
                 best, before = level, length
         return best, "; ".join(reasons)
 
-    def _fetch(self, found: Found, length: int) -> Fetch:
-        """Has the prefix's blocks read from disk into host memory."""
-        places = [place for _, _, place in found.take(length)[1]]
-        held = [place.block_id for place in places if place.level is Level.HOST]
+    def _read(self, seq: Sequence, found: Found) -> None:
+        """Has a sequence's blocks read from disk into host memory."""
+        blocks = [load.block for load in found.loads(found.reach(Level.DISK))]
+        held = [block.block_id for block in blocks if block.level is Level.HOST]
         self.host.touch(held)  # Why: reading the end of a prefix must not evict its start.
-        fetch = self.disk.fetch(places)
+        self.disk.read_for(seq, blocks)
         self.host.free(reversed(held))
-        return fetch
 
-    def load(self, host_id: int, device_id: int) -> None:
-        """Adds a load to the step being planned; the device block may be indexed at once."""
-        self.host.touch([host_id])
-        self._moves.loads.append((device_id, host_id))
+    # --- load and store -----------------------------------------------------------------------
+
+    def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
+        """Gives a sequence the blocks that `find` has found for it, loads included."""
+        assert isinstance(prefix, TieredPrefix), prefix
+        tables = super().take(seq, prefix)
+        for group, position, block in prefix.loads:
+            tables[group][position] = self._load(group, seq.prefixes[position], block)
+        seq.num_pending_reads = None
+        return tables
+
+    def _load(self, group: int, prefix: Prefix, block: TierBlock) -> int:
+        """Adds a load to the step being planned; returns the device block.
+
+        Why it is indexed at once, as in `register`: a step's loads come before its forward.
+        """
+        [block_id] = self.pool.allocate(1)
+        self.pool.register([block_id], group, [prefix])
+        self.host.touch([block.block_id])
+        self._planned.loads.append((block_id, block.block_id))
         self._stats[0].hit_blocks += 1
+        return block_id
 
-    # --- stores -------------------------------------------------------------------------------
-
-    def catch(self, blocks: list[Block]) -> None:
-        """Device blocks are full once the step being planned has run: stores them, unless lazy."""
+    def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
+        """Indexes device blocks and stores those that were not indexed before, unless lazy."""
+        fresh = super()._index(block_ids, group, prefixes)
         if not self._lazy:
-            for block in blocks:
+            for block in fresh:
                 self._store(block)
+        return fresh
 
     def _store(self, block: Block) -> None:
+        """Adds a store to the step being planned, unless the host has this content."""
         content = content_of(block)
         if content in self._storing or self.host.lookup(*content) is not None:
             return
         if self.host.num_free:  # Why: else all of it is being copied; not storing costs a miss.
             [host_id] = self.host.allocate(1)
             self._storing.add(content)
-            self._moves.stores.append((block.block_id, host_id, content))
+            self._planned.stores.append((block.block_id, host_id, content))
 
-    def take_transfers(self, plan: StepPlan, pool: BlockPool) -> list[Transfer]:
-        """The loads and stores of a step that has been planned over the device's `pool`."""
+    def take_transfers(self, plan: StepPlan) -> list[Transfer]:
+        """The loads and stores of a step that has been planned."""
         if self._lazy:
-            for block_id in pool.next_evicted(LAZY_BLOCKS):
-                self._store(pool.blocks[block_id])
-        moves, self._moves = self._moves, Moves()
-        if moves.loads or moves.stores:
-            self._in_flight[plan.step] = moves
+            for block_id in self.pool.next_evicted(LAZY_BLOCKS):
+                self._store(self.pool.blocks[block_id])
+        copies, self._planned = self._planned, StepCopies()
+        if copies.loads or copies.stores:
+            self._under_way[plan.step] = copies
         transfers = []
-        for kind, pairs in (("load", moves.loads), ("store", [m[:2] for m in moves.stores])):
+        for kind, pairs in (("load", copies.loads), ("store", [s[:2] for s in copies.stores])):
             if pairs:
                 device_ids, host_ids = zip(*pairs, strict=True)
                 transfers.append(Transfer(kind, "host", device_ids, host_ids))
@@ -261,13 +255,13 @@ class Tiers:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """A step has run: its copies, and those of steps before it, have finished."""
-        self._cost.observe(plan, result, self._layout.block_bytes)
-        for step in [step for step in self._in_flight if step <= plan.step]:
-            moves = self._in_flight.pop(step)
-            for _, host_id in moves.loads:
+        self._cost.observe(plan, result, self.layout.block_bytes)
+        for step in [step for step in self._under_way if step <= plan.step]:
+            copies = self._under_way.pop(step)
+            for _, host_id in copies.loads:
                 self.host.free([host_id])
                 self._stats[0].loaded_blocks += 1
-            for _, host_id, content in moves.stores:
+            for _, host_id, content in copies.stores:
                 self._storing.discard(content)
                 self.host.register([host_id], content.group, [content.prefix])
                 self.host.free([host_id])
@@ -282,19 +276,21 @@ class Tiers:
 
     def _collect(self, wait_s: float) -> None:
         self.disk.collect(wait_s)
-        self._drop_distrusted()
+        self._drop_invalid()
         self.disk.write()
 
-    # --- content that may be wrong ------------------------------------------------------------
+    # --- drop ---------------------------------------------------------------------------------
 
-    def distrust(self, block: Block) -> None:
-        """A device block's content may be wrong (its row failed): drops it in every tier."""
-        self._distrusted.append(content_of(block))
+    def invalidate(self, block_ids: list[int]) -> None:
+        """Drops content that may be wrong in every tier, there as soon as no copy is under way."""
+        blocks = map(self.pool.blocks.__getitem__, block_ids)
+        self._invalid += [content_of(block) for block in blocks if block.prefix is not None]
+        super().invalidate(block_ids)
 
-    def _drop_distrusted(self) -> None:
-        """Drops distrusted content, once no copy of it is under way."""
+    def _drop_invalid(self) -> None:
+        """Drops invalid content from the tiers, once no copy of it is under way."""
         waiting = []
-        for content in self._distrusted:
+        for content in self._invalid:
             host_id = self.host.lookup(*content)
             is_held = host_id is not None and self.host.blocks[host_id].ref_count
             if is_held or content in self._storing or self.disk.is_copying(content):
@@ -303,27 +299,30 @@ class Tiers:
             if host_id is not None:
                 self.host.evict([host_id])
             self.disk.evict(content)
-        self._distrusted = waiting
-
-    # --- the rest -----------------------------------------------------------------------------
+        self._invalid = waiting
 
     def reset(self) -> bool:
-        """Drops all content, files too; refuses (False) while a step's copies are under way."""
+        """Drops all content, files too; refuses (False) while blocks are in use or copied."""
+        if self.pool.counts()["active"]:
+            return False
         self.disk.drain(and_write=False)
-        return self.host.reset() and self.disk.reset()
+        return self.host.reset() and self.disk.reset() and super().reset()
 
     def discard_all(self) -> None:
         """After a failed step: starts anew from what is on disk, whose files are verified."""
+        super().discard_all()
         self.disk.abandon()
-        self.start(self._prefixes)
+        self._start_tiers()
 
     def close(self) -> None:
         """Writes out what the disk has not got yet, and closes it."""
         self.disk.drain(and_write=True)
-        self._drop_distrusted()
+        self._drop_invalid()
         self.disk.close()
 
-    def stats(self) -> tuple[TierStats, ...]:
+    # --- the rest -----------------------------------------------------------------------------
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
         """Counts of each tier."""
         for tier, pool in zip(self._stats, (self.host, self.disk.pool), strict=True):
             counts = pool.counts()
@@ -333,21 +332,21 @@ class Tiers:
 
     def check(self) -> None:
         """Raises AssertionError if a reference is held that no copy under way explains."""
-        moves = [self._moves, *self._in_flight.values()]
-        host_ids = [host_id for m in moves for _, host_id in m.loads]
-        host_ids += [host_id for m in moves for _, host_id, _ in m.stores]
+        copies = [self._planned, *self._under_way.values()]
+        host_ids = [host_id for step in copies for _, host_id in step.loads]
+        host_ids += [host_id for step in copies for _, host_id, _ in step.stores]
         self.host.check([host_ids, self.disk.held_host_ids()])
-        storing = {content for m in moves for _, _, content in m.stores}
+        storing = {content for step in copies for _, _, content in step.stores}
         assert storing == self._storing, (storing, self._storing)
         self.disk.check()
 
 
-def _not_ready(fetch: Fetch) -> Choice:
+def _wait_for(seq: Sequence) -> CachedPrefix:
     """The sequence waits for the disk."""
-    reason = f"{fetch.num_pending} blocks are read from disk for it"
-    return Choice(num_blocks=0, is_ready=False, reason=reason)
+    reason = f"{seq.num_pending_reads} blocks are read from disk for it"
+    return CachedPrefix(is_ready=False, reason=reason)
 
 
-def _count(found: Found, length: int) -> Counter[Level]:
-    """Blocks of a prefix that are loaded, by the tier they come from."""
-    return Counter(place.level for _, _, place in found.take(length)[1])
+def _count(loads: list[Load]) -> Counter[Level]:
+    """Blocks to load by the tier that holds them."""
+    return Counter(load.block.level for load in loads)
