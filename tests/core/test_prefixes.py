@@ -46,6 +46,21 @@ def test_a_name_is_kept_while_a_descendant_lives(weak_hash):
     assert other.parent.digest != child.parent.digest
 
 
+def test_a_digest_names_the_whole_prefix():
+    """Events and files name a block by its digest alone, and another process makes it anew."""
+
+    def digests(salt: str | None, *blocks: list[int]) -> list[bytes]:
+        prefixes = Prefixes()
+        token_ids = [token_id for block in blocks for token_id in block]
+        return [p.digest for p in prefixes.follow(prefixes.root(salt), token_ids, 2)]
+
+    chain = digests(None, [1, 1], [5, 5], [6, 6])
+    assert digests(None, [1, 1], [5, 5], [6, 6]) == chain, "equal content, equal digests"
+    for other in (digests(None, [2, 2], [5, 5], [6, 6]), digests("salt", [1, 1], [5, 5], [6, 6])):
+        assert not set(chain) & set(other), "what differs at the start differs to the end"
+    assert digests(None, [5, 5], [1, 1], [6, 6])[2] != chain[2]
+
+
 def test_what_nobody_refers_to_is_forgotten_however_long():
     prefixes = Prefixes()
     prefix = prefixes.root(None)

@@ -52,3 +52,8 @@ def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> N
     assert manager.may_append(seq, count)
     seq.num_computed_tokens += count
     manager.prefix_cache.register(seq)
+
+
+def cached(manager: BlockManager, tokens: list[int], **options: object) -> int:
+    """How many tokens of a prompt would be found."""
+    return manager.can_allocate(make_sequence(tokens, **options)).num_cached_tokens

@@ -7,13 +7,14 @@ from random import Random
 import pytest
 
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.found import Content, Level
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
-from tests.support.block_managers import admit, compute, make_manager, make_sequence
+from tests.support.block_managers import admit, compute, make_sequence
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, make_layout, run
 
@@ -21,13 +22,9 @@ PROMPT = [7, 8, 9, 10] * 5
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
-def make_tiers(
-    layout, disk: FakeDisk | None = None, num_host_blocks: int = 40
-) -> TieredPrefixCache:
+def make_tiers(layout: KVLayout, disk: FakeDisk) -> TieredPrefixCache:
     cost = CostModel(host=LoadCost(1, 0.0, "load"), disk=LoadCost(1, 0.0, "load"))
-    return TieredPrefixCache(
-        layout, num_host_blocks=num_host_blocks, cost=cost, disk=disk, num_disk_blocks=40
-    )
+    return TieredPrefixCache(layout, num_host_blocks=40, cost=cost, disk=disk, num_disk_blocks=40)
 
 
 class PromptDisk(FakeDisk):
@@ -66,43 +63,25 @@ def contents(engine: LLMEngine, prompt: list[int]) -> list[Content]:
     return [Content(g, prefix) for prefix in prefixes for g in range(len(manager.layout.groups))]
 
 
-# --- distrust -------------------------------------------------------------------------------------
-
-
-def test_distrust_drops_free_blocks_and_leaves_the_others():
-    manager = make_manager(block_size=4)
-    first, second = make_sequence([*range(12)]), make_sequence([*range(8), 50, 51, 52, 53, 54])
-    for seq in (first, second):
-        admit(manager, seq)
-        compute(manager, seq)
-    assert second.num_cached_tokens == 8
-    held = list(first.block_tables[0])
-    manager.deallocate(first)
-    manager.prefix_cache.invalidate(held)
-    assert [manager.pool.blocks[b].prefix is None for b in held] == [False, False, True]
-    assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 8
-    manager.deallocate(second)
-    manager.prefix_cache.invalidate(held)
-    assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 0
-    manager.check([])
+# --- content that may be wrong --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
-def test_distrusted_content_leaves_host_and_disk(windows):
+def test_invalid_content_leaves_host_and_disk(windows):
     engine, tiers, disk = engine_with_tiers(windows=windows)
     assert ask(engine, "good").num_cached_tokens == 0
     ask(engine, "other", [1, 2, 3] * 5)
-    kept, doubtful = contents(engine, [1, 2, 3] * 5), contents(engine, PROMPT)
+    kept, invalid = contents(engine, [1, 2, 3] * 5), contents(engine, PROMPT)
     if len(windows) == 2:  # the broken sequence never reads what left its window
-        kept, doubtful = kept + doubtful[1:4:2], [doubtful[0], doubtful[2], *doubtful[4:]]
-    assert all(tiers.lookup(content).level is Level.HOST for content in doubtful + kept)
-    assert set(doubtful + kept) <= set(disk.files)
+        kept, invalid = kept + invalid[1:4:2], [invalid[0], invalid[2], *invalid[4:]]
+    assert all(tiers.lookup(content).level is Level.HOST for content in invalid + kept)
+    assert set(invalid + kept) <= set(disk.files)
     engine.executor.row_errors = lambda row: "NaN" if row.seq_id == 2 else None
     broken = ask(engine, "broken")
     assert (broken.finish_reason, broken.num_cached_tokens) == ("error", 16)
     ask(engine, "later", [4, 5, 6])
-    assert [tiers.lookup(content) for content in doubtful] == [None] * len(doubtful)
-    assert not set(doubtful) & set(disk.files), "a file would bring it back after a restart"
+    assert [tiers.lookup(content) for content in invalid] == [None] * len(invalid)
+    assert not set(invalid) & set(disk.files), "a file would bring it back after a restart"
     assert all(tiers.lookup(content) is not None for content in kept)
     again = ask(engine, "again")
     assert again.num_cached_tokens == 0

@@ -1,0 +1,104 @@
+"""PrefixCache: what prompts find, what is registered, dropped and counted; no scheduler."""
+
+from __future__ import annotations
+
+from nanoengine.core import prefixes
+from tests.support.block_managers import admit, cached, compute, make_manager, make_sequence
+
+
+def test_full_blocks_only_and_one_token_left_to_compute():
+    manager = make_manager()
+    first = make_sequence(list(range(40)))
+    admit(manager, first)
+    compute(manager, first)
+    assert cached(manager, list(range(40))) == 32
+    assert cached(manager, list(range(33))) == 32
+    assert cached(manager, list(range(32))) == 16, "a full hit would leave nothing to compute"
+    assert cached(manager, list(range(16))) == 0
+    assert cached(manager, [*range(16), 99, *range(17, 40)]) == 16, "stops at the first miss"
+    assert cached(manager, [99, *range(1, 40)]) == 0
+
+
+def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_miss():
+    manager = make_manager()
+    for _ in range(2):
+        seq = make_sequence(list(range(10)))
+        admit(manager, seq)
+        compute(manager, seq)
+    stats = manager.prefix_cache.stats
+    assert (stats.queried_tokens, stats.hit_tokens) == (20, 0)
+    smaller = make_manager(block_size=8)
+    for _ in range(2):
+        seq = make_sequence(list(range(10)))
+        admit(smaller, seq)
+        compute(smaller, seq)
+    stats = smaller.prefix_cache.stats
+    assert (stats.queried_tokens, stats.hit_tokens) == (20, 8)
+
+
+def test_salts_and_prompt_logprobs():
+    manager = make_manager()
+    first = make_sequence(list(range(40)), salt="a", prompt_logprobs=0)
+    admit(manager, first)
+    compute(manager, first)
+    assert cached(manager, list(range(40)), salt="a") == 32, "it registers its blocks"
+    assert cached(manager, list(range(40)), salt="a", prompt_logprobs=0) == 0, "it reads none"
+    assert cached(manager, list(range(40)), salt="b") == 0
+    assert cached(manager, list(range(40))) == 0
+    assert manager.prefix_cache.stats.queried_tokens == 0
+
+
+def test_without_caching_nothing_is_registered():
+    manager = make_manager(enable_prefix_caching=False)
+    first = make_sequence(list(range(40)))
+    admit(manager, first)
+    compute(manager, first)
+    manager.deallocate(first)
+    assert manager.pool.counts()["cached"] == 0
+
+
+def test_readmissions_are_counted_apart():
+    manager = make_manager()
+    seq = make_sequence(list(range(40)))
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.deallocate(seq)
+    seq.num_preempted_tokens, seq.num_computed_tokens = 40, 0
+    admit(manager, seq)
+    stats = manager.prefix_cache.stats
+    assert (stats.queried_tokens, stats.hit_tokens, stats.hit_rate) == (40, 0, 0.0)
+    assert (stats.readmit_queried_tokens, stats.readmit_hit_tokens) == (40, 32)
+
+
+def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
+    manager = make_manager()
+    hashed = []
+    real = prefixes.hash_block
+    monkeypatch.setattr(prefixes, "hash_block", lambda data: hashed.append(1) or real(data))
+    seq = make_sequence(list(range(100)))
+    for _ in range(50):
+        manager.can_allocate(seq)
+    assert len(hashed) == 6
+    admit(manager, seq)
+    compute(manager, seq)
+    manager.deallocate(seq)
+    manager.can_allocate(seq)
+    assert len(hashed) == 6
+
+
+def test_invalidate_drops_free_blocks_and_leaves_the_others():
+    manager = make_manager(block_size=4)
+    first, second = make_sequence([*range(12)]), make_sequence([*range(8), 50, 51, 52, 53, 54])
+    for seq in (first, second):
+        admit(manager, seq)
+        compute(manager, seq)
+    assert second.num_cached_tokens == 8
+    held = list(first.block_tables[0])
+    manager.deallocate(first)
+    manager.prefix_cache.invalidate(held)
+    assert [manager.pool.blocks[b].prefix is None for b in held] == [False, False, True]
+    assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 8
+    manager.deallocate(second)
+    manager.prefix_cache.invalidate(held)
+    assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 0
+    manager.check([])
