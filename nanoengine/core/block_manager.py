@@ -228,12 +228,14 @@ class BlockManager:
     def slots_ready_until(self, seq: Sequence) -> int:
         """Decodes that start before this position have nothing to ask of `may_append`, `register`.
 
-        Right after `may_append`: the block under way is then this sequence's alone. The last slot
-        is left out, since it makes the block full; a window drops blocks as it moves, so it asks.
+        Right after `may_append`: the block under way is then this sequence's alone. Its last slot
+        is left out, because it makes the block full, also where refused drafts have left empty
+        blocks behind it. A window drops blocks as it moves, so it asks.
         """
         if self._has_windows:
             return 0
-        return min(map(len, seq.block_tables)) * self.block_size - 1
+        num_blocks = seq.num_computed_tokens // self.block_size + 1
+        return min(num_blocks, *map(len, seq.block_tables)) * self.block_size - 1
 
     def _drop_outside_windows(self, seq: Sequence) -> None:
         for index, group in enumerate(self.layout.groups):

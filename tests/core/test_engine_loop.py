@@ -346,6 +346,18 @@ def test_stop_ids_of_the_model_and_of_the_request(loop):
     assert ends[3].num_output_tokens >= 60
 
 
+@LOOPS
+@pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (2, 2), (5, 5)])
+def test_a_stop_id_counts_from_the_last_of_min_tokens_on(loop, min_tokens, length):
+    """The token that makes the output long enough may itself be the one that ends it."""
+    engine = make_engine()
+    fake(engine).sample = lambda prefix, seed: 0  # EOS, always
+    request = engine.add_request("a", [1, 2], params(9, min_tokens=min_tokens))
+    loop(engine)
+    (seq,) = request.sequences
+    assert (seq.output_token_ids, seq.finish_reason) == ([0] * length, "stop")
+
+
 class StopAfter:
     """A follower that ends its sequence at the n-th token."""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.waiting import MAX_LOOK_AHEAD, MAX_OVERTAKEN
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
@@ -268,3 +272,35 @@ def test_a_block_that_the_last_step_fills_is_found_again():
     second = engine.add_request("second", first.sequences[0].token_ids, params(1))
     run(engine)
     assert second.num_cached_tokens == 8
+
+
+def test_a_block_filled_behind_refused_drafts_is_indexed_at_once():
+    """The shortcut for easy decodes must not run past a block that is full."""
+    engine = make_engine(block_size=4)
+    request = engine.add_request("a", [1, 2, 3, 4, 5], params(12))
+    engine.step()
+    (seq,) = request.sequences
+    seq.draft_token_ids = tuple(
+        49 - t for t in expected_output([1, 2, 3, 4, 5], seq.seed, 9, ())[1:]
+    )
+    engine.step()
+    assert len(seq.block_tables[0]) > 3, "the refused drafts have left empty blocks behind"
+    while engine.has_unfinished():
+        engine.step()
+        if not seq.is_finished:
+            assert seq.num_registered_blocks == seq.num_computed_tokens // 4
+
+
+@pytest.mark.parametrize("scheduler_class", [Scheduler, FastScheduler])
+def test_after_a_fork_the_parent_writes_first_and_so_it_copies(scheduler_class):
+    """The shortcut for easy decodes must not let the parent write into the block that it shares."""
+    engine = make_engine(block_size=8, scheduler_class=scheduler_class)
+    request = engine.add_request("a", [1, 2, 3], params(9))
+    for _ in range(3):
+        engine.step()
+    engine.fork("a")
+    parent, child = request.sequences
+    (shared,) = parent.block_tables[0]
+    engine.step()
+    assert [copy.src for copy in plans(engine)[-1].block_copies] == [shared]
+    assert child.block_tables == [[shared]] != parent.block_tables
