@@ -90,7 +90,7 @@ def device_lines(device: torch.device) -> list[str]:
     import torch
 
     from nanoengine.kernels.isa import CURRENT
-    from nanoengine.runner.kv_cache import free_cpu_bytes
+    from nanoengine.runner.memory import free_cpu_bytes
 
     gib = 2**30
     if device.type == "cuda":

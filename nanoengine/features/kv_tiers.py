@@ -45,7 +45,8 @@ from nanoengine.core.tiers.disk import DiskCopy, Finished
 from nanoengine.core.tiers.found import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
-from nanoengine.runner.kv_cache import GIB, require_memory, zeros
+from nanoengine.runner.kv_cache import zeros
+from nanoengine.runner.memory import GIB, require_memory
 from nanoengine.runner.transfers import ship, staging_blocks
 from nanoengine.tier_config import DiskTier, HostTier, Tier
 

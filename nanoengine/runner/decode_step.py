@@ -2,13 +2,14 @@
 
     batch_rows ─► gather ─► forward ─► LM head ─► sample ─► advance
 
-What the device keeps of each row, from which it gathers, is `held` (`device_rows.py`).
+`held` is what the device keeps of each row (`device_rows.py`); a step's inputs are gathered from
+it.
 
-`load` uploads what the device can't know: who runs, if that has changed, new blocks, and new rows.
-From one decode to the next that is a block now and then, and mostly nothing. `__call__` reads only
-what is on the device, so it is the same function that runs eagerly and that a CUDA graph captures.
+`load` uploads what the device can't know: new rows, new blocks, and which rows run, if these have
+changed. From one decode to the next that is a block now and then, and mostly nothing. `__call__`
+reads only what is on the device, so the same function runs eagerly and is captured by a CUDA graph.
 
-Called by the ModelRunner; it knows rows and plans, but not which model it runs.
+The ModelRunner calls it. It knows rows and plans, but not which model it runs.
 
 Source: rows that stay on the GPU, from which kernels build a step's inputs, are the idea of vLLM's
 second model runner.
@@ -30,12 +31,10 @@ from nanoengine.runner.device_sampling import (
     mixed_seeds,
     sample_on_device,
 )
+from nanoengine.runner.graphs import Outputs
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.transfers import ship
-
-Outputs = tuple[torch.Tensor, ...]
-"""Token ids [S] int64 and whether they are valid [S] bool; or logits [S, V] alone."""
 
 
 class DecodeStep:
@@ -74,7 +73,7 @@ class DecodeStep:
         self._query_start_loc = torch.arange(lines, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
         self._logits_out = torch.zeros(shape, dtype=dtype, device=device)
-        # What the device holds, for the host to know what it lacks.
+        # What the device holds: the host compares plans with it, to see what the device lacks.
         self._held_lengths = np.zeros(lines, np.int64)
         self._held_rows = np.full(self.num_rows, self.num_rows)
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}  # (group, row) -> table entries
@@ -120,7 +119,13 @@ class DecodeStep:
         self._stale.clear()
         at = np.arange(len(rows))
         device_rows = self.batch_rows[: len(rows)]
-        return SamplingLines(entries=at, rows=rows, positions=starts + 1, device_rows=device_rows)
+        return SamplingLines(
+            entries=at,
+            rows=rows,
+            seq_ids=self._rows.seq_ids[rows],
+            positions=starts + 1,
+            device_rows=device_rows,
+        )
 
     def _stale_entries(self) -> tuple[Ints, Ints]:
         """Changed entries of block tables, by their place in `tables`, and what they hold now."""
@@ -164,7 +169,8 @@ class DecodeStep:
                 target.index_copy_(-1, at, values)
 
     def __call__(self, size: int, kind: SamplingKind | None) -> Outputs:
-        """The step for the first `size` of `batch_rows`; without a kind it stops at the logits."""
+        """The step for the first `size` of `batch_rows`: token ids [S] int64 and whether they are
+        valid [S] bool. Without a kind it stops at the logits, [S, V]."""
         logits = self.forward(size)
         return logits if kind is None else self.sample(size, kind)
 

@@ -1,14 +1,14 @@
 """DeviceRows: what the device keeps of each row, a decode's inputs made from it, and its advance.
 
-    a line for each row; the last line belongs to padding, and stays 0
+    one entry for each row; the last entry belongs to padding, and stays 0
         pool       the token that comes next            (`RowBuffers.pool`)
         lengths    its position                         tables    block ids
         columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
 
     rows of a batch ─► gather ─► forward, sample ─► advance
 
-Used by the DecodeStep. In torch the two are some forty kernels; on CUDA they are one each
-(`triton_rows.py`), whose twin is here.
+The DecodeStep uses them. In plain torch, `gather` and `advance` are some forty kernels. On CUDA
+each is one kernel (`triton_rows.py`); this file is its readable form.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class DeviceRows:
     """The tensors of all rows.
 
     Args:
-        pool: the next token of each row, and 0 for padding, [lines] int64; of `RowBuffers`.
+        pool: the next token of each row, and 0 for padding, [R + 1] int64; of `RowBuffers`.
         num_groups, num_blocks: shape of a row's block tables.
         block_size: tokens of a block.
 
     Attributes:
-        draw_params: those of `DrawParams` for the lines last gathered, [5, lines] float64.
+        draw_params: those of `DrawParams` for the rows last gathered, [5, R + 1] float64.
     """
 
     def __init__(
         self, pool: torch.Tensor, *, num_groups: int, num_blocks: int, block_size: int
     ) -> None:
-        lines, device = len(pool), pool.device
+        size, device = len(pool), pool.device
         self.pool, self.block_size = pool, block_size
-        self.lengths = torch.zeros(lines, dtype=torch.int64, device=device)
-        self.tables = torch.zeros((num_groups, lines, num_blocks), dtype=torch.int32, device=device)
-        self.columns = torch.zeros((4, lines), dtype=torch.float64, device=device)
-        self.seeds = torch.zeros(lines, dtype=torch.int64, device=device)
-        self.draw_params = torch.zeros((5, lines), dtype=torch.float64, device=device)
+        self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        self.tables = torch.zeros((num_groups, size, num_blocks), dtype=torch.int32, device=device)
+        self.columns = torch.zeros((4, size), dtype=torch.float64, device=device)
+        self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
+        self.draw_params = torch.zeros((5, size), dtype=torch.float64, device=device)
 
     def gather(self, rows: torch.Tensor) -> Gathered:
         """The inputs of a decode of these rows [S] int64; fills `draw_params`."""
@@ -78,7 +78,7 @@ class DeviceRows:
         )
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """These tokens [S] come next, each a position further; padding stays where it is."""
+        """Makes these tokens [S] the next ones, one position further; padding stays where it is."""
         self.pool.index_copy_(0, rows, token_ids)
         self.lengths.index_copy_(0, rows, self.lengths.index_select(0, rows) + 1)
         self.pool[-1:].zero_()

@@ -9,8 +9,8 @@ The host knows the kind from the sampling parameters. All else has fixed shapes 
 value, so nothing waits, and a captured graph fits every batch of its kind. The tokens are those
 that the CPU samples with `sampling_ops.py`, where it may look at values and take shortcuts.
 
-On CUDA all kinds are one kernel (`triton_sampling.py`): what is here is its twin, and what serves
-float64. Exponentials may differ between the two in a last bit, and with them now and then a
+On CUDA one kernel does all kinds (`triton_sampling.py`). This file is its readable form, and serves
+float64. An exponential may differ between the two in its last bit, and now and then that changes a
 token: by estimate once in millions of draws where few tokens are likely, once in ten thousand where
 all are. On one device a seed's tokens are always the same.
 
@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from nanoengine.runner.sampling_ops import (
+    CHUNK,
     GOLDEN,
     MAX_VOCAB_SIZE,
     DrawParams,
@@ -45,13 +46,11 @@ from nanoengine.runner.sampling_ops import (
     draw_weights,
     mix,
     pad_to_blocks,
+    widen,
 )
 
 BINS = 2**16
 COUNT, WEIGHT = 0, 1
-
-CHUNK = 2**25
-"""Logits worked on at a time: so many that launches don't count; a float64 copy takes 256 MiB."""
 
 
 class SamplingKind(enum.Enum):
@@ -97,9 +96,9 @@ def _sample_chunk(
     ids, best = argmax(logits)
     if kind is SamplingKind.GREEDY:
         return ids, best
-    wide = pad_to_blocks(logits if logits.dtype == torch.float64 else logits.float())
+    wide = pad_to_blocks(widen(logits))
     largest = best[:, None].to(wide.dtype)
-    # Greedy lines divide by a temperature of 0; what they draw is not taken.
+    # Greedy lines divide by a temperature of 0, so what they draw is thrown away below.
     drawn = draw(wide, largest, params)
     if kind is SamplingKind.FILTERED:
         filters = (params.column("top_k") < logits.shape[-1]) | (params.column("top_p") < 1)

@@ -8,13 +8,13 @@ takes longer than running them. A graph launches all of them at once, for one fi
     batch of 5 decodes                  |---> rows 5..7 are padding
     batch with a prompt                       runs eagerly, as any batch with a longer query
 
-All that a step does is inside (`DecodeStep`), so a graph needs nothing from the host but to be
-launched. Why two a step: with the forward in the graph of every kind there were five times as many
-nodes, and each takes the driver's memory and its time at the start.
+A graph holds all that a step does (`DecodeStep`), so the host only launches it. A step takes two
+graphs, because a forward in the graph of every kind would make five times as many nodes, and each
+node costs memory of the driver and time at the start.
 
-Made by the ModelRunner once the KV cache is bound to the layers, for a graph keeps its addresses.
-It knows neither models nor batches. The logic is tested on the CPU with a stand-in that records
-and replays operators; capture itself has not run on a GPU yet.
+The ModelRunner makes a GraphedDecode after the KV cache is bound to the layers, because a graph
+keeps addresses. It knows neither models nor batches. Tests run it on the CPU with a stand-in that
+records and replays operators; capture itself has not run on a GPU yet.
 
 Source: CUDA graphs in one shared pool, largest first, are how vLLM and nano-vllm capture decodes.
 """
@@ -103,16 +103,16 @@ class GraphedDecode:
 
     def __init__(self, step: Step, *, max_num_seqs: int, graphs: CudaGraphs) -> None:
         self.sizes = capture_sizes(max_num_seqs)
-        self._step, self._graphs = step, graphs
+        self.step, self._graphs = step, graphs
         self._captured: dict[tuple[int, SamplingKind | None], Captured] = {}
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Captures the step for these sizes. Why from the largest on: it fills the pool, and the
         others reuse that."""
         for size in sorted(sizes, reverse=True):
-            parts = [(None, functools.partial(self._step.forward, size))]
+            parts = [(None, functools.partial(self.step.forward, size))]
             parts += [
-                (kind, functools.partial(self._step.sample, size, kind)) for kind in SamplingKind
+                (kind, functools.partial(self.step.sample, size, kind)) for kind in SamplingKind
             ]
             for kind, part in parts:
                 self._captured[size, kind] = self._graphs.capture(part)
@@ -127,3 +127,21 @@ class GraphedDecode:
             replay, outputs = self._captured[size, part]
             replay()
         return outputs
+
+
+def graph_bytes(make: Callable[[], GraphedDecode], free_bytes: Callable[[], int]) -> int:
+    """What the graphs of all sizes will take of a GPU, by capturing the two largest.
+
+    The first fills the pool that all of them share. The second takes what every other one does: the
+    driver's own memory, which torch doesn't count.
+
+    Args:
+        make: a decode with nothing captured; its own buffers count.
+    """
+    free = [free_bytes()]
+    graphed = make()
+    for size in (graphed.sizes[-1], graphed.sizes[-2:][0]):
+        graphed.capture([size])
+        free.append(free_bytes())
+    first, each = free[0] - free[1], free[1] - free[2]
+    return max(0, first) + max(0, each) * (len(graphed.sizes) - 1)

@@ -1,4 +1,4 @@
-"""KVCache: one tensor for all keys and values, how many blocks it has, and how blocks are copied.
+"""KVCache: one tensor for all keys and values, and how blocks are copied.
 
     kv [2, layers of a group, num_blocks, P, K, D]      P tokens a block, K KV heads, D head dim
         │        │                                  (heads first, [K, P, D], if the backend asks)
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,14 +21,9 @@ from nanoengine.attention.base import KVLayoutName
 from nanoengine.attention.fp8 import FP8
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
-from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
+from nanoengine.runner.memory import GIB
 from nanoengine.runner.transfers import ship
-
-GIB = 2**30
-CPU_DEFAULT_FRAC = 0.3
-CPU_DEFAULT_MAX_BYTES = 4 * GIB
-GPU_DEFAULT_FRAC = 0.9
 
 
 def block_bytes(
@@ -50,38 +43,6 @@ def block_bytes(
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
     return {"fp8": FP8, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
-
-
-def num_blocks_for_bytes(num_bytes: int, bytes_a_block: int) -> int:
-    """Whole blocks in a memory budget.
-
-    >>> num_blocks_for_bytes(43 * 10**9, 5_242_880)
-    8201
-    """
-    return max(0, num_bytes) // bytes_a_block
-
-
-def free_cpu_bytes() -> int:
-    """Memory that a new allocation can have without swapping."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def require_memory(setting: str, num_bytes: float, device: torch.device) -> None:
-    """Raises ConfigError if a setting asks for more than all the memory that there is."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > total:
-        raise ConfigError(
-            f"{setting} asks for {num_bytes / GIB:,.0f} GiB; {device} has {total / GIB:,.1f} GiB:"
-            " lower it"
-        )
 
 
 class KVCache:
@@ -127,7 +88,7 @@ class KVCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; on a CPU its pages are mapped only when they are first written.
+    """A zeroed tensor; a CPU's system gives it memory only where it is first written.
 
     Why zeros at all: padding rows read the null block, and numbers of chance might be NaN.
 
@@ -143,15 +104,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         raise MemoryError(f"no room for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # Why: a cache is touched block by block, once a run. Perf: the first touch runs at 1.4 GB/s
-        # on small pages, at 0.3 on huge ones that a virtual machine has to fetch from its host.
+        # in pieces of 4 KiB, at 0.3 in those of 2 MiB, which a virtual machine has to fetch from
+        # its host.
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def too_small(max_model_len: int, num_blocks: int, block_size: int, tokens: int) -> ConfigError:
-    """The error for a pool that can't hold one sequence of the asked length."""
-    return ConfigError(
-        f"max_model_len={max_model_len} does not fit the KV cache: {num_blocks} blocks of"
-        f" {block_size} tokens (one is the null block); the largest that fits is {max(tokens, 0)}:"
-        " lower max_model_len, or raise num_kv_blocks, kv_cache_gib or memory_fraction"
-    )

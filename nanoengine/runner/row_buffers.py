@@ -35,12 +35,14 @@ class SamplingLines:
     Attributes:
         entries: index into `plan.rows`.
         rows: the row that samples.
+        seq_ids: whose row it was then.
         positions: where the sampled token goes in its sequence.
         device_rows: `rows` on the device.
     """
 
     entries: Ints
     rows: Ints
+    seq_ids: Ints
     positions: Ints
     device_rows: torch.Tensor
 
@@ -72,7 +74,7 @@ class RowBuffers:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        # Why zeros, not empty: the system maps pages only when they are first written.
+        # Why zeros, not empty: the system gives memory only where it is first written.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         max_blocks = -(-max_model_len // block_size) + 1
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
@@ -125,57 +127,36 @@ class RowBuffers:
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_scheduled_tokens, np.int64)
-        num_logits = np.array(plan.num_logits, np.int64)
-
-        # Sequences: the entries that compute something, decodes first.
+        # The batch's sequences are the entries that compute something, decodes first.
         computing = np.flatnonzero(counts)
         order = computing[np.argsort(counts[computing] != 1, kind="stable")]
-        seq_rows, seq_starts, seq_counts = rows[order], starts[order], counts[order]
-        query_start_loc = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(seq_counts, out=query_start_loc[1:])
-        seq_lens = seq_starts + seq_counts
+        seq_rows, seq_counts, seq_lens = rows[order], counts[order], (starts + counts)[order]
+        offsets = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(seq_counts, out=offsets[1:])
+        ends = np.zeros(len(rows), np.int64)
+        ends[order] = offsets[1:]
+        wanted, entries, back = _wanted_logits(plan, ends, counts, num_scored)
         max_seq_len = int(seq_lens.max(initial=1))
         num_blocks = -(-max_seq_len // self.block_size)
-
-        # Tokens: sequence after sequence.
-        positions, seq_of_token = _ranges(seq_starts, seq_counts)
-        num_tokens = len(positions)
-        token_rows = seq_rows[seq_of_token]
-        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
-
-        # Rows of logits: of the lines that sample, then of the positions that are scored.
-        ends = np.zeros(len(rows), np.int64)  # of each entry's tokens in [T]
-        ends[order] = query_start_loc[1:]
-        scored, _ = _ranges(ends - counts, num_scored)
-        self._lend_ends(plan, ends)
-        sampling, entries = _ranges(ends - num_logits, num_logits)
-        back = ends[entries] - sampling  # how far before its entry's end a line lies, 1 or more
-        wanted = np.concatenate((sampling, scored))
-
-        in_pool = np.flatnonzero(positions == self.pool_positions[token_rows])
-        tensors = ship(
-            self._device,
-            self.token_ids[token_rows, positions].astype(np.int64),
-            positions,
-            blocks * self.block_size + positions % self.block_size,
-            wanted,
-            query_start_loc.astype(np.int32),
-            seq_lens.astype(np.int32),
-            self.block_tables[:, seq_rows, :num_blocks],
-            rows[entries],
-            in_pool,
-            token_rows[in_pool],
-        )
+        tokens = self._gather_tokens(seq_rows, starts[order], seq_counts)
+        (
+            token_ids, positions, slot_mapping, in_pool, pool_rows,
+            query_start_loc, device_seq_lens, block_tables, logits_indices, line_rows,
+        ) = ship(
+            self._device, *tokens, offsets.astype(np.int32), seq_lens.astype(np.int32),
+            self.block_tables[:, seq_rows, :num_blocks], wanted, rows[entries],
+        )  # fmt: skip
         if len(in_pool):
-            tensors[0].index_copy_(0, tensors[8], self.pool.index_select(0, tensors[9]))
+            token_ids.index_copy_(0, in_pool, self.pool.index_select(0, pool_rows))
+        takes_all = np.array_equal(wanted, np.arange(offsets[-1]))
         batch = Batch(
-            token_ids=tensors[0],
-            positions=tensors[1],
-            slot_mapping=tensors[2],
-            logits_indices=None if np.array_equal(wanted, np.arange(num_tokens)) else tensors[3],
-            query_start_loc=tensors[4],
-            seq_lens=tensors[5],
-            block_tables=tensors[6],
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_start_loc=query_start_loc,
+            seq_lens=device_seq_lens,
+            block_tables=block_tables,
+            logits_indices=None if takes_all else logits_indices,
             num_decodes=int((seq_counts == 1).sum()),
             max_query_len=int(seq_counts.max(initial=1)),
             max_seq_len=max_seq_len,
@@ -183,21 +164,61 @@ class RowBuffers:
         lines = SamplingLines(
             entries=entries,
             rows=rows[entries],
+            seq_ids=self.seq_ids[rows[entries]],
             positions=(starts + counts)[entries] - back + 1,
-            device_rows=tensors[7],
+            device_rows=line_rows,
         )
         return batch, lines
 
-    @staticmethod
-    def _lend_ends(plan: StepPlan, ends: Ints) -> None:
-        """A fork of this step computes nothing: it samples from its parent's last position."""
-        if not plan.forks:
-            return
-        entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
-        for fork in plan.forks:
-            child = entry_of_row.get(fork.row)
-            if child is not None and plan.num_scheduled_tokens[child] == 0:
-                ends[child] = ends[entry_of_row[fork.parent_row]]
+    def _gather_tokens(self, rows: Ints, starts: Ints, counts: Ints) -> tuple[Ints, ...]:
+        """The tokens that these sequences [S] compute, sequence after sequence.
+
+        Returns:
+            Ids [T], positions [T] and slots [G, T]; then which of the ids the host does not know,
+            because they are in the pool, and of which rows.
+        """
+        positions, seq_of_token = _ranges(starts, counts)
+        token_rows = rows[seq_of_token]
+        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
+        in_pool = np.flatnonzero(positions == self.pool_positions[token_rows])
+        return (
+            self.token_ids[token_rows, positions].astype(np.int64),
+            positions,
+            blocks * self.block_size + positions % self.block_size,
+            in_pool,
+            token_rows[in_pool],
+        )
+
+
+def _wanted_logits(
+    plan: StepPlan, ends: Ints, counts: Ints, num_scored: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Which of the step's tokens [T] give logits, by their place.
+
+    Args:
+        ends: [E], where each entry's tokens end in [T].
+        counts: [E], tokens of each entry.
+
+    Returns:
+        Places [L], of the lines that sample and then of those that are scored; of each line that
+        samples its entry, and how far before its entry's end it lies, 1 or more.
+    """
+    num_logits = np.array(plan.num_logits, np.int64)
+    scored, _ = _ranges(ends - counts, num_scored)
+    _lend_ends(plan, ends)
+    sampling, entries = _ranges(ends - num_logits, num_logits)
+    return np.concatenate((sampling, scored)), entries, ends[entries] - sampling
+
+
+def _lend_ends(plan: StepPlan, ends: Ints) -> None:
+    """A fork of this step computes nothing: it samples from its parent's last position."""
+    if not plan.forks:
+        return
+    entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
+    for fork in plan.forks:
+        child = entry_of_row.get(fork.row)
+        if child is not None and plan.num_scheduled_tokens[child] == 0:
+            ends[child] = ends[entry_of_row[fork.parent_row]]
 
 
 def _ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:

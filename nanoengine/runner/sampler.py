@@ -4,15 +4,16 @@
                 │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
                 └─ log-probabilities, if asked for
 
-A step of `only_greedy` rows need not come here: a model that knows their `most_likely` tokens
-without all logits gives them to the runner.
+Steps of `only_greedy` rows skip the Sampler where the model finds their `most_likely` tokens
+without computing all logits.
 
-On a CPU the rows are grouped by their filters, and each filter looks at values to stop early. A GPU
-is never asked: all rows go through `device_sampling.py`, which gives the same tokens.
+On a CPU, the Sampler groups rows by their filters, and each filter looks at values to stop early.
+On a GPU a look at values would make the host wait, so all rows go through `device_sampling.py`,
+which gives the same tokens.
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
-steps: `admit`, `fork` and `release` follow the plan, `followers` are told which sampled tokens
-became part of the sequence.
+steps: `admit`, `fork` and `release` follow the plan, and `accept_tokens` tells their processors
+which sampled tokens became part of the sequence.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
 """
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
-from nanoengine.runner.device_sampling import CHUNK, SamplingKind, device_params, sample_on_device
+from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
 from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
 from nanoengine.runner.sampling_ops import (
     MAX_VOCAB_SIZE,
@@ -36,14 +37,13 @@ from nanoengine.runner.sampling_ops import (
     draw_min_p,
     draw_top_k,
     draw_top_p,
+    line_chunks,
     pad_to_blocks,
-    top_candidates,
     uniforms,
+    widen,
 )
+from nanoengine.runner.scores import to_records, token_logprobs
 from nanoengine.runner.transfers import ship
-
-CPU_CHUNK = 2**19
-"""Logits worked on at a time: few enough that all passes over them stay inside the cache."""
 
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
@@ -100,26 +100,24 @@ class SampledTokens:
         if self.logprobs is not None:
             entries = tensors[1].tolist()
             for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
-                logprobs[line] = to_records(found, num_top)
+                logprobs[line] = to_records(found[: 1 + num_top])
         errors = {line: NO_TOKEN for line, holds in enumerate(valid) if not holds}
         return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
 
 
-@dataclass(frozen=True, slots=True)
-class Followers:
-    """The states of processors that wait for a step's tokens: (index in the plan's rows, states).
+def accept_tokens(
+    states: Mapping[int, Sequence[RowState]], token_ids: Sequence[Sequence[int]]
+) -> None:
+    """Tells processors' states the tokens that their rows have gained.
 
-    Why the states and not their rows: by the time the tokens are known, a row may have passed on.
+    Args:
+        states: as `Sampler.states_of` returns them.
+        token_ids: of each entry, those that it sampled, or the drafts that were right and one more.
     """
-
-    states: list[tuple[int, list[RowState]]]
-
-    def accept(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Records the tokens that rows have gained: sampled ones, or those that verify kept."""
-        for i, states in self.states:
-            for state in states:
-                for token_id in token_ids[i]:
-                    state.accept(token_id)
+    for entry, of_row in states.items():
+        for state in of_row:
+            for token_id in token_ids[entry]:
+                state.accept(token_id)
 
 
 class Sampler:
@@ -221,14 +219,16 @@ class Sampler:
         for states in self.states:
             states.pop(row, None)
 
-    def followers(self, rows: Sequence[int]) -> Followers:
-        """The states that must see the tokens that these rows are about to sample."""
-        return Followers(
-            [
-                (int(i), [states[rows[i]] for states in self.states if rows[i] in states])
-                for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
-            ]
-        )
+    def states_of(self, rows: Sequence[int]) -> dict[int, list[RowState]]:
+        """The states that must see the tokens that these rows are about to sample, by their place
+        in `rows`. `accept_tokens` tells them.
+
+        Why the states and not the rows: by the time the tokens are known, a row may have passed on.
+        """
+        return {
+            int(i): [states[rows[i]] for states in self.states if rows[i] in states]
+            for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
+        }
 
     def looks_at_logits(self, rows: np.ndarray) -> bool:
         """Whether more is done with the logits of these rows than to sample their tokens:
@@ -246,7 +246,7 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token a line; changes no logits and remembers nothing (`followers` do).
+        """Samples one token a line; changes no logits and remembers nothing.
 
         Args:
             logits: [L, V], any float dtype, on any device.
@@ -265,7 +265,7 @@ class Sampler:
             if not edits and as_they_are and len(lines) == len(rows):
                 token_ids, valid = sample(logits, slice(None))
                 break
-            for start, stop in _chunks(len(lines), logits):
+            for start, stop in line_chunks(len(lines), logits):
                 (chunk,) = ship(device, lines[start:stop])
                 work = _take(logits, lines[start:stop], copy=bool(edits))
                 for processor, of_line in edits:
@@ -299,7 +299,7 @@ class Sampler:
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
     ) -> Iterator[tuple[np.ndarray, LineSampler]]:
-        """Splits the lines by how they are sampled; each filter knows best where it ends."""
+        """Groups the lines by how they are sampled: each filter stops early in its own way."""
         if device.type != "cpu":
             yield np.arange(len(rows)), self._device_sampler(rows, positions, device)
             return
@@ -404,55 +404,5 @@ def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:
     """Some lines of the logits, widened and padded; unless `copy`, in place where that can be."""
     first, last = int(lines[0]), int(lines[-1])
     if not copy and last - first == len(lines) - 1:
-        return pad_to_blocks(_widen(logits[first : last + 1]))
-    return pad_to_blocks(_widen(logits[ship(logits.device, lines)[0]]))
-
-
-def _widen(logits: torch.Tensor) -> torch.Tensor:
-    """16-bit logits as float32: differences and quotients of them need the precision."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _chunks(num_lines: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Cuts `num_lines` lines like those of `logits` into ranges that are worked on at a time."""
-    elements = CPU_CHUNK if logits.device.type == "cpu" else CHUNK
-    size = max(1, elements // logits.shape[-1])
-    return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
-
-
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Log-probabilities of given tokens and of the most likely ones under raw logits.
-
-    Natural logarithms, of a softmax in float32 (float64 for float64 logits). A rank is 1 + the
-    number of tokens with a strictly greater log-probability, so equals share it; among equals the
-    lower id comes first.
-
-    Args:
-        logits: [L, V].
-        token_ids: [L] int64.
-        num_top: N; at most V are returned.
-
-    Returns:
-        [L, 1 + N, 3] float64: (token id, log-probability, rank) of the given token, then of the top
-        N. One tensor, so that it is one copy to the host; see `to_records`.
-    """
-    num_top = min(num_top, logits.shape[-1])
-    out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
-    for start, stop in _chunks(len(logits), logits):
-        logprobs = _widen(logits[start:stop]).log_softmax(-1)
-        given = token_ids[start:stop, None]
-        values, ids = logprobs.gather(-1, given), given
-        ranks = 1 + (logprobs > values).sum(-1, keepdim=True)
-        if num_top:
-            top_values, top_ids = top_candidates(logprobs, num_top)
-            # Why: sorted downwards, so the first equal value tells how many are greater.
-            top_ranks = 1 + torch.searchsorted(-top_values, -top_values)
-            values = torch.cat((values, top_values), -1)
-            ids, ranks = torch.cat((ids, top_ids), -1), torch.cat((ranks, top_ranks), -1)
-        out[start:stop] = torch.stack((ids.double(), values.double(), ranks.double()), -1)
-    return out
-
-
-def to_records(entries: Sequence[Sequence[float]], num_top: int) -> list[TokenLogprob]:
-    """One line of `token_logprobs`, as a list, cut to the given token and `num_top` others."""
-    return [TokenLogprob(int(i), value, int(rank)) for i, value, rank in entries[: 1 + num_top]]
+        return pad_to_blocks(widen(logits[first : last + 1]))
+    return pad_to_blocks(widen(logits[ship(logits.device, lines)[0]]))

@@ -14,6 +14,7 @@ candidates.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.runner.transfers import ship
+
+CPU_CHUNK = 2**19
+"""Logits worked on at a time on a CPU: so few that all passes over them stay inside the cache."""
+
+CHUNK = 2**25
+"""The same on a GPU: so many that launches don't count; a float64 copy takes 256 MiB."""
 
 BLOCK = 64
 """Tokens reduced together before anything is searched: a search reads V / BLOCK numbers, not V."""
@@ -98,6 +105,18 @@ class DrawParams:
         return self.packed[
             ("temperature", "top_k", "top_p", "min_p", "uniform").index(name), :, None
         ]
+
+
+def line_chunks(num_lines: int, logits: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Cuts `num_lines` lines like those of `logits` into ranges that are worked on at a time."""
+    elements = CPU_CHUNK if logits.device.type == "cpu" else CHUNK
+    size = max(1, elements // logits.shape[-1])
+    return ((start, min(start + size, num_lines)) for start in range(0, num_lines, size))
+
+
+def widen(logits: torch.Tensor) -> torch.Tensor:
+    """16-bit logits as float32: differences and quotients of them need the precision."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def pad_to_blocks(logits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Between host and device: a step's arrays on their way up, what it sampled on its way down.
 
     ship       numpy ──► pinned buffer ──► device      one transfer, in the order of the step
-    Downloads  device ──► pinned buffer ──► numpy      on a side stream, as soon as it is there
+    Download   device ──► pinned buffer ──► numpy      on a side stream, as soon as it is there
 
 Nothing here makes the host wait, except `Download.wait`. Called by the runner; it knows no plans.
 
@@ -58,7 +58,12 @@ def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tenso
 
 
 class Download:
-    """Tensors on their way to the host; as they are if they are there already."""
+    """Tensors on their way to the host, as they are after all work issued so far.
+
+    Args:
+        stream: a GPU's side stream, on which they travel, so that no step waits for them; None:
+            the tensors are on the host already.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
         self._host = list(tensors)
@@ -80,17 +85,6 @@ class Download:
             self._arrived.synchronize()
             self._sources = []
         return self._host
-
-
-class Downloads:
-    """Starts downloads from one device, on a stream of their own, so that no step waits for one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def start(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """Sends tensors down as they are after all work issued so far."""
-        return Download(tensors, self._stream)
 
 
 class Stopwatch:

@@ -1,9 +1,10 @@
-"""TritonRows: a decode's inputs, and the advance of its rows, in one kernel each. What the
-DecodeStep has on CUDA; the twin in plain torch is `device_rows.py`, the arithmetic is in
-`kernels/triton_rows.py`.
+"""TritonRows: a decode's inputs, and the advance of its rows, in one kernel each.
 
-They have been run in Triton's interpreter and compiled ahead of time; they have not run on a GPU
-yet.
+The DecodeStep uses them on CUDA. `device_rows.py` is their readable form in plain torch; the
+kernels are in `kernels/triton_rows.py`.
+
+The kernels have been run in Triton's interpreter and compiled ahead of time; they have not run on a
+GPU yet.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Samples tokens on a GPU with one kernel, which `device_sampling.py` calls; that file is its
 readable form in plain torch.
 
-Here are the choices: tile sizes and warps; the arithmetic is in `kernels/triton_sampling.py`. A
-token depends on its own line, seed and position alone, whatever the batch, and whether a graph
-replays or not. It is the token that the twin draws, but where an exponential's last bit decides.
+This file chooses tile sizes and warps; the arithmetic is in `kernels/triton_sampling.py`. A token
+depends on its own line, seed and position alone, whatever the batch, and whether a graph replays or
+not. It is the token that the readable form draws, except where an exponential's last bit decides.
 
 It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
 """

@@ -26,7 +26,7 @@ from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.peak import Peaks
 from nanoengine.observe.roofline import H200_MEASURABLE
-from nanoengine.runner import model_runner
+from nanoengine.runner import numerics
 
 CPU = torch.device("cpu")
 TINY = Heads(num_heads=4, num_kv_heads=2, head_dim=32)
@@ -336,18 +336,18 @@ def test_rows_before_the_fused_kernels_do_without_them(monkeypatch):
     fused = next(i for i, step in enumerate(ABLATION) if step.name == "+ fused kernels")
     without = [engine.ablation_without(index) for index in range(len(ABLATION))]
     assert without == [[plain_layers]] * fused + [[]] * (len(ABLATION) - fused)
-    before = model_runner.make_ops, TritonBackend.rotate_and_store
+    before = numerics.make_ops, TritonBackend.rotate_and_store
     built = []
-    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: built.append(1))
+    monkeypatch.setattr(numerics, "make_ops", lambda device, dtype: built.append(1))
     monkeypatch.setattr(TritonBackend, "rotate_and_store", len)
     with plain_layers():
-        assert isinstance(model_runner.make_ops(CPU, torch.float32), TorchOps)
+        assert isinstance(numerics.make_ops(CPU, torch.float32), TorchOps)
         assert TritonBackend.rotate_and_store is AttentionBackend.rotate_and_store
-    model_runner.make_ops(CPU, torch.float32)
+    numerics.make_ops(CPU, torch.float32)
     assert built == [1]
     assert TritonBackend.rotate_and_store is len
     monkeypatch.undo()
-    assert (model_runner.make_ops, TritonBackend.rotate_and_store) == before
+    assert (numerics.make_ops, TritonBackend.rotate_and_store) == before
 
 
 class FakeEvent:

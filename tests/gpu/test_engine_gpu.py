@@ -13,7 +13,7 @@ import torch
 from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.observe.metrics import Metrics
-from nanoengine.runner.transfers import Downloads, ship
+from nanoengine.runner.transfers import Download, ship
 from nanoengine.sampling_params import SamplingParams
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
@@ -187,12 +187,12 @@ def test_staging_ships_every_array_as_it_is():
 
 
 def test_downloads_hold_what_was_there_when_they_began():
-    downloads, tensor = Downloads(CUDA), torch.zeros(100_000, dtype=torch.int64, device=CUDA)
+    stream, tensor = torch.cuda.Stream(CUDA), torch.zeros(100_000, dtype=torch.int64, device=CUDA)
     under_way = []
     for number in range(4):
         torch.cuda._sleep(20_000_000)
         tensor.fill_(number)
-        under_way.append(downloads.start([tensor.clone(), tensor[:3] + 1]))
+        under_way.append(Download([tensor.clone(), tensor[:3] + 1], stream))
     for number, download in enumerate(under_way):
         whole, few = download.wait()
         assert whole.device.type == few.device.type == "cpu"

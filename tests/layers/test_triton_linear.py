@@ -21,7 +21,7 @@ from nanoengine.layers.triton_linear import (
     gemm_config,
 )
 from nanoengine.layers.triton_ops import TritonOps
-from nanoengine.runner import model_runner
+from nanoengine.runner import numerics
 from nanoengine.sampling_params import SamplingParams
 from tests.support.attention_cases import DEVICE
 from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
@@ -122,7 +122,7 @@ def test_tiles_fit_together(arch):
 @pytest.fixture
 def deterministic_engine(monkeypatch, row_products):  # noqa: F811
     """Makes engines whose every operation is the GPU's, interpreted, with small tiles."""
-    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
+    monkeypatch.setattr(numerics, "make_ops", lambda device, dtype: TritonOps(dtype))
     uniform = UniformConfig(rows=16, keys=16, warps=4, stages=2, split=16)
     monkeypatch.setattr(triton_uniform, "uniform_config", lambda *shape: uniform)
 
@@ -220,8 +220,8 @@ AROUND = ["norm", "head"]
 
 
 def test_a_dense_layer_takes_eight_kernels(monkeypatch, launches_of_a_decode):
-    monkeypatch.setattr(model_runner, "make_ops", lambda device, dtype: TritonOps(dtype))
-    monkeypatch.setattr(model_runner, "linear_method_for", lambda *_, **__: GatedLinear)
+    monkeypatch.setattr(numerics, "make_ops", lambda device, dtype: TritonOps(dtype))
+    monkeypatch.setattr(numerics, "linear_method_for", lambda *_, **__: GatedLinear)
     engine = make_engine(
         checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
         attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,

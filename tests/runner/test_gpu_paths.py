@@ -88,7 +88,7 @@ def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
     """However they sample: inputs with random numbers; the token; the advance of the rows."""
     with EmulatedGPU() as gpu:
         engine = on_gpu()
-        decode = engine.executor._decode[0]
+        decode = engine.executor._graphed.step
         for kind in SamplingKind:
             gpu.kernels.clear()
             with torch.inference_mode():

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nanoengine import ConfigError, HostTier
-from nanoengine.runner import kv_cache
-from nanoengine.runner.kv_cache import GIB, block_bytes, num_blocks_for_bytes
+from nanoengine.runner import kv_cache, memory
+from nanoengine.runner.kv_cache import block_bytes
+from nanoengine.runner.memory import GIB, num_blocks_for_bytes
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run
 
 PROMPTS = random_prompts(3, [21, 40, 9])
@@ -23,7 +24,7 @@ def test_bytes_of_a_block():
     assert block_bytes(num_kv_heads=8, num_layers=1, **sizes) == 65_536
     whole = block_bytes(num_kv_heads=8, num_layers=80, **sizes)
     assert (whole, num_blocks_for_bytes(43 * 10**9, whole)) == (5_242_880, 8_201)
-    assert doctest.testmod(kv_cache).failed == 0
+    assert doctest.testmod(kv_cache).failed == doctest.testmod(memory).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from nanoengine.sampling_params import SamplingParams
 from tests.support import engines
 from tests.support.engines import checkpoint, greedy, random_prompts, tokens
 from tests.support.fake_executor import expected_output, make_engine, run
-from tests.support.late_device import LateDownloads
+from tests.support.late_device import LateDownload
 
 
 def params(max_tokens=20, **changes):
@@ -372,7 +372,7 @@ def test_streams_and_stop_strings_are_the_same_in_both_loops(kind):
     for overlap in (False, True):
         with LLM(demo_model_path(), overlap=overlap, attention_backend="naive") as llm:
             if overlap:
-                llm.engine.executor.downloads = LateDownloads()
+                llm.engine.executor.start_download = LateDownload
             outputs = list(
                 llm.stream(
                     ["Q: 1 + 2 = ?", "Once upon"],
@@ -394,12 +394,13 @@ def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeyp
     engine = engines.make_engine(checkpoint("qwen3"), overlap=True, block_size=8, num_kv_blocks=40)
     runner = engine.executor
     expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
-    for name in ("_run_batch", "_score_prompts", "_expect"):
+    places = (runner, "_run_batch"), (runner.prompt_scorer, "score"), (runner, "_await_tokens")
+    for part, name in places:
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, params(8, temperature=0, prompt_logprobs=0))
         engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(runner, name, lambda *_: 1 / 0)
+            patch.setattr(part, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 _all_of(engine)
         assert not engine.has_unfinished() and not engine.scheduler.has_unfinished

@@ -66,14 +66,15 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     runner.start()
     seen = []
     monkeypatch.setattr(
-        "nanoengine.runner.model_runner.Sampler.sample",
+        "nanoengine.runner.memory.Sampler.sample",
         lambda self, logits, rows, _: seen.append((*logits.shape, self.kind(rows))) or _Fetched(),
     )
     forward = runner.model.forward
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
-        for batch in runner._largest_batches():
-            runner._run_all_of(batch)
+        steps = runner._largest_steps()
+        for batch in steps.batches():
+            steps.run(batch)
     sampled = (24, 256, SamplingKind.FILTERED)
     assert seen == [700, sampled, 24, sampled]
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-import nanoengine.runner.sampler as sampler_module
 from nanoengine.core.plan import AdmittedSequence, Fork
-from nanoengine.runner.sampler import Sampler, to_records, token_logprobs
+from nanoengine.runner import sampling_ops
+from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,
@@ -25,6 +25,7 @@ from nanoengine.runner.sampling_ops import (
     top_candidates,
     uniforms,
 )
+from nanoengine.runner.scores import to_records, token_logprobs
 from nanoengine.sampling_params import SamplingParams
 from tests.support.logits import random_logits
 
@@ -362,7 +363,7 @@ def test_results_do_not_depend_on_batch_neighbours(monkeypatch):
     positions = [len(s.token_ids) for s in sequences]
     together = sampler_of(vocab_size, *sequences).sample(logits, range(num_rows), positions)
     shuffled = rng.sample(range(num_rows), num_rows)
-    monkeypatch.setattr(sampler_module, "CPU_CHUNK", 7 * vocab_size)
+    monkeypatch.setattr(sampling_ops, "CPU_CHUNK", 7 * vocab_size)
     again = sampler_of(vocab_size, *sequences).sample(
         logits[shuffled], shuffled, [positions[row] for row in shuffled]
     )
@@ -394,7 +395,7 @@ def run(sampler, row, position, num_tokens, vocab_size):
     for place in range(position, position + num_tokens):
         logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(place)) / 2
         tokens += sampler.sample(logits, [row], [place]).fetch().token_ids
-        sampler.followers([row]).accept([tokens[-1:]])
+        accept_tokens(sampler.states_of([row]), [tokens[-1:]])
     return tokens
 
 
@@ -629,7 +630,7 @@ def test_a_further_processor_enters_by_the_door():
     sampler = sampler_of(10, *sequences, processors=(OnlyEven(),))
     tokens = sampler.sample(torch.arange(10.0).expand(2, -1), [0, 1], [1, 1]).fetch().token_ids
     assert tokens == [8, 9]
-    sampler.followers([1, 0]).accept([[9], [8, 6]])
+    accept_tokens(sampler.states_of([1, 0]), [[9], [8, 6]])
     assert sampler.states[-1][0].accepted == 2
 
 
@@ -671,7 +672,7 @@ def test_logprobs_are_of_the_raw_logits_with_ranks(dtype):
 def test_prompt_logprobs():
     logits = random_logits(4, 3, 50)
     following = torch.tensor([7, 0, 49])
-    lines = [to_records(line, 100) for line in token_logprobs(logits, following, 100).tolist()]
+    lines = [to_records(line) for line in token_logprobs(logits, following, 100).tolist()]
     assert [line[0].token_id for line in lines] == [7, 0, 49]
     for line, x, token in zip(lines, logits.log_softmax(-1), following, strict=True):
         assert len(line) == 1 + 50, "no more than the vocabulary"

@@ -18,7 +18,7 @@ from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
-from tests.support.late_device import LateDownloads
+from tests.support.late_device import LateDownload
 
 _directory = tempfile.TemporaryDirectory(prefix="nanoengine-tests-")
 
@@ -50,7 +50,7 @@ def make_engine(directory: str, **options: Any) -> LLMEngine:
     options = defaults | {"admission": "watermark"} | options
     engine = build_engine(EngineConfig(model=directory, **options))
     if engine.overlap and engine.info.device == "cpu":
-        engine.executor.downloads = LateDownloads()
+        engine.executor.start_download = LateDownload
     return engine
 
 

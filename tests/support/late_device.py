@@ -21,13 +21,6 @@ class LateDownload:
         return [tensor.clone() for tensor in self._tensors]
 
 
-class LateDownloads:
-    """Stands in for `Downloads`."""
-
-    def start(self, tensors: Sequence[torch.Tensor]) -> LateDownload:
-        return LateDownload(tensors)
-
-
 class GraphSafeNaive(NaiveBackend):
     """The naive backend, but batches of decodes are attended without a look at any value."""
 

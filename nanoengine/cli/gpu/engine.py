@@ -38,7 +38,7 @@ from nanoengine.core.plan import StepTimes
 from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.metrics import Metrics
-from nanoengine.runner import model_runner
+from nanoengine.runner import numerics
 from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,16 +79,16 @@ def plain_layers() -> Iterator[None]:
 
     Why by exchange: an option would be of use to this report alone.
     """
-    fused_ops, fused_rotation = model_runner.make_ops, TritonBackend.rotate_and_store
-    fused_linear = model_runner.linear_method_for
-    model_runner.make_ops = lambda device, dtype: TorchOps()
-    model_runner.linear_method_for = lambda *options, **rounding: UnquantizedLinear
+    fused_ops, fused_rotation = numerics.make_ops, TritonBackend.rotate_and_store
+    fused_linear = numerics.linear_method_for
+    numerics.make_ops = lambda device, dtype: TorchOps()
+    numerics.linear_method_for = lambda *options, **rounding: UnquantizedLinear
     TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
     try:
         yield
     finally:
-        model_runner.make_ops = fused_ops
-        model_runner.linear_method_for = fused_linear
+        numerics.make_ops = fused_ops
+        numerics.linear_method_for = fused_linear
         TritonBackend.rotate_and_store = fused_rotation  # type: ignore[method-assign]
 
 

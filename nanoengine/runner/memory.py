@@ -1,0 +1,268 @@
+"""Where the memory goes: how many KV blocks fit, and what the largest steps take beside them.
+
+    GPU   a share of all memory, less what is used already, the weights among it
+          less the activations of the largest steps, measured by running them (`LargestSteps`)
+          less CUDA graphs, measured by capturing two, and the staging buffers of a host tier
+    CPU   a share of the free memory, or 4 GiB if that is less
+
+What is left, or what the config asks for, is divided into blocks (`plan_memory`). The ModelRunner
+calls this at its start. Nothing here allocates KV blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoengine.batch import Batch
+from nanoengine.config import EngineConfig
+from nanoengine.core.layout import KVGroup
+from nanoengine.errors import ConfigError
+from nanoengine.models.decoder import CausalLM
+from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.transfers import staging_size
+
+GIB = 2**30
+CPU_DEFAULT_FRAC = 0.3
+CPU_DEFAULT_MAX_BYTES = 4 * GIB
+GPU_DEFAULT_FRAC = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow.
+
+    `graph_bytes` is what a GPU lost to the decode step, its graphs and the driver's copies of them;
+    `staging_bytes` are buffers between the GPU and a host tier.
+    """
+
+    weight_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    staging_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    def __str__(self) -> str:
+        tokens = (self.num_blocks - 1) * self.block_size
+        parts = [
+            ("weights", self.weight_bytes),
+            ("activations", self.activation_bytes),
+            ("CUDA graphs", self.graph_bytes),
+            ("host tier's staging", self.staging_bytes),
+            ("KV cache", self.kv_bytes),
+        ]
+        named = ", ".join(
+            f"{name} {size / GIB:.2f} GiB"
+            for name, size in parts
+            if size or name in ("weights", "activations", "KV cache")
+        )
+        return (
+            f"memory: {named}\n"
+            f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens"
+            f" = {tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
+        )
+
+
+def plan_memory(
+    config: EngineConfig,
+    *,
+    block_bytes: int,
+    block_size: int,
+    groups: Sequence[KVGroup],
+    context_len: int,
+    weight_bytes: int,
+    device: torch.device,
+    measure: Callable[[], tuple[int, int]],
+) -> MemoryPlan:
+    """Decides the number of blocks and the effective max_model_len.
+
+    Args:
+        block_bytes: of one block, over all layers of a group.
+        context_len: the model's longest context [tokens].
+        measure: returns the bytes that activations and CUDA graphs take; called only on a GPU, and
+            only where no setting gives the size of the pool.
+
+    Raises:
+        ConfigError: a setting asks for more memory than there is, or `max_model_len` for more
+            blocks than fit.
+    """
+    activation_bytes = graph_bytes = 0
+    # Why on a GPU alone: there a host tier copies by way of buffers.
+    stages = device.type == "cuda" and bool(config.kv_tiers)
+    staging_bytes = staging_size(block_bytes) if stages else 0
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+        require_memory(f"num_kv_blocks={num_blocks}", num_blocks * block_bytes, device)
+    elif config.kv_cache_gib is not None:
+        require_memory(f"kv_cache_gib={config.kv_cache_gib}", config.kv_cache_gib * GIB, device)
+        num_blocks = num_blocks_for_bytes(int(config.kv_cache_gib * GIB), block_bytes)
+    else:
+        if device.type == "cpu":
+            budget = _cpu_budget(config)
+        else:
+            activation_bytes, graph_bytes = measure()
+            budget = _gpu_budget(config, device) - activation_bytes - graph_bytes - staging_bytes
+        longest = -(-(config.max_model_len or context_len) // block_size) * len(groups)
+        # Why the bound: with these blocks every row has the longest sequence.
+        most = config.max_num_seqs * longest + 1
+        num_blocks = min(num_blocks_for_bytes(budget, block_bytes), most)
+    return MemoryPlan(
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        graph_bytes=graph_bytes,
+        staging_bytes=staging_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=_max_model_len(
+            config.max_model_len, context_len, num_blocks, block_size, groups
+        ),
+    )
+
+
+def _max_model_len(
+    asked: int | None, context_len: int, num_blocks: int, block_size: int, groups: Sequence[KVGroup]
+) -> int:
+    """What is asked for, else the longest sequence that the pool holds [tokens]."""
+    if all(group.sliding_window is None for group in groups):
+        tokens = (num_blocks - 1) * block_size
+    else:  # a window may hold far less than the length: the scheduler judges each request
+        tokens = context_len if num_blocks > len(groups) else 0
+    if (asked or 2) > tokens:
+        raise ConfigError(
+            f"max_model_len={asked or context_len} does not fit the KV cache: {num_blocks} blocks"
+            f" of {block_size} tokens (one is the null block); the largest that fits is"
+            f" {max(tokens, 0)}: lower max_model_len, or raise num_kv_blocks, kv_cache_gib or"
+            " memory_fraction"
+        )
+    return asked or min(context_len, tokens)
+
+
+def num_blocks_for_bytes(num_bytes: int, block_bytes: int) -> int:
+    """Whole blocks in a memory budget.
+
+    >>> num_blocks_for_bytes(43 * 10**9, 5_242_880)
+    8201
+    """
+    return max(0, num_bytes) // block_bytes
+
+
+def _cpu_budget(config: EngineConfig) -> int:
+    free = free_cpu_bytes()
+    if config.memory_fraction is not None:
+        return int(free * config.memory_fraction)
+    return min(int(free * CPU_DEFAULT_FRAC), CPU_DEFAULT_MAX_BYTES)
+
+
+def _gpu_budget(config: EngineConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * (config.memory_fraction or GPU_DEFAULT_FRAC)) - (total - free)
+
+
+def free_cpu_bytes() -> int:
+    """Memory that a new allocation can have without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    """A GPU's free memory once all work issued so far is done."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def require_memory(setting: str, num_bytes: float, device: torch.device) -> None:
+    """Raises ConfigError if a setting asks for more than all the memory that there is."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > total:
+        raise ConfigError(
+            f"{setting} asks for {num_bytes / GIB:,.0f} GiB; {device} has {total / GIB:,.1f} GiB:"
+            " lower it"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestSteps:
+    """The largest steps that a config allows, run to see what memory of a GPU they take.
+
+    Attributes:
+        prepare: the attention backend's. The cache that layers are bound to needs no block but the
+            null block.
+        num_groups: KV groups.
+    """
+
+    model: CausalLM
+    prepare: Callable[[Batch], object]
+    config: EngineConfig
+    num_groups: int
+    block_size: int
+    device: torch.device
+
+    def peak_bytes(self) -> int:
+        """Activations, logits and sampling, at the step that takes most."""
+        return max(self._peak_bytes(batch) for batch in self.batches())
+
+    def _peak_bytes(self, batch: Batch) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.run(batch)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def batches(self) -> tuple[Batch, Batch]:
+        """Prompts, which have the widest activations, and decodes of the longest sequences, which
+        have a scratch for split contexts."""
+        longest = self.config.max_model_len or self.model.config.max_position_embeddings
+        total = self.config.step_budget(self.device.type)
+        prompts = [min(longest, total - done) for done in range(0, total, longest)]
+        return self._batch(prompts), self._batch([1] * self.config.max_num_seqs, seq_len=longest)
+
+    def run(self, batch: Batch) -> None:
+        """A forward of all rows, with logits of max_num_seqs, sampled as filters want it."""
+        logits = self.model.logits(self.model(batch)[: self.config.max_num_seqs])
+        lines = np.arange(logits.shape[0])
+        sampler = Sampler(self.model.config.vocab_size, len(lines))
+        sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
+        sampler.sample(logits, lines, lines).fetch()
+
+    def _batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
+        """Sequences of `counts` query tokens, all in the null block.
+
+        `seq_len` is the context of each; None: its query tokens alone.
+        """
+        counts = sorted(counts, key=lambda n: n != 1)
+        seq_lens = [seq_len or count for count in counts]
+        total, num_blocks = sum(counts), -(-max(seq_lens) // self.block_size)
+
+        def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=dtype, device=self.device)
+
+        batch = Batch(
+            token_ids=ints(np.zeros(total)),
+            positions=ints(np.concatenate([np.arange(n) for n in counts])),
+            slot_mapping=ints(np.zeros((self.num_groups, total))),
+            query_start_loc=ints(np.cumsum([0, *counts]), torch.int32),
+            seq_lens=ints(seq_lens, torch.int32),
+            block_tables=ints(np.zeros((self.num_groups, len(counts), num_blocks)), torch.int32),
+            logits_indices=None,  # Why: where prompts are scored, all rows go on to the end
+            num_decodes=sum(n == 1 for n in counts),
+            max_query_len=max(counts),
+            max_seq_len=max(seq_lens),
+        )
+        batch.attention = self.prepare(batch)
+        return batch

@@ -1,0 +1,87 @@
+"""What a model computes and stores in, and by which layers: what the config means on a device.
+
+Called by the ModelRunner before it loads a model. Nothing is allocated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError
+from nanoengine.layers.choose import linear_method_for, make_ops
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.linear_method import LinearMethod
+
+
+def make_context(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    quantization: Quantization | None,
+    backend: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ModelContext:
+    """What the layers of a model of `dtype` need.
+
+    Raises:
+        ConfigError: the layers' sizes are odd, or `deterministic` can't be had.
+    """
+    by_kernels = device.type == "cpu" and backend.name == "cpu"
+    # The CPU's kernels round to bfloat16 only what they multiply: between two products is float32.
+    rounds = by_kernels and dtype == torch.bfloat16
+    activation_dtype = torch.float32 if rounds else dtype
+    weight_dtype = _weight_dtype(model_config, dtype) if by_kernels else activation_dtype
+    if config.deterministic:
+        linear_methods = _deterministic_methods(model_config, quantization)
+    else:
+        linear_methods = linear_method_for(
+            device, activation_dtype, quantization, rounds_inputs=rounds
+        )
+    return ModelContext(
+        dtype=activation_dtype,
+        weight_dtype=weight_dtype,
+        keeps_weights=weight_dtype != dtype,
+        device=device,
+        attention_backend=backend,
+        ops=make_ops(device, activation_dtype),
+        linear_method_factory=linear_methods,
+        max_positions=config.max_model_len,
+    )
+
+
+def _weight_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """What weights on a CPU are stored in: 16 bits where they come so, since kernels read those."""
+    # Why even: weights of 16 bits are read in pairs of inputs.
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        if dtype == torch.bfloat16:
+            raise ConfigError(
+                f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
+                f" hidden_size={config.hidden_size} and"
+                f" intermediate_size={config.intermediate_size}, which must be even: set"
+                " dtype='float32'"
+            )
+        return dtype
+    stored = getattr(torch, config.dtype)
+    return stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
+
+
+def _deterministic_methods(
+    config: ModelConfig, quantization: Quantization | None
+) -> Callable[[str], LinearMethod]:
+    """One matrix multiplication with a fixed tile for all linear layers."""
+    if quantization is not None or config.moe is not None:
+        what = "quantized weights" if quantization else "mixtures of experts"
+        raise ConfigError(
+            f"deterministic=True does not cover {what}: their products depend on the number of"
+            " tokens; leave it out"
+        )
+    from nanoengine.layers.triton_linear import TritonLinear
+
+    return TritonLinear

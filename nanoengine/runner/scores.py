@@ -1,0 +1,118 @@
+"""Log-probabilities under the raw logits: of sampled tokens, and of prompt tokens.
+
+    positions of a prompt    0    1    2    3   (hidden states of a step, [T, hidden_size])
+    the token it predicts    t1   t2   t3   t4  a prompt token has a score, t4 is sampled
+
+`token_logprobs` runs on the device; `to_records` makes plain records of what came to the host. The
+Sampler calls both for the tokens that it samples, the `PromptScorer` for the tokens of prompts.
+
+Legend: L lines of logits, V vocabulary, N top log-probabilities, E entries of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from nanoengine.core.plan import StepPlan, TokenLogprob
+from nanoengine.runner.row_buffers import Ints, RowBuffers
+from nanoengine.runner.sampling_ops import line_chunks, top_candidates, widen
+from nanoengine.runner.transfers import ship
+
+LOGITS_CHUNK = 256
+"""Prompt positions whose logits exist at once: 256 x 152k float32 are 0.16 GB."""
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Log-probabilities of given tokens and of the most likely ones under raw logits.
+
+    Natural logarithms, of a softmax in float32 (float64 for float64 logits). A rank is 1 + the
+    number of tokens with a strictly greater log-probability, so equals share it; among equals the
+    lower id comes first.
+
+    Args:
+        logits: [L, V].
+        token_ids: [L] int64.
+        num_top: N; at most V are returned.
+
+    Returns:
+        [L, 1 + N, 3] float64: (token id, log-probability, rank) of the given token, then of the top
+        N. One tensor, so that it is one copy to the host; see `to_records`.
+    """
+    num_top = min(num_top, logits.shape[-1])
+    out = logits.new_empty((len(logits), 1 + num_top, 3), dtype=torch.float64)
+    for start, stop in line_chunks(len(logits), logits):
+        logprobs = widen(logits[start:stop]).log_softmax(-1)
+        given = token_ids[start:stop, None]
+        values, ids = logprobs.gather(-1, given), given
+        ranks = 1 + (logprobs > values).sum(-1, keepdim=True)
+        if num_top:
+            top_values, top_ids = top_candidates(logprobs, num_top)
+            # Why: sorted downwards, so the first equal value tells how many are greater.
+            top_ranks = 1 + torch.searchsorted(-top_values, -top_values)
+            values = torch.cat((values, top_values), -1)
+            ids, ranks = torch.cat((ids, top_ids), -1), torch.cat((ranks, top_ranks), -1)
+        out[start:stop] = torch.stack((ids.double(), values.double(), ranks.double()), -1)
+    return out
+
+
+def to_records(line: Sequence[Sequence[float]]) -> list[TokenLogprob]:
+    """One line of `token_logprobs`, as a list: the given token first, then the top ones."""
+    return [TokenLogprob(int(i), value, int(rank)) for i, value, rank in line]
+
+
+class PromptScorer:
+    """Log-probabilities of prompt tokens, for the rows that asked for them (`prompt_logprobs`).
+
+    Args:
+        logits: hidden states -> logits [L, V].
+    """
+
+    def __init__(self, rows: RowBuffers, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._rows, self._logits = rows, logits
+        self._asked: dict[int, tuple[int, int]] = {}  # row -> (top ones, prompt tokens)
+
+    def update(self, plan: StepPlan) -> None:
+        """Notes which rows ask, and forgets those that a plan releases."""
+        for row in plan.released:
+            self._asked.pop(row, None)
+        for new in plan.admitted:
+            if new.params.prompt_logprobs is not None:
+                self._asked[new.row] = (new.params.prompt_logprobs, new.num_prompt_tokens)
+
+    def num_scored(self, plan: StepPlan) -> Ints:
+        """[E], how many positions of each entry are followed by a prompt token to be scored."""
+        found = np.zeros(len(plan.rows), np.int64)
+        if self._asked:
+            for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
+                _, num_prompt = self._asked.get(row, (0, 0))
+                end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
+                found[entry] = max(end - start, 0)
+        return found
+
+    def score(
+        self, plan: StepPlan, num_scored: Ints, hidden: torch.Tensor
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """Scores the prompt tokens that follow the first `num_scored` positions of each entry.
+
+        Args:
+            hidden: of those positions, entry after entry, [sum of num_scored, hidden_size].
+
+        Returns:
+            Tensors as `token_logprobs` gives them, some for each entry, and whose each is.
+        """
+        owners: list[int] = []
+        tensors: list[torch.Tensor] = []
+        for entry in np.flatnonzero(num_scored).tolist():
+            row, start, count = plan.rows[entry], plan.starts[entry], int(num_scored[entry])
+            num_top, _ = self._asked[row]
+            following = self._rows.token_ids[row, start + 1 : start + count + 1].astype(np.int64)
+            for low in range(0, count, LOGITS_CHUNK):
+                targets = following[low : low + LOGITS_CHUNK]
+                logits = self._logits(hidden[low : low + len(targets)])
+                tensors.append(token_logprobs(logits, ship(logits.device, targets)[0], num_top))
+                owners.append(entry)
+            hidden = hidden[count:]
+        return owners, tensors
