@@ -1,9 +1,9 @@
 """AttentionBackend: the base of a paged attention kernel, and what a layer tells it.
 
-A layer calls two methods in a step. `rotate_and_store` makes queries ready and writes this step's
-keys and values into the paged cache at `batch.slot_mapping`; `attend` lets each query see its
-sequence's whole context *through the cache*. Because all tokens of a step are stored before any is
-read, a sequence may read blocks that another one writes in the same step.
+A layer calls two methods in a step. `rotate_and_store` norms and rotates the queries, and writes
+the step's keys and values into the paged cache at `batch.slot_mapping`. `attend` then lets each
+query see its sequence's whole context *through the cache*. Because a layer stores all tokens of a
+step before it reads any, a sequence may read blocks that another one writes in the same step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """CPUBackend: paged attention on the CPU, over kernels compiled by numba.
 
-It computes in float32 or float64. A cache of bfloat16 beside float32 becomes float32 in registers.
-A model in bfloat16 has its queries and weights rounded as well, and sums in float32.
+It computes in float32 or float64. It reads a bfloat16 cache beside a float32 model as float32. For
+a bfloat16 model it rounds queries and softmax weights to bfloat16 too, and adds in float32.
 
-Made by `attention.make_backend`. It turns torch tensors into flat numpy views without a copy, plans
-the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula serves
-prompts, chunks, decodes and drafts: a task has as many query rows as it has. `naive.py` is the
-readable form; `tests/attention/test_attention_cpu.py` compares the two.
+`attention.make_backend` makes it. It turns torch tensors into flat numpy views without a copy,
+plans the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. One formula
+serves prompts, chunks, decodes and drafts: they differ only in how many query rows a task has.
+`naive.py` is the readable form; `tests/attention/test_attention_cpu.py` compares the two.
 
 The kernels compile at the first forward (with those of the linear layers most of a minute on one
 busy core) and are cached on disk, beside the package or, where that can't be written, in the user's

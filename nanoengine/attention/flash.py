@@ -1,7 +1,7 @@
 """FlashAttnBackend: an adapter from nanoengine's batches to the flash-attn package.
 
-Chosen by `attention.make_backend` for `attention_backend="flash_attn"`; it owns no kernels but the
-KV store, which is the Triton backend's. Two packages serve it, both by the same authors:
+`attention.make_backend` makes it for `attention_backend="flash_attn"`. Its only kernel is the KV
+store, which it shares with the Triton backend. Two packages serve it, both by the same authors:
 
 | package | GPUs | blocks |
 |---|---|---|
@@ -77,8 +77,8 @@ class FlashAttnBackend(AttentionBackend):
     def prepare(self, batch: Batch) -> torch.Tensor:
         """Where each sequence's keys would start if they stood in a row, [S + 1] int32.
 
-        Why: with a block table FlashAttention-2 reads nothing from it but lengths, yet wants them
-        so.
+        Why: FlashAttention-2 wants lengths in this form, though with a block table the keys do not
+        lie in a row.
         """
         starts = torch.zeros_like(batch.query_start_loc)
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=starts[1:])

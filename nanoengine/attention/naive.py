@@ -2,7 +2,7 @@
 
 Read this file first to know what the fast kernels compute. It runs on any device and dtype, with
 any block size, and is slow on purpose: each sequence's context is gathered into one dense tensor.
-Made by `attention.make_backend`; it knows nothing of models, schedulers or engines.
+`attention.make_backend` makes it; it knows nothing of models, schedulers or engines.
 
     block table of a sequence    3     7     1            block_size 4, seq_len 10
     its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4

@@ -1,7 +1,7 @@
 """Attention: the place where a model meets the paged KV cache.
 
-The runner binds each layer's slice of the cache after it has sized it; until then, and for models
-that are only profiled, the layer has none.
+The runner sizes the cache after it has loaded the model, and then binds each layer's slices of it.
+Until then a layer has empty ones.
 """
 
 from __future__ import annotations
