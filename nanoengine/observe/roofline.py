@@ -38,9 +38,6 @@ class Card:
 H200_MEASURABLE = Card(bytes_per_s=4.3e12, flops_per_s=790e12)
 """What one H200 may be expected to show in a copy and in a bf16 GEMM; assumed, not measured."""
 
-H200_DATASHEET = Card(bytes_per_s=4.8e12, flops_per_s=989e12)
-"""NVIDIA's figures for the H200 SXM: HBM3e bandwidth, dense bf16."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:

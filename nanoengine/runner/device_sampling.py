@@ -112,7 +112,7 @@ def draw_thresholds(
 ) -> torch.Tensor:
     """Draws from the tokens that min_p, top_k and then top_p leave; ids [L].
 
-    Arguments as for `draw`. The twin of `draw_all_sorted`, which sorts.
+    Arguments as for `draw`. `draw_all_sorted`, which sorts, is the readable form.
     """
     if logits.dtype == torch.float64:  # Why: only in tests; two more digits aren't worth having
         return draw_all_sorted(logits, largest, params)

@@ -136,15 +136,16 @@ class RowBuffers:
         ends = np.zeros(len(rows), np.int64)
         ends[order] = offsets[1:]
         wanted, entries, back = _wanted_logits(plan, ends, counts, num_scored)
+        line_rows = rows[entries]
         max_seq_len = int(seq_lens.max(initial=1))
         num_blocks = -(-max_seq_len // self.block_size)
         tokens = self._gather_tokens(seq_rows, starts[order], seq_counts)
         (
             token_ids, positions, slot_mapping, in_pool, pool_rows,
-            query_start_loc, device_seq_lens, block_tables, logits_indices, line_rows,
+            query_start_loc, device_seq_lens, block_tables, logits_indices, device_rows,
         ) = ship(
             self._device, *tokens, offsets.astype(np.int32), seq_lens.astype(np.int32),
-            self.block_tables[:, seq_rows, :num_blocks], wanted, rows[entries],
+            self.block_tables[:, seq_rows, :num_blocks], wanted, line_rows,
         )  # fmt: skip
         if len(in_pool):
             token_ids.index_copy_(0, in_pool, self.pool.index_select(0, pool_rows))
@@ -163,10 +164,10 @@ class RowBuffers:
         )
         lines = SamplingLines(
             entries=entries,
-            rows=rows[entries],
-            seq_ids=self.seq_ids[rows[entries]],
+            rows=line_rows,
+            seq_ids=self.seq_ids[line_rows],
             positions=(starts + counts)[entries] - back + 1,
-            device_rows=line_rows,
+            device_rows=device_rows,
         )
         return batch, lines
 
