@@ -7,13 +7,16 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test clients soak test-gpu bench lint loc
+.PHONY: demo test core clients soak test-gpu bench lint loc
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
 
 test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
+
+core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
+	@$(BIN)/python -m pytest -p tests.support.no_torch tests/core --durations 5
 
 clients: $(READY)  ## programs as vLLM's users write them, run with another import; seconds
 	@$(BIN)/python -m pytest tests/test_clients.py -v

@@ -32,8 +32,9 @@ if not has_gpu():
 def pytest_collection_finish(session: pytest.Session) -> None:
     """One thread, as tiny models gain nothing from more; and no collection walks what was imported,
     which took a tenth of all time."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 

@@ -162,6 +162,36 @@ def test_the_import_table_notices(tmp_path, module, line):
     assert len(violations(path, module)) == 1
 
 
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Groups of modules that reach each other; whoever stands in no circle is left out."""
+    reached = {module: set(names) for module, names in graph.items()}
+    for middle in graph:  # Source: Warshall's algorithm
+        for names in reached.values():
+            if middle in names:
+                names |= reached[middle]
+    return {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
+
+
+def test_no_circle_of_imports_types_included():
+    """Whoever reads a file needs none of those that stand above it, not even for a type."""
+    graph = {module_name(path): imports_of(path) for path in PACKAGE.rglob("*.py")}
+    graph = {
+        module: {name.removeprefix("nanoengine.") for name in names} & graph.keys()
+        for module, names in graph.items()
+    }
+    assert sum(map(len, graph.values())) > 300
+    assert [sorted(circle) for circle in circles(graph)] == []
+
+
+def test_a_circle_of_imports_is_noticed():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"e"}, "f": set()}
+    assert circles(graph) == {frozenset("abc"), frozenset("e")}
+
+
 def run_python(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False
@@ -186,6 +216,11 @@ def run_python(*arguments: str) -> str:
 def test_importing_loads_no_heavy_library(modules, unloaded):
     code = f"import sys, {', '.join(modules)}; print([m for m in {unloaded} if m in sys.modules])"
     assert run_python("-c", code).strip() == "[]"
+
+
+def test_the_tests_of_the_core_need_no_torch():
+    """They are loaded without it here; `make core` runs them so."""
+    run_python("-m", "pytest", "-p", "tests.support.no_torch", "--collect-only", "-q", "tests/core")
 
 
 def test_an_engine_for_a_gpu_needs_no_numba():
