@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": {"config"},
     "outputs": {"core", "tokenizer"},
     "observe": {"core", "engine", "config", "checkpoint", "kernels"},
+    "jobs": {"engine", "inputs", "outputs"},
     "build": {"*"},
     "llm": {"build", "engine", "tokenizer", "inputs", "outputs", "config", "core.plan",
             "core.doors", "core.sequence", "observe", "features.beam"},

@@ -23,6 +23,7 @@ from nanoengine.errors import NanoEngineError
 T = TypeVar("T")
 
 COMMANDS = {
+    "batch": ("BatchArgs", "answer files of rows; what is finished is kept, and a run resumes"),
     "generate": ("GenerateArgs", "complete prompts, answer chats, or run a file of either"),
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
     "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
@@ -69,6 +70,7 @@ def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
         prog=prog,
         description=inspect.getdoc(options_class),
         args=args,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
     return cast("T", parsed.options)
 

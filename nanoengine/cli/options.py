@@ -1,15 +1,21 @@
-"""What the commands share: EngineConfig as a command line, and the model named `demo`."""
+"""What commands share: EngineConfig and SamplingParams as options, and the model named `demo`."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
+import types
+import typing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Suppress
+from tyro.conf import Suppress, UseAppendAction, arg
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.tier_config import DiskTier, HostTier, Tier
 
 DEMO = "demo"
@@ -55,3 +61,54 @@ def engine_options(args: EngineConfig) -> dict[str, Any]:
 
         options["model"] = str(demo_model_path())
     return options
+
+
+def sampling_fields(args: object) -> dict[str, Any]:
+    """The fields of SamplingParams that a command line sets.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    given = {
+        option.name: value
+        for option in fields(SamplingArgs)
+        if (value := getattr(args, option.name)) != option.default
+    }
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    return given
+
+
+def _sampling_options() -> list[tuple[str, Any, Any]]:
+    """Name, type and default of each field of SamplingParams; one that is not given has None.
+
+    Why no seed: --seed is the engine's, of which each row draws another one.
+    """
+    text = inspect.getdoc(SamplingParams) or ""
+    told = dict(re.findall(r"^    (\w+): ((?:.|\n {8})+)", text, re.MULTILINE))
+    hints = typing.get_type_hints(SamplingParams)
+    options: list[tuple[str, Any, Any]] = []
+    for param in fields(SamplingParams):
+        if param.name == "seed":
+            continue
+        kind, default = hints[param.name], None
+        kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        if kind is bool:
+            default = param.default
+        elif tuple[str, ...] in kinds:
+            kind, default = UseAppendAction[tuple[str, ...]], ()
+        elif tuple[int, ...] in kinds:
+            kind = tuple[int, ...] | None
+        else:
+            kind = kind | None
+        help_text = arg(help=" ".join(told[param.name].split()))
+        options.append((param.name, Annotated[kind, help_text], dataclasses.field(default=default)))
+    return options
+
+
+SamplingArgs = dataclasses.make_dataclass(
+    "SamplingArgs", _sampling_options(), frozen=True, kw_only=True
+)
+SamplingArgs.__doc__ = "How tokens are drawn; what is not given is the model's own default."

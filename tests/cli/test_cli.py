@@ -73,7 +73,10 @@ def test_the_module_is_an_entry_point() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generte"], "error: unknown command 'generte'; known: generate, bench, gpu-report"),
+        (
+            ["generte"],
+            "error: unknown command 'generte'; known: batch, generate, bench, gpu-report",
+        ),
         (["generate", "m"], "error: no prompts: give --prompt TEXT or --file PATH"),
         (["generate", "m", "--prompt", "a", "--system", "b"], "error: --system needs --chat"),
         (["generate", "m", "--file", "x.csv"], "error: file must end in .txt or .jsonl"),

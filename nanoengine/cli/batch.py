@@ -1,0 +1,270 @@
+"""`nanoengine batch`: a file of rows in, a file of records out, resumable at any moment.
+
+Options, signals and exit codes; what a job is, is in `nanoengine/jobs/`, and docs/batch.md is the
+manual.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError
+from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.manifest import describe_model
+from nanoengine.jobs.progress import Progress, summary, table
+from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.source import Form
+from nanoengine.jobs.work import TooManyErrorsError, Work
+
+if TYPE_CHECKING:
+    from nanoengine.llm import LLM
+
+ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS = 0, 1, 2, 3
+"""Exit codes; a signal's is 128 + its number."""
+
+RESULT_SETTINGS = (
+    "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization",
+    "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype", "deterministic",
+    "attention_backend",
+)  # fmt: skip
+"""Settings of the engine that results depend on: a job is resumed with the same ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArgs(EngineArgs):
+    """Answers files of rows: what is finished is never lost, and the same command resumes.
+
+    examples:
+      nanoengine batch demo requests.jsonl --output answers.jsonl
+      nanoengine batch Qwen/Qwen3-0.6B 'data/*.csv.gz' --template 'Sum up: {{ text }}' --chat
+          --output sums.parquet
+      cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
+    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT")]
+    """Files, globs, or - for stdin: .jsonl, .txt, .csv, .parquet, also with .gz or .zst."""
+    output: str
+    """Where records go: .jsonl, .parquet, or - for stdout."""
+    sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
+    input_format: Form | None = None
+    """What the inputs are, whatever they are called."""
+    prompt_column: str | None = None
+    """The column that is the prompt; other columns are data, and go into the record."""
+    template: str | None = None
+    """Jinja over the columns that makes the prompt."""
+    chat: bool = False
+    """A prompt is a user's message, and the model's chat template is applied."""
+    system: str | None = None
+    """System message before each."""
+    any_model: bool = False
+    """Say nothing of rows that ask for another model."""
+    ignore_unknown: bool = False
+    """Drop unknown fields of OpenAI bodies, in place of refusing the row."""
+    errors: str | None = None
+    """Write error records to this file, apart from answers."""
+    in_order: bool = False
+    """Put the finished file into the order of the inputs."""
+    keep_input_order: bool = False
+    """Run rows in the order of the inputs; it changes no result, only the speed."""
+    strict: bool = False
+    """Refuse to start if a custom_id stands twice."""
+    max_row_mib: float = 16.0
+    """A row above this is an error record [MiB]."""
+    max_errors: int | None = None
+    """Stop if more rows than this fail."""
+    fail_fast: bool = False
+    """Stop at the first row that fails."""
+    retry_errors: bool = False
+    """Run the rows again that have failed."""
+    restart: bool = False
+    """Move an earlier output aside and begin anew."""
+    grace: float = 10.0
+    """Time that running rows get after the first Ctrl-C or SIGTERM [s]."""
+    summary_json: Path | None = None
+    """Write the summary to this file, too."""
+
+    def __post_init__(self) -> None:
+        if self.fail_fast and self.max_errors is not None:
+            raise ConfigError("--fail-fast is --max-errors 0: give one of them")
+        if self.grace < 0:
+            raise ConfigError(f"--grace must be at least 0, got {self.grace}")
+        # Why not super(): a dataclass with slots is another class than the one written here.
+        EngineArgs.__post_init__(self)
+
+
+def job_options(args: BatchArgs) -> JobOptions:
+    """What the command line asks of the job."""
+    names = {one.name for one in fields(JobOptions)} - {"rows", "max_errors"}
+    row_names = {one.name for one in fields(RowOptions)} - {"sampling"}
+    rows = {name: getattr(args, name) for name in row_names}
+    return JobOptions(
+        **{name: getattr(args, name) for name in names},
+        rows=RowOptions(sampling=sampling_fields(args.sampling), **rows),
+        max_errors=0 if args.fail_fast else args.max_errors,
+    )
+
+
+def job_facts(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Of model and engine, all that results depend on."""
+    config = EngineConfig.from_kwargs(**options)
+    directory = Path(config.model)
+    if not directory.is_dir():
+        from nanoengine.build import resolve_model
+
+        directory = resolve_model(config)
+    engine = {name: getattr(config, name) for name in RESULT_SETTINGS}
+    return {"model": {"name": name, "xxh3": describe_model(directory)}, "engine": engine}
+
+
+def main(args: BatchArgs) -> int:
+    """Runs the command; returns its exit code."""
+    with _warnings_as_lines():
+        if args.summary_json is not None:
+            _check_writable(args.summary_json)
+        options = engine_options(args)
+        job = Job(job_options(args), job_facts(options, args.model))
+        is_complete = False
+        try:
+            with Signals(args.grace) as signals:
+                from nanoengine.llm import LLM
+
+                with LLM(**options) as llm:
+                    code = run(job, llm, args.model, signals, args.summary_json)
+                    is_complete = code in (ALL_ANSWERED, SOME_FAILED)
+        except Stopped as stopped:
+            code = stopped.code
+        finally:
+            job.close(is_complete=is_complete)
+    return code
+
+
+def run(job: Job, llm: LLM, name: str, signals: Signals, summary_json: Path | None = None) -> int:
+    """Answers the rows that are left; returns the exit code."""
+    reader = RowReader(job.options.rows, name, llm.info.generation_defaults)
+    work = job.work(reader, Recorder(name, job.created))
+    signals.on_first(work)
+    progress = Progress(work.counts, job.num_rows, job.num_done, llm.stats)
+    llm.engine.observers.append(progress)
+    started, code, ended = time.perf_counter(), SOME_FAILED, "complete"
+    try:
+        work.run(lambda rows: llm.stream(rows, on_error="record"))
+        if signals.caught is not None:
+            raise Stopped(signals.caught)
+        job.sync()
+        job.complete()
+        code = SOME_FAILED if work.counts.failed + job.num_failed else ALL_ANSWERED
+    except TooManyErrorsError as error:
+        code, ended = TOO_MANY_ERRORS, "too many errors"
+        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        ended = f"the output can't be written: {error.strerror}"
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+    except Stopped as stopped:
+        code, ended = stopped.code, "interrupted"
+    finally:
+        signals.on_first(None)
+        progress.close()
+        llm.engine.observers.remove(progress)
+    facts = summary(
+        work.counts,
+        num_rows=job.num_rows,
+        num_resumed=job.num_done,
+        num_failed_before=job.num_failed,
+        elapsed_s=time.perf_counter() - started,
+        ended=ended,
+    )
+    print(table(facts), file=sys.stderr)
+    if code >= TOO_MANY_ERRORS:
+        print("the same command goes on from here", file=sys.stderr)
+    if summary_json is not None:
+        summary_json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    return code
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended the run; its requests are dropped."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.code = 128 + number
+
+
+class Signals:
+    """Ctrl-C and SIGTERM while a job runs.
+
+    The first one has `work` give out no more rows; those that run get `grace` seconds. The second
+    one, or the end of the grace, raises `Stopped`, as does the first one while nothing runs.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.caught: int | None = None
+        self._grace_s = grace_s
+        self._work: Work | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def on_first(self, work: Work | None) -> None:
+        """What is to be stopped; None: nothing runs."""
+        self._work = work
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if number == signal.SIGALRM or self.caught is not None or self._work is None:
+            self.caught = self.caught or number
+            raise Stopped(self.caught)
+        self.caught = number
+        self._work.stop()
+        if not self._grace_s:
+            raise Stopped(number)
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        print(
+            f"\nstopping: rows that run get {self._grace_s:g} s; once more to stop at once",
+            file=sys.stderr,
+        )
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"--summary-json {str(path)!r} can't be written: {error.strerror}"
+        ) from error
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """A warning is for who runs the job: no place in the code."""
+
+    def show(message: Warning | str, *args: object, **kwargs: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

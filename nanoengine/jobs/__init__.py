@@ -1,0 +1,15 @@
+"""Jobs: files of rows in, a file of records out, resumable at any moment.
+
+    source     files to lines: JSON lines, text, CSV, Parquet; gzip, zstd, globs, stdin
+    rows       a line to a task: prompt, sampling parameters, what the record repeats of the row
+    order      which task is next: common prefixes together, the longest first at the end
+    work       tasks to engines, outputs to records: the loop
+    records    an output or an error to a line of JSON
+    log        the output file: appended whole records, read back after a death
+    job        all that is decided before a model loads: the manifest, what is done already
+    deaths     rows under which processes die
+    progress   a live line, log lines, the summary
+    datasets   the same for frames, tables and iterables in Python
+
+Nothing here knows the engine: rows go to a `stream`, outputs come back.
+"""

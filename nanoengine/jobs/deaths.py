@@ -1,0 +1,103 @@
+"""Rows under which processes die: written down before they run, counted by who comes next.
+
+    run 4711 1500      a process began, with 1,500 records there
+    12                 row 12 went to the engine
+    ...
+    Fatal Python error: Segmentation fault      written by faulthandler as the process died
+    end                the process ended by itself
+
+A process that crashed did so under one of the rows that it had not finished. One that was killed
+counts against them only if it had finished none at all: kills come from outside as well, and a row
+must not be called poison for them. Rows that were there at one death run a few at a time, and then
+alone, so that the third death names one row.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections import Counter
+from pathlib import Path
+
+from nanoengine.jobs.log import Bitmap
+
+MOST_DEATHS = 3
+"""With so many a row is poison."""
+
+GROUPS = {1: 16, 2: 1}
+"""Deaths of a row -> how many of such rows run at once."""
+
+
+class Deaths:
+    """The file beside the output, and what it tells of earlier processes.
+
+    Args:
+        done: rows that have a record.
+
+    Attributes:
+        counts: of rows without a record: deaths under each.
+    """
+
+    def __init__(self, path: Path, done: Bitmap) -> None:
+        self.path = path
+        self.counts = _count(path, done)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._write(f"run {os.getpid()} {done.count}\n")
+        self._was_enabled = faulthandler.is_enabled()
+        faulthandler.enable(self._fd)
+
+    def note(self, row: int) -> None:
+        """A row is about to run."""
+        self._write(f"{row}\n")
+
+    def _write(self, line: str) -> None:
+        os.write(self._fd, line.encode())
+
+    def close(self, *, is_complete: bool) -> None:
+        """The process ends by itself; nothing is left of a job that is complete."""
+        faulthandler.disable()
+        if self._was_enabled:
+            faulthandler.enable()
+        self._write("end\n")
+        os.close(self._fd)
+        if is_complete:
+            self.path.unlink(missing_ok=True)
+
+
+def last_process(path: Path) -> str:
+    """Who began last, for a message; empty if nobody tells."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    runs = [line.split()[1] for line in lines if line.startswith("run ")]
+    return f", pid {runs[-1]}" if runs else ""
+
+
+def _count(path: Path, done: Bitmap) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    rows: list[int] = []
+    num_before = 0
+    crashed = ended = True  # nothing before the first run
+
+    def close(num_after: int) -> None:
+        if not ended and (crashed or num_after <= num_before):
+            counts.update(row for row in rows if row not in done)
+
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                words = line.split()
+                if line.startswith("run ") and len(words) == 3:
+                    close(int(words[2]))
+                    rows, num_before, crashed, ended = [], int(words[2]), False, False
+                elif line == "end\n":
+                    ended = True
+                elif line.endswith("\n") and line[:-1].isdecimal():
+                    rows.append(int(line))
+                elif line.startswith("Fatal Python error"):
+                    crashed = True
+    except FileNotFoundError:
+        return counts
+    close(done.count)
+    return counts

@@ -1,0 +1,360 @@
+"""A job before and after its model: what is to be read, where it goes, and what is done already.
+
+Job(options, facts)    inputs found, output locked, manifest compared: before a model loads
+job.work(reader)       the rows that have no record yet
+job.complete()         --in-order, Parquet
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+import time
+import warnings
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoengine import __version__
+from nanoengine.errors import ConfigError
+from nanoengine.jobs import manifest as manifests
+from nanoengine.jobs.deaths import Deaths, last_process
+from nanoengine.jobs.log import Bitmap, Log, PipeLog
+from nanoengine.jobs.order import ordered
+from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, value
+from nanoengine.jobs.source import (
+    STDIN,
+    Form,
+    Input,
+    Line,
+    RowError,
+    find_inputs,
+    read_lines,
+    require_pyarrow,
+    survey,
+)
+from nanoengine.jobs.work import Work
+
+if TYPE_CHECKING:
+    from nanoengine.outputs import RequestOutput
+
+MIB = 1 << 20
+STDOUT = "-"
+SNIFFED_ROWS = 1000
+"""Rows that are looked at for one that can be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a job is asked to do; docs/batch.md says what each means."""
+
+    inputs: tuple[str, ...]
+    output: str
+    rows: RowOptions = field(default_factory=RowOptions)
+    input_format: Form | None = None
+    errors: str | None = None
+    in_order: bool = False
+    strict: bool = False
+    restart: bool = False
+    retry_errors: bool = False
+    keep_input_order: bool = False
+    max_errors: int | None = None
+    max_row_mib: float = 16.0
+
+
+class Job:
+    """A job whose output this process owns.
+
+    Args:
+        options: what is asked for.
+        facts: of model and engine, for the manifest: all that results depend on.
+
+    Attributes:
+        is_resumed: records were there already.
+        num_rows: of all inputs, as far as they can be counted; None with stdin.
+        num_done, num_failed: rows that have a record, and those among them that failed.
+
+    Raises:
+        ConfigError: an input, an output or an earlier job doesn't allow it; nothing was changed.
+    """
+
+    def __init__(self, options: JobOptions, facts: Mapping[str, Any]) -> None:
+        self.options = options
+        RowReader(options.rows)  # Why: a template or a value that is wrong is told now.
+        self.inputs = find_inputs(options.inputs, options.input_format)
+        self._max_row_bytes = int(options.max_row_mib * MIB)
+        self._check()
+        self._paths = Paths(options)
+        self.done = Bitmap()
+        self.num_failed = 0
+        self.created = int(time.time())
+        self.deaths: Deaths | None = None
+        self._logs: list[Log] = []
+        try:
+            self._log = self._open_log(options.output)
+            self._error_log = self._open_log(options.errors) if options.errors else self._log
+            self.num_rows = self._survey()
+            if isinstance(self._log, Log):
+                self._resume(facts)
+        except BaseException:
+            for log in self._logs:
+                log.close(drop_empty=True)
+            raise
+        self.is_resumed = self.done.count > 0
+        self.num_done = self.done.count
+
+    def _check(self) -> None:
+        options = self.options
+        has_stdin = any(one.name == STDIN for one in self.inputs)
+        rules = (
+            (options.max_row_mib > 0, "--max-row-mib must be greater than 0"),
+            (
+                options.max_errors is None or options.max_errors >= 0,
+                "--max-errors must be at least 0",
+            ),
+            (
+                not (options.strict and has_stdin),
+                "--strict reads all rows before any runs, and stdin comes once: give a file",
+            ),
+            (
+                options.output != STDOUT or not (options.in_order or options.retry_errors),
+                "--in-order and --retry-errors need an --output that can be read again, not -",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise ConfigError(message)
+        if options.output.endswith(".parquet"):
+            require_pyarrow("Parquet files")
+        for name in (options.output, options.errors):
+            if name is None or name == STDOUT or not os.path.exists(name):
+                continue
+            for one in self.inputs:
+                if one.name != STDIN and os.path.samefile(one.name, name):
+                    raise ConfigError(f"output {name!r} is an input: write to another file")
+        if options.errors is not None and Path(options.errors) == Path(options.output):
+            raise ConfigError("--errors is the file of --output: records stay together without it")
+
+    # --- the output -----------------------------------------------------------------------------
+
+    def _open_log(self, name: str) -> Log | PipeLog:
+        if name == STDOUT:
+            return PipeLog(1)
+        path = Path(name)
+        if path.exists() and not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
+            try:
+                return PipeLog(os.open(path, os.O_WRONLY))
+            except OSError as error:
+                raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
+        if path.suffix == ".parquet":
+            path = path.with_name(path.name + ".job.jsonl")
+        log = Log(path, lambda: last_process(self._paths.runs))
+        self._logs.append(log)
+        return log
+
+    def _survey(self) -> int | None:
+        if self.options.strict or all(one.name != STDIN for one in self.inputs):
+            found = survey(self.inputs, self._max_row_bytes)
+            if found.duplicates and self.options.strict:
+                raise ConfigError("--strict: " + "; ".join(found.duplicates))
+            for told in found.duplicates:
+                warnings.warn(f"{told}: both are answered", stacklevel=1)
+            return found.num_rows
+        return None
+
+    def _resume(self, facts: Mapping[str, Any]) -> None:
+        """Compares with the earlier job, if there is one, and reads back what it has done."""
+        paths = self._paths
+        options = self.options
+        now = {
+            "format": manifests.FORMAT,
+            "nanoengine": __version__,
+            **facts,
+            "rows": {k: v for k, v in asdict(options.rows).items() if k != "any_model"},
+            "max_row_mib": options.max_row_mib,
+            "errors": options.errors,
+            "stdin": any(one.name == STDIN for one in self.inputs),
+            "created": self.created,
+            "inputs": manifests.describe_inputs(self.inputs),
+        }
+        if options.restart:
+            self._move_aside()
+        before = manifests.load(paths.manifest)
+        has_records = any(log.num_bytes for log in self._logs)
+        if before is None and has_records:
+            raise ConfigError(
+                f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
+                " what job it is of: name another, or --restart to move it aside"
+            )
+        if before is not None and has_records:
+            if now["stdin"]:
+                raise ConfigError(
+                    "a job that reads stdin can't be resumed, as nobody knows what came then: give"
+                    " a file, or --restart"
+                )
+            manifests.require_same(before, now, self.inputs)
+            self._read_back()
+        same = before is not None and {**before, "created": 0} == {**now, "created": 0}
+        if before is not None and (has_records or same):
+            now["created"] = self.created = before["created"]
+        else:
+            paths.runs.unlink(missing_ok=True)  # of another job
+        if before != now:
+            manifests.save(paths.manifest, now)
+        if options.retry_errors:
+            paths.runs.unlink(missing_ok=True)
+        self.deaths = Deaths(paths.runs, self.done)
+
+    def _move_aside(self) -> None:
+        """Old files get a number; the locks on them end with this process's interest."""
+        self._close_logs()
+        self._logs.clear()
+        self._paths.move_aside()
+        self._log = self._open_log(self.options.output)
+        self._error_log = self._open_log(self.options.errors) if self.options.errors else self._log
+
+    def _read_back(self) -> None:
+        """Rows with a record are done; with `retry_errors` those that failed are not."""
+        drop_failed = self.options.retry_errors
+        for log in self._logs:
+            log.cut_torn_line()
+            num_bad, num_dropped = 0, 0
+            for record in log.records():
+                if record is None:
+                    num_bad += 1
+                elif record.failed and drop_failed:
+                    num_dropped += 1
+                else:
+                    self.done.add(record.row)
+                    self.num_failed += record.failed
+            if num_bad:
+                warnings.warn(
+                    f"{log.path}: {num_bad} lines are no records; their rows run again",
+                    stacklevel=1,
+                )
+            if num_bad or num_dropped:
+                log.rewrite(
+                    record.offset
+                    for record in log.records()
+                    if record is not None and not (record.failed and drop_failed)
+                )
+
+    # --- the rows -------------------------------------------------------------------------------
+
+    def work(self, reader: RowReader, recorder: Recorder) -> Work:
+        """What is left to do."""
+        counts = self.deaths.counts if self.deaths is not None else {}
+
+        def finish(task: Task, result: RequestOutput | RowError) -> None:
+            if isinstance(result, RowError):
+                self._error_log.append(recorder.failure(task, result))
+            else:
+                self._log.append(recorder.answer(task, result))
+
+        tasks = self._tasks(reader, lambda row: row not in counts)
+        suspects = self._tasks(reader, counts.__contains__) if counts else ()
+        return Work(
+            tasks if self.options.keep_input_order else ordered(tasks),
+            finish,
+            suspects=[(task, counts[task.row]) for task in suspects],
+            note=self.deaths.note if self.deaths is not None else lambda row: None,
+            max_errors=self.options.max_errors,
+        )
+
+    def _tasks(self, reader: RowReader, wanted: Any) -> Iterator[Task]:
+        kinds: dict[Input, Kind] = {}
+        for line in read_lines(self.inputs, self._max_row_bytes):
+            if line.row in self.done or not wanted(line.row):
+                continue
+            if line.input not in kinds:
+                kinds[line.input] = self._kind_of(line)
+            yield reader.task(line, kinds[line.input])
+
+    def _kind_of(self, first: Line) -> Kind:
+        """The form of an input: that of the first row that can be read."""
+        one = first.input
+        if one.form != "jsonl" or self.options.rows.columns_alone:
+            return "simple"
+        lines = [first] if one.name == STDIN else read_lines([one], self._max_row_bytes)
+        for line in itertools.islice(lines, SNIFFED_ROWS):
+            with contextlib.suppress(RowError):
+                return kind_of(value(line))
+        return "simple"
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Has the disk hold all records."""
+        self._log.sync()
+        self._error_log.sync()
+
+    def complete(self) -> None:
+        """What is made of a log that has all rows."""
+        if self.options.output.endswith(".parquet") and isinstance(self._log, Log):
+            from nanoengine.jobs.tables import write_parquet
+
+            write_parquet(self._log, _in_order(self._log), Path(self.options.output))
+        elif self.options.in_order:
+            for log in self._logs:
+                log.rewrite(_in_order(log))
+
+    def close(self, *, is_complete: bool = False) -> None:
+        """Gives the output free for other processes."""
+        if self.deaths is not None:
+            deaths, self.deaths = self.deaths, None
+            deaths.close(is_complete=is_complete)
+        self._close_logs()
+
+    def _close_logs(self) -> None:
+        for log in self._logs:
+            log.close()
+
+
+class Paths:
+    """The files beside an output."""
+
+    def __init__(self, options: JobOptions) -> None:
+        self._output = Path(options.output)
+        self._errors = Path(options.errors) if options.errors else None
+        self.manifest = self._beside("json")
+        self.runs = self._beside("runs")
+
+    def _beside(self, what: str) -> Path:
+        return self._output.with_name(f"{self._output.name}.job.{what}")
+
+    def move_aside(self) -> None:
+        """Gives the files of an earlier job a number that none has."""
+        files = [self._output, self._errors, self.manifest, self.runs, self._beside("jsonl")]
+        old = [path for path in files if path is not None and path.exists()]
+        number = 1
+        while any(_numbered(path, self._output, number).exists() for path in old):
+            number += 1
+        for path in old:
+            if path.stat().st_size:
+                os.replace(path, _numbered(path, self._output, number))
+            else:
+                path.unlink()
+
+
+def _numbered(path: Path, output: Path, number: int) -> Path:
+    """out.jsonl.job.json as out.1.jsonl.job.json: the old job goes on under that name."""
+    stem, suffix = (output.stem, output.suffix) if path.name.startswith(output.name) else (
+        path.stem, path.suffix)  # fmt: skip
+    rest = path.name.removeprefix(stem + suffix)
+    return path.with_name(f"{stem}.{number}{suffix}{rest}")
+
+
+def _in_order(log: Log) -> Iterator[int]:
+    """Where a log's records begin, by their rows: 8 bytes a row are in memory."""
+    offsets = array("q")
+    for record in log.records():
+        if record is not None:
+            missing = record.row + 1 - len(offsets)
+            offsets.extend([-1] * missing)
+            offsets[record.row] = record.offset
+    return (offset for offset in offsets if offset >= 0)

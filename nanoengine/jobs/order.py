@@ -1,0 +1,82 @@
+"""Which task is next: by windows, so that the order costs bounded memory.
+
+Results don't depend on it. Rows of a common prefix that follow each other find it in the prefix
+cache before it is evicted; at the end of a job long rows go first, so that none runs on alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nanoengine.jobs.rows import Task
+
+WINDOW_ROWS = 4096
+WINDOW_BYTES = 64 << 20
+MIN_PREFIX = 64
+"""Characters that rows of one group have in common; a few blocks."""
+
+CHARS_PER_TOKEN = 4
+
+
+def windows(tasks: Iterable[Task]) -> Iterator[tuple[list[Task], bool]]:
+    """Tasks by windows; True with the last one."""
+    waiting = iter(tasks)
+    first = next(waiting, None)
+    while first is not None:
+        window, size = [first], _size(first)
+        first = None
+        for task in waiting:
+            if len(window) >= WINDOW_ROWS or size >= WINDOW_BYTES:
+                first = task
+                break
+            window.append(task)
+            size += _size(task)
+        yield window, first is None
+
+
+def _size(task: Task) -> int:
+    return len(text_of(task.prompt))
+
+
+def text_of(prompt: Any) -> str:
+    """What a prompt begins with and how long it is, near enough, without a template."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, dict):
+        if "messages" in prompt:
+            return f"{prompt.get('tools', '')}{prompt['messages']}"
+        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""
+    return prompt if isinstance(prompt, str) else str(prompt)
+
+
+def ordered(tasks: Iterable[Task]) -> Iterator[Task]:
+    """The tasks, window by window in the order for speed."""
+    for window, is_last in windows(tasks):
+        rows = sorted((text_of(task.prompt), task.row, task) for task in window)
+        if not is_last:
+            yield from (task for _, _, task in rows)
+            continue
+        groups = [
+            sorted(group, key=lambda row: -_work(row)) for group in _groups(rows)
+        ]  # fmt: skip
+        for group in sorted(groups, key=lambda group: -_work(group[0])):
+            yield from (task for _, _, task in group)
+
+
+def _work(row: tuple[str, int, Task]) -> float:
+    """Tokens that a row may take."""
+    text, _, task = row
+    most = task.params.max_tokens
+    return float("inf") if most is None else len(text) / CHARS_PER_TOKEN + most
+
+
+def _groups(rows: list[tuple[str, int, Task]]) -> Iterator[list[tuple[str, int, Task]]]:
+    """Neighbours of sorted rows that begin alike."""
+    starts = [0]
+    for i, ((one, *_), (other, *_)) in enumerate(itertools.pairwise(rows), start=1):
+        if one[:MIN_PREFIX] != other[:MIN_PREFIX]:
+            starts.append(i)
+    for start, end in itertools.pairwise([*starts, len(rows)]):
+        yield rows[start:end]

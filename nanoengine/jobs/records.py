@@ -1,0 +1,215 @@
+"""Outputs and errors to records: a line of JSON each, which tells its row and whether it failed.
+
+    OpenAI   {"id": "batch_req_ROW", "custom_id": ..., "response": {...}, "error": null}
+    simple   {"_row": ROW, the row's columns, "outputs": [...], "usage": {...}, "error": null}
+
+The row comes first and the error last, so that reading a log back takes no JSON: see `log.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanoengine.jobs.rows import Task
+from nanoengine.jobs.source import RowError
+
+if TYPE_CHECKING:
+    from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
+
+OWN_COLUMNS = ("_row", "outputs", "usage", "error")
+"""What a simple record adds; a row's columns of these names are replaced."""
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; the number is OpenAI's."""
+
+
+class Recorder:
+    """Makes records.
+
+    Args:
+        model: its name, for responses.
+        created: time of the job [s since 1970]: the same after a resume.
+    """
+
+    def __init__(self, model: str, created: int | None = None) -> None:
+        self._model = model
+        self._created = int(time.time()) if created is None else created
+
+    def answer(self, task: Task, output: RequestOutput) -> bytes:
+        """The record of a row that ran; `task.outputs` are those of its earlier turns."""
+        outputs = [*task.outputs, output]
+        usage = _usage(outputs)
+        if task.kind == "simple":
+            several = len(outputs) > 1
+            texts = [
+                _completion(one, completion, turn if several else None)
+                for turn, one in enumerate(outputs)
+                for completion in one.outputs
+            ]
+            return _line(simple_record(task, texts, usage, None))
+        is_chat = task.kind == "chat"
+        choose = functools.partial(_chat_choice, task.params.logprobs) if is_chat else _text_choice
+        body: dict[str, Any] = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{task.row}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [choose(completion) for completion in output.outputs],
+            "usage": usage,
+        }
+        if output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = _prompt_logprobs(output)
+        response = {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
+        return _line(_openai_record(task, response, None))
+
+    def failure(self, task: Task, error: RowError) -> bytes:
+        """The record of a row that has no answer."""
+        told = {
+            "code": error.code,
+            "message": str(error),
+            "line": task.number,
+            "file": task.input.name,
+        }
+        if task.kind == "simple":
+            try:
+                return _line(simple_record(task, [], None, told))
+            except RecursionError:  # Why here: what could be read may be too deep to be written.
+                return _line({"_row": task.row, "outputs": [], "usage": None, "error": told})
+        return _line(_openai_record(task, None, told))
+
+
+def simple_record(
+    task: Task, outputs: list[dict[str, Any]], usage: object, error: object
+) -> dict[str, Any]:
+    """The row's columns with what the job adds."""
+    columns = {name: value for name, value in task.columns.items() if name not in OWN_COLUMNS}
+    return {"_row": task.row, **columns, "outputs": outputs, "usage": usage, "error": error}
+
+
+def _openai_record(task: Task, response: object, error: object) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{task.row}",
+        "custom_id": task.custom_id,
+        "response": response,
+        "error": error,
+    }
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """A line of JSON; a lone surrogate stands as JSON's escape, which `backslashreplace` writes."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):  # columns of a Parquet file, or numbers beyond a float's
+        text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value with keys that are strings; numbers that JSON has not are null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _completion(
+    output: RequestOutput, completion: CompletionOutput, turn: int | None
+) -> dict[str, Any]:
+    """A completion of a simple row; ids stand where there is no text."""
+    record: dict[str, Any] = {} if turn is None else {"turn": turn}
+    record["text"] = completion.text
+    if not completion.text:
+        record["token_ids"] = completion.token_ids
+    record["finish_reason"] = completion.finish_reason
+    record["stop_reason"] = completion.stop_reason
+    if completion.logprobs is not None:
+        record["logprobs"] = [_by_token(entry) for entry in completion.logprobs]
+    if output.prompt_logprobs is not None and completion.index == 0:
+        record["prompt_logprobs"] = _prompt_logprobs(output)
+    return record
+
+
+def _chat_choice(num_top: int | None, completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if completion.logprobs is not None:
+        content = [_position(entry, num_top) for entry in completion.logprobs]
+        logprobs = {"content": content, "refusal": None}
+    return {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _position(entry: dict[int, Logprob], num_top: int | None) -> dict[str, Any]:
+    """One generated token, and the likeliest ones; the entry begins with the one that was sampled.
+
+    Args:
+        num_top: how many; -1: all.
+    """
+    ranked = sorted(entry.items(), key=lambda one: one[1].rank)
+    top = ranked if num_top == -1 else ranked[: num_top or 0]
+    sampled = _candidate(*next(iter(entry.items())))
+    return {**sampled, "top_logprobs": [_candidate(*one) for one in top]}
+
+
+def _candidate(token_id: int, one: Logprob) -> dict[str, Any]:
+    text = _token(token_id, one)
+    return {
+        "token": text,
+        "logprob": max(one.logprob, LEAST_LOGPROB),
+        "bytes": list(text.encode(errors="replace")),
+    }
+
+
+def _token(token_id: int, one: Logprob) -> str:
+    return one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"
+
+
+def _text_choice(completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if completion.logprobs is not None:
+        sampled = [next(iter(entry.items())) for entry in completion.logprobs]
+        tokens = [_token(*one) for one in sampled]
+        offsets = [0]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for _, one in sampled],
+            "top_logprobs": [_by_token(entry) for entry in completion.logprobs],
+            "text_offset": offsets[:-1],
+        }
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _by_token(entry: dict[int, Logprob]) -> dict[str, float]:
+    return {_token(*one): max(one[1].logprob, LEAST_LOGPROB) for one in entry.items()}
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, float] | None]:
+    return [None if entry is None else _by_token(entry) for entry in output.prompt_logprobs or ()]

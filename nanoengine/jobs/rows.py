@@ -1,0 +1,416 @@
+"""A line to a task: prompt, sampling parameters, and what the record repeats of the row.
+
+    OpenAI     {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+    simple     {"prompt" | "prompt_token_ids" | "messages" | "turns": ..., any field of
+               SamplingParams, other columns}; a string; a list of token ids; a line of text
+    columns    any dict, with a prompt column or a template over the columns
+
+A field is obeyed or refused by name. What a name may hold is said once: by `SamplingParams`, by
+`vllm_names`, and by the tables here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nanoengine.checks import nearest, shown
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.inputs import CONTENT_KEYS, TEMPLATE_KEYS
+from nanoengine.jobs.source import Input, Line, RowError
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.vllm_names import SAMPLING_PARAMS, STRUCTURED, Alias, Refused, Table, translate
+
+Kind = Literal["chat", "completion", "simple"]
+
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
+
+SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+NO_STREAM = "a batch has nobody to stream to"
+NO_TOOLS = "answers are not parsed for calls; tools go into the template alone"
+OPENAI: Table = {
+    "max_completion_tokens": Alias("max_tokens"),
+    "stream": Refused(NO_STREAM),
+    "stream_options": Refused(NO_STREAM),
+    "response_format": Refused(STRUCTURED, (None, {"type": "text"})),
+    "guided_json": Refused(STRUCTURED),
+    "guided_regex": Refused(STRUCTURED),
+    "guided_choice": Refused(STRUCTURED),
+    "guided_grammar": Refused(STRUCTURED),
+    "tool_choice": Refused(NO_TOOLS, (None, "auto", "none")),
+    "parallel_tool_calls": Refused(NO_TOOLS, (None, True)),
+    "functions": Refused("give tools", (None, [])),
+    "function_call": Refused("give tools", (None, "auto", "none")),
+    "modalities": Refused("answers are text", (None, ["text"])),
+    "audio": Refused("answers are text"),
+    "web_search_options": Refused("nothing is searched"),
+    "prediction": Refused("speculative decoding is not implemented"),
+    "echo": Refused("the request has the prompt"),
+    "suffix": Refused("models continue a prompt; none is filled in", (None, "")),
+}
+"""Fields of OpenAI's bodies and of vLLM's servers whose meaning is not simply a field here."""
+
+NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Fields of a body that ask nothing of an answer."""
+
+BODY = {
+    "chat": ("model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "top_logprobs"),
+    "completion": ("model", "prompt", "cache_salt"),
+}
+"""Fields of a body beside those of `SamplingParams`, OPENAI and NOTES."""
+
+MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 256}
+"""Where neither row, job nor model say it: what OpenAI's API has, None being all of the context."""
+
+PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
+KNOWN_PARAMS = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """One row on its way.
+
+    Attributes:
+        row, input, number: as in `Line`.
+        custom_id: of an OpenAI row.
+        columns: what a simple record repeats.
+        prompt: as `LLM.stream` takes it.
+        key: names the row's random numbers.
+        turns: what the user says next, once there is an answer.
+        outputs: answers to earlier turns.
+        error: why it can't run.
+    """
+
+    row: int
+    input: Input
+    number: int
+    kind: Kind = "simple"
+    custom_id: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    prompt: Any = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    key: str = ""
+    turns: list[str] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """How rows are understood; the same for all of a job, and part of its manifest.
+
+    Attributes:
+        sampling: fields of `SamplingParams` for rows that don't set them.
+        prompt_column, template: the prompt of rows that are columns; no column is a parameter then.
+        chat, system: a text is a user's message, behind this system message.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    prompt_column: str | None = None
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    any_model: bool = False
+    ignore_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prompt_column is not None and self.template is not None:
+            raise ConfigError("--prompt-column and --template both make the prompt: give one")
+        if self.system is not None and not self.chat:
+            raise ConfigError("--system needs --chat: only a chat template has a place for it")
+
+    @property
+    def columns_alone(self) -> bool:
+        """Whether a row's columns are data and no parameters."""
+        return self.prompt_column is not None or self.template is not None
+
+
+class RowReader:
+    """Makes tasks of lines.
+
+    Args:
+        model: name of the loaded one.
+        defaults: sampling parameters of the model's own.
+
+    Raises:
+        ConfigError: the template is none, or an option of sampling is out of range.
+    """
+
+    def __init__(
+        self, options: RowOptions, model: str = "", defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._base = {**(defaults or {}), **options.sampling}
+        self._params: dict[str, SamplingParams] = {}
+        self._other_models: set[str] = set()
+        self._render = _compiled(options.template) if options.template is not None else None
+        try:
+            self._make_params({}, "simple")
+        except RequestError as error:
+            raise ConfigError(str(error)) from error
+
+    def task(self, line: Line, kind: Kind = "simple") -> Task:
+        """The task of a line; one that can't run holds its error.
+
+        Args:
+            kind: the form of its input; "chat" stands for both of OpenAI's.
+        """
+        task = Task(row=line.row, input=line.input, number=line.number, kind=kind)
+        task.key = str(line.row)
+        try:
+            self._fill(task, value(line))
+        except RowError as error:
+            task.error = error
+        except RequestError as error:
+            task.error = RowError("invalid_row", str(error))
+        except (
+            Exception
+        ) as error:  # Why: what a row holds may break any code, and is its own fault.
+            task.error = RowError("invalid_row", f"{type(error).__name__}: {error}")
+        return task
+
+    def _fill(self, task: Task, row: Any) -> None:
+        is_simple = task.kind == "simple"
+        if not isinstance(row, dict):
+            if self._options.columns_alone or not is_simple:
+                raise RequestError(f"the row must be an object, got {shown(row)}")
+            row = {"prompt_token_ids" if isinstance(row, list) else "prompt": row}
+        if not is_simple:
+            self._fill_openai(task, row)
+            return
+        task.columns = row
+        if self._options.columns_alone:
+            task.prompt = self._as_chat(self._from_columns(row))
+            task.params = self._params_for({}, "simple")
+        else:
+            self._fill_simple(task, row)
+
+    # --- simple rows ----------------------------------------------------------------------------
+
+    def _from_columns(self, row: Mapping[str, Any]) -> str:
+        if self._render is not None:
+            return self._render(row)
+        name = self._options.prompt_column or ""
+        if name not in row:
+            raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
+        if not isinstance(row[name], str):
+            raise RequestError(f"column {name!r} must be a string, got {shown(row[name])}")
+        return str(row[name])
+
+    def _as_chat(self, prompt: Any) -> Any:
+        options = self._options
+        if not options.chat or not isinstance(prompt, str):
+            return prompt
+        return {"messages": [*self._system(), {"role": "user", "content": prompt}]}
+
+    def _system(self) -> list[dict[str, str]]:
+        system = self._options.system
+        return [] if system is None else [{"role": "system", "content": system}]
+
+    def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
+        given = {name: row[name] for name in PROMPT_KEYS if row.get(name) is not None}
+        task.params = self._params_for(
+            {name: row[name] for name in _SIMPLE_PARAMS if row.get(name) is not None}, "simple"
+        )
+        turns = row.get("turns")
+        if turns is None:
+            alone = given.keys() == {"prompt"}
+            task.prompt = self._as_chat(given["prompt"] if alone else given)
+            return
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise RequestError(f"'turns' must be a list of strings, got {shown(turns)}")
+        if task.params.n != 1:
+            raise RequestError(f"n must be 1 in a row with 'turns', got {task.params.n}")
+        if not given.keys().isdisjoint(CONTENT_KEYS):
+            raise RequestError("'turns' stands beside another prompt: give one of them")
+        task.turns = turns[1:]
+        task.prompt = {
+            **given, "messages": [*self._system(), {"role": "user", "content": turns[0]}]
+        }  # fmt: skip
+
+    # --- OpenAI rows ----------------------------------------------------------------------------
+
+    def _fill_openai(self, task: Task, row: Mapping[str, Any]) -> None:
+        known = KINDS.get(row["url"]) if isinstance(row.get("url"), str) else None
+        task.kind = known or "chat"
+        if isinstance(row.get("custom_id"), str):
+            task.custom_id = task.key = row["custom_id"]
+        else:
+            raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
+        if known is None:
+            raise RowError(
+                "unknown_url", f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
+            )
+        if row.get("method", "POST") != "POST":
+            raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
+        if not isinstance(row.get("body"), dict):
+            raise RequestError(f"body must be an object, got {shown(row.get('body'))}")
+        body = {name: value for name, value in row["body"].items() if value is not None}
+        self._check_names(body, known)
+        self._check_model(body.get("model"))
+        if known == "chat":
+            self._fill_chat(task, body)
+        else:
+            task.prompt = _completion_prompt(body)
+            task.params = self._params_for(body, known)
+
+    def _check_names(self, body: dict[str, Any], kind: str) -> None:
+        names = _body_names(kind)
+        for name in [name for name in body if name not in names]:
+            if not self._options.ignore_unknown:
+                raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")
+            del body[name]
+
+    def _check_model(self, model: object) -> None:
+        """A row of another model is answered by this one, which is said once."""
+        if model is None or self._options.any_model:
+            return
+        if not isinstance(model, str):
+            raise RequestError(f"model must be a string, got {shown(model)}")
+        if model == self._model or model in self._other_models:
+            return
+        if len(self._other_models) < KNOWN_PARAMS:
+            self._other_models.add(model)
+        warnings.warn(
+            f"rows ask for model {shown(model)}, and {self._model!r} answers them; --any-model says"
+            " that this is meant",
+            stacklevel=1,
+        )
+
+    def _fill_chat(self, task: Task, body: dict[str, Any]) -> None:
+        if "messages" not in body:
+            raise RequestError("the body has no messages")
+        prompt = {
+            name: body[name] for name in ("messages", *TEMPLATE_KEYS, "cache_salt") if name in body
+        }
+        if body.get("tool_choice") == "none":
+            prompt.pop("tools", None)
+        if "reasoning_effort" in body:
+            variables = prompt.get("chat_template_kwargs", {})
+            if not isinstance(variables, dict):
+                raise RequestError(
+                    f"chat_template_kwargs must be an object, got {shown(variables)}"
+                )
+            effort = {"reasoning_effort": body["reasoning_effort"]}
+            prompt["chat_template_kwargs"] = {**effort, **variables}
+        task.prompt = prompt
+        asked, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
+        if not isinstance(asked, bool):
+            raise RequestError(f"logprobs must be true or false in a chat, got {shown(asked)}")
+        if top is not None and not asked:
+            raise RequestError("top_logprobs needs logprobs: true")
+        if asked:
+            body["logprobs"] = 0 if top is None else top
+        task.params = self._params_for(body, "chat")
+
+    # --- sampling parameters --------------------------------------------------------------------
+
+    def _params_for(self, given: Mapping[str, Any], kind: Kind) -> SamplingParams:
+        """The job's parameters with a row's; equal ones are one object."""
+        own = {name: value for name, value in given.items() if name in _PARAMS}
+        key = f"{kind}{own!r}"
+        params = self._params.get(key)
+        if params is None:
+            if len(self._params) >= KNOWN_PARAMS:
+                self._params.clear()
+            params = self._params[key] = self._make_params(own, kind)
+        return params
+
+    def _make_params(self, own: dict[str, Any], kind: Kind) -> SamplingParams:
+        own = translate(own, OPENAI, RequestError)
+        biases = own.get("logit_bias")
+        if isinstance(biases, dict):
+            own["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
+        return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
+
+
+_PARAMS = frozenset((*SAMPLING, *SAMPLING_PARAMS, *OPENAI))
+_SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
+
+
+@functools.cache
+def _body_names(kind: str) -> tuple[str, ...]:
+    return (*BODY[kind], *SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
+
+
+def _token_id(name: object) -> object:
+    """Keys of JSON objects are strings."""
+    return int(name) if isinstance(name, str) and name.isdecimal() else name
+
+
+def _completion_prompt(body: Mapping[str, Any]) -> Any:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        raise RequestError(f"prompt must be one prompt, got {len(prompt)}: give each a row")
+    if not isinstance(prompt, str | list):
+        raise RequestError(f"prompt must be a string or token ids, got {shown(prompt)}")
+    name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {name: prompt} | ({"cache_salt": body["cache_salt"]} if "cache_salt" in body else {})
+
+
+def kind_of(row: object) -> Kind:
+    """The form of an input, by one of its rows."""
+    if not isinstance(row, dict) or any(row.get(n) is not None for n in (*CONTENT_KEYS, "turns")):
+        return "simple"
+    return "chat" if "body" in row or "custom_id" in row else "simple"
+
+
+def value(line: Line) -> Any:
+    """What a line holds: a JSON value, a text, columns.
+
+    Raises:
+        RowError: it can't be read.
+    """
+    content = line.content
+    if isinstance(content, RowError):
+        raise content
+    if not isinstance(content, bytes):
+        return content
+    try:
+        text = content.decode()
+        return JSON.decode(text) if line.input.form == "jsonl" else text.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise RowError("unreadable_row", f"the line is not UTF-8: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+JSON = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
+    """A template over columns.
+
+    Raises:
+        ConfigError: it is no Jinja.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"--template is no Jinja: {error}") from error
+
+    def render(row: Mapping[str, Any]) -> str:
+        try:
+            return template.render(row)
+        except Exception as error:  # Why: templates are programs, and raise anything.
+            raise RequestError(f"the template refused the row: {error}") from error
+
+    return render

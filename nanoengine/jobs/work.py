@@ -1,0 +1,206 @@
+"""The loop: tasks to engines, outputs to records.
+
+    tasks ─ order ─ rows() ─▶ stream, an engine's ─▶ outputs ─ take() ─ finish: a record each
+      ▲                                                          │
+      └────────────────── the next turn of a conversation ◀──────┘
+
+An engine is a `stream`: it pulls rows, and yields an output for each, with the index of its pull.
+Several streams may share one `Work`, a thread each: rows are given out once, and records are
+written one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanoengine.errors import NanoEngineError
+from nanoengine.inputs import Row
+from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
+from nanoengine.jobs.rows import Task
+from nanoengine.jobs.source import RowError
+
+if TYPE_CHECKING:
+    from nanoengine.outputs import RequestOutput
+
+Stream = Callable[[Iterator[Row]], Generator["RequestOutput", None, None]]
+
+
+class TooManyErrorsError(NanoEngineError):
+    """More rows failed than the job allows."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened to the rows of this process."""
+
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Work:
+    """The rows of a job on their way through this process.
+
+    Args:
+        tasks: those to run, in order; pulled as there is room.
+        suspects: those under which processes have died, by number of deaths.
+        finish: writes the record of a row: its outputs, of all turns, or its error.
+        note: told of each row before it runs.
+        max_errors: how many rows may fail.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterable[Task],
+        finish: Callable[[Task, RequestOutput | RowError], None],
+        *,
+        suspects: Iterable[tuple[Task, int]] = (),
+        note: Callable[[int], None] = lambda row: None,
+        max_errors: int | None = None,
+    ) -> None:
+        self.counts = Counts()
+        self._tasks = iter(tasks)
+        self._finish = finish
+        self._note = note
+        self._max_errors = max_errors
+        self._lock = threading.RLock()
+        self._is_stopping = False
+        self._turns: deque[Task] = deque()  # conversations that go on
+        self._deaths: Counter[int] = Counter()
+        self._suspects: list[Task] = []
+        for task, deaths in suspects:
+            self._suspect(task, deaths, "the process died each time that this row ran")
+
+    def stop(self) -> None:
+        """No row is given out any more; those that run go on."""
+        self._is_stopping = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether rows are left behind on purpose."""
+        return self._is_stopping
+
+    def run(self, stream: Stream) -> None:
+        """Answers rows until none is left.
+
+        Raises:
+            TooManyErrorsError: and what `finish` raises.
+            Exception: the engine's, under rows that are not the cause of it.
+        """
+        while not self._is_stopping and (group := self._next_group()):
+            self._pump(stream, group)
+
+    def _next_group(self) -> Iterator[Task] | None:
+        """Rows that may run together: suspects apart from all others."""
+        with self._lock:
+            if self._suspects:
+                deaths = max(self._deaths[task.row] for task in self._suspects)
+                same = [t for t in self._suspects if self._deaths[t.row] == deaths]
+                group = same[: GROUPS[deaths]]
+                self._suspects = [task for task in self._suspects if task not in group]
+                return iter(group)
+            if self._turns:
+                return self._rest()
+            first = next(self._tasks, None)
+            if first is None:
+                return None
+            self._turns.appendleft(first)
+            return self._rest()
+
+    def _rest(self) -> Iterator[Task]:
+        """Conversations that go on, then new rows."""
+        while True:
+            with self._lock:
+                task = self._turns.popleft() if self._turns else next(self._tasks, None)
+            if task is None:
+                return
+            yield task
+
+    def _pump(self, stream: Stream, tasks: Iterator[Task]) -> None:
+        running: dict[int, Task] = {}
+
+        def rows() -> Iterator[Row]:
+            index = 0
+            for task in tasks:
+                if self._is_stopping:
+                    return
+                if task.error is not None:
+                    self._fail(task, task.error)
+                    continue
+                self._note(task.row)
+                running[index] = task
+                index += 1
+                key = f"{task.key}/{len(task.outputs)}" if task.outputs else task.key
+                yield Row(task.prompt, sampling_params=task.params, key=key)
+
+        with contextlib.closing(stream(rows())) as outputs:
+            while True:
+                try:
+                    output = next(outputs, None)
+                except (NanoEngineError, OSError):
+                    raise
+                except Exception as error:
+                    if not running:
+                        raise
+                    for task in running.values():
+                        self._suspect(
+                            task,
+                            self._deaths[task.row] + 1,
+                            f"the step failed each time that this row ran:"
+                            f" {type(error).__name__}: {error}",
+                        )
+                    return
+                if output is None:
+                    return
+                self._take(running.pop(output.index), output)
+
+    def _suspect(self, task: Task, deaths: int, why: str) -> None:
+        with self._lock:
+            self._deaths[task.row] = deaths
+            if deaths >= MOST_DEATHS:
+                self._fail(task, RowError("poison", why))
+            else:
+                self._suspects.append(task)
+
+    def _take(self, task: Task, output: RequestOutput) -> None:
+        with self._lock:
+            counts = self.counts
+            counts.prompt_tokens += len(output.prompt_token_ids)
+            counts.cached_tokens += output.num_cached_tokens
+            counts.output_tokens += sum(len(one.token_ids) for one in output.outputs)
+            if output.error is not None:
+                ran = output.metrics.e2e_s is not None
+                self._fail(
+                    task, RowError("request_failed" if ran else "invalid_request", output.error)
+                )
+            elif task.turns:
+                self._go_on(task, output)
+            else:
+                self._finish(task, output)
+                counts.answered += 1
+
+    def _go_on(self, task: Task, output: RequestOutput) -> None:
+        """The next turn: the conversation with the answer, and what the user says to it."""
+        answer = {"role": "assistant", "content": output.outputs[0].text}
+        question = {"role": "user", "content": task.turns.pop(0)}
+        messages = [*task.prompt["messages"], answer, question]
+        task.prompt = {**task.prompt, "messages": messages}
+        task.outputs.append(output)
+        self._turns.append(task)
+
+    def _fail(self, task: Task, error: RowError) -> None:
+        with self._lock:
+            self._finish(task, error)
+            self.counts.failed += 1
+            if self._max_errors is not None and self.counts.failed > self._max_errors:
+                raise TooManyErrorsError(
+                    f"{self.counts.failed} rows failed, and --max-errors {self._max_errors} are"
+                    f" allowed; the last: {task.input.name}:{task.number}: {error}"
+                )
