@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Deaths:
         """The process ends by itself; nothing is left of a job that is complete."""
         faulthandler.disable()
         if self._was_enabled:
-            faulthandler.enable()
+            faulthandler.enable(sys.__stderr__)
         self._write("end\n")
         os.close(self._fd)
         if is_complete:

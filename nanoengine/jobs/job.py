@@ -94,7 +94,8 @@ class Job:
         self.num_failed = 0
         self.created = int(time.time())
         self.deaths: Deaths | None = None
-        self._logs: list[Log] = []
+        self._logs: list[Log] = []  # those that are files
+        self._pipes: list[PipeLog] = []
         try:
             self._log = self._open_log(options.output)
             self._error_log = self._open_log(options.errors) if options.errors else self._log
@@ -102,8 +103,7 @@ class Job:
             if isinstance(self._log, Log):
                 self._resume(facts)
         except BaseException:
-            for log in self._logs:
-                log.close(drop_empty=True)
+            self._close_logs(drop_empty=True)
             raise
         self.is_resumed = self.done.count > 0
         self.num_done = self.done.count
@@ -148,7 +148,8 @@ class Job:
         path = Path(name)
         if path.exists() and not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
             try:
-                return PipeLog(os.open(path, os.O_WRONLY))
+                self._pipes.append(PipeLog(os.open(path, os.O_WRONLY)))
+                return self._pipes[-1]
             except OSError as error:
                 raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
         if path.suffix == ".parquet":
@@ -310,9 +311,9 @@ class Job:
             deaths.close(is_complete=is_complete)
         self._close_logs()
 
-    def _close_logs(self) -> None:
-        for log in self._logs:
-            log.close()
+    def _close_logs(self, *, drop_empty: bool = False) -> None:
+        for log in (*self._logs, *self._pipes):
+            log.close(drop_empty=drop_empty)
 
 
 class Paths:
@@ -320,6 +321,8 @@ class Paths:
 
     def __init__(self, options: JobOptions) -> None:
         self._output = Path(options.output)
+        if not self._output.name:
+            raise ConfigError(f"output {options.output!r} can't be written: it is a directory")
         self._errors = Path(options.errors) if options.errors else None
         self.manifest = self._beside("json")
         self.runs = self._beside("runs")

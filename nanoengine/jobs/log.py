@@ -219,8 +219,11 @@ class PipeLog:
     def sync(self) -> None:
         """A pipe holds nothing back."""
 
-    def close(self) -> None:
-        """It stays open: it is the process's."""
+    def close(self, *, drop_empty: bool = False) -> None:
+        """Tells who reads that this was all; standard output stays the process's."""
+        if self._fd > 2:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 def sync_directory(path: Path) -> None:

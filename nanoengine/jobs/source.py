@@ -352,7 +352,7 @@ def survey(inputs: Iterable[Input], max_row_bytes: int) -> Survey:
 
 def _num_table_rows(path: str) -> int:
     import pyarrow
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow.parquet
 
     try:
         return int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)

@@ -1,0 +1,633 @@
+"""`nanoengine batch`: rows of every form in, records out, and how a run ends."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from nanoengine.llm import LLM
+from tests.support.batch_jobs import Batch, batch_fixture, chat, completion, row_of
+from tests.support.fake_llm import ANSWERS, make_llm_fixture
+
+__all__ = ["batch_fixture", "make_llm_fixture"]
+
+GREEDY = ("--temperature", "0")
+
+
+def texts(record: dict[str, Any]) -> list[str]:
+    if "outputs" in record:
+        return [output["text"] for output in record["outputs"]]
+    choices = record["response"]["body"]["choices"]
+    return [c["message"]["content"] if "message" in c else c["text"] for c in choices]
+
+
+# --- OpenAI's format ------------------------------------------------------------------------------
+
+
+def validate(record: dict[str, Any]) -> None:
+    """A line of OpenAI's: an error, or a body that its package takes."""
+    assert record.keys() == {"id", "custom_id", "response", "error"}
+    if record["error"] is not None:
+        assert record["response"] is None
+        assert {"code", "message", "line", "file"} == record["error"].keys()
+        return
+    assert record["response"]["status_code"] == 200
+    body = record["response"]["body"]
+    kind = ChatCompletion if body["object"] == "chat.completion" else Completion
+    kind.model_validate(body)
+
+
+def test_openai_rows_are_answered_in_their_own_format(batch: Batch) -> None:
+    rows = [completion("a", "one"), chat("b", "dog"), completion("c", "€", n=1)]
+    assert batch.run(batch.write(rows)) == 0, batch.told
+    found = batch.by_row()
+    for record in found.values():
+        validate(record)
+    assert [found[i]["custom_id"] for i in range(3)] == ["a", "b", "c"]
+    assert texts(found[0]) == [ANSWERS["one"]]
+    assert texts(found[2]) == [ANSWERS["€"]]
+    usage = found[0]["response"]["body"]["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 4
+
+
+def test_the_example_of_openai_and_conversations_of_two_turns_run_as_they_are(batch: Batch) -> None:
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    hello = {"role": "user", "content": "Hello world!"}
+    body = {"model": "some/other-model", "messages": [system, hello], "max_completion_tokens": 1000}
+    url = "/v1/chat/completions"
+    rows = [
+        {"custom_id": f"request-{i}", "method": "POST", "url": url, "body": body} for i in (1, 2)
+    ]
+    assert batch.run(batch.write(rows)) == 0, batch.told
+    assert batch.told.count("rows ask for model 'some/other-model'") == 1
+    for record in batch.records():
+        validate(record)
+    talks = [{"question_id": i, "category": "x", "turns": ["one", "and more"]} for i in range(80)]
+    output = batch.directory / "talks.jsonl"
+    assert batch.run(batch.write(talks, "talks-in.jsonl"), output=output) == 0
+    records = batch.records(output)
+    assert sorted(record["question_id"] for record in records) == list(range(80))
+    assert all([o["turn"] for o in record["outputs"]] == [0, 1] for record in records)
+
+
+def test_the_answer_of_a_turn_is_part_of_the_next(batch: Batch, monkeypatch: Any) -> None:
+    seen = []
+    stream = LLM.stream
+
+    def watched(self: LLM, rows: Any, *args: Any, **options: Any) -> Any:
+        def told() -> Any:
+            for row in rows:
+                seen.append(row)
+                yield row
+
+        return stream(self, told(), *args, **options)
+
+    monkeypatch.setattr(LLM, "stream", watched)
+    source = batch.write([{"turns": ["hi", "and then"], "temperature": 0}])
+    assert batch.run(source, "--chat", "--system", "be kind") == 0
+    assert [m["role"] for m in seen[1].prompt["messages"]] == [
+        "system", "user", "assistant", "user"
+    ]  # fmt: skip
+    (record,) = batch.records()
+    assert seen[1].prompt["messages"][2]["content"] == record["outputs"][0]["text"]
+    assert seen[0].key != seen[1].key
+
+
+def test_logprobs_have_the_form_of_openai(batch: Batch) -> None:
+    rows = [
+        chat("a", "one", logprobs=True, top_logprobs=2, max_tokens=3),
+        completion("b", "one", logprobs=1, max_tokens=3),
+        chat("c", "one", logprobs=True, max_tokens=3),
+    ]
+    assert batch.run(batch.write(rows)) == 0, batch.told
+    found = batch.by_row()
+    for record in found.values():
+        validate(record)
+    first = found[0]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in first] == [2] * len(first)
+    assert found[2]["response"]["body"]["choices"][0]["logprobs"]["content"][0]["bytes"]
+    assert found[1]["response"]["body"]["choices"][0]["logprobs"]["tokens"]
+
+
+BAD_ROWS: list[tuple[Any, str, str]] = [
+    (completion("x", temprature=0), "invalid_row", "did you mean 'temperature'?"),
+    (completion("x", stream=True), "invalid_row", "a batch has nobody to stream to"),
+    (completion("x", temperature=-1), "invalid_row", "temperature must be at least 0, got -1"),
+    (completion("x", temperature="hot"), "invalid_row", "temperature must be a finite number"),
+    (completion("x", max_completion_tokens=3), "invalid_row", "another name of max_tokens"),
+    (completion("x", ["a", "b"]), "invalid_row", "prompt must be one prompt, got 2"),
+    (completion("x", None), "invalid_row", "prompt must be a string or token ids, got None"),
+    (completion("x", "one " * 200), "invalid_request", "max_model_len"),
+    (completion("x", [5, 10**6]), "invalid_request", "must be in [0, 401), got 1000000"),
+    (completion("x", "\ud800"), "invalid_request", "UTF-8"),
+    (completion("x", echo=True), "invalid_row", "echo=True can't be obeyed"),
+    (completion("x", logit_bias={"a": 1}), "invalid_row", "a key of logit_bias must be an integer"),
+    (chat("x", logprobs=3), "invalid_row", "logprobs must be true or false in a chat"),
+    (chat("x", top_logprobs=3), "invalid_row", "top_logprobs needs logprobs: true"),
+    (chat("x", response_format={"type": "json_object"}), "invalid_row", "response_format"),
+    (chat("x", messages=[]), "invalid_request", "a list of messages"),
+    (chat("x", chat_template_kwargs=5), "invalid_request", "chat_template_kwargs"),
+    (chat("x", chat_template="{{ 1 / 0 }}"), "invalid_request", "the chat template refused"),
+    (chat("x", tools="x"), "invalid_request", "'tools' must be a list"),
+    (chat(5), "invalid_row", "custom_id must be a string, got 5"),
+    ({**chat("x"), "url": "/v1/embeddings"}, "unknown_url", "url must be one of"),
+    ({**chat("x"), "url": None}, "unknown_url", "url must be one of"),
+    ({**chat("x"), "method": "GET"}, "invalid_row", "method must be 'POST'"),
+    ({**chat("x"), "body": []}, "invalid_row", "body must be an object"),
+    ([], "invalid_row", "the row must be an object"),
+    ("one", "invalid_row", "the row must be an object"),
+]
+
+
+def test_a_row_that_cant_run_is_an_error_record_and_its_neighbours_are_answered(
+    batch: Batch,
+) -> None:
+    rows: list[Any] = []
+    for i, (row, _, _) in enumerate(BAD_ROWS):
+        rows += [completion(f"good {i}"), row]
+    assert batch.run(batch.write(rows)) == 1
+    found = batch.by_row()
+    assert len(found) == len(rows)
+    for record in found.values():
+        validate(record)
+    for i, (row, code, message) in enumerate(BAD_ROWS):
+        assert texts(found[2 * i]) == [ANSWERS["one"]]
+        record = found[2 * i + 1]
+        assert record["error"] is not None, row
+        assert (record["error"]["code"], record["error"]["line"]) == (code, 2 * i + 2), record
+        assert message in record["error"]["message"]
+        known = row.get("custom_id") if isinstance(row, dict) else None
+        assert record["custom_id"] == (known if isinstance(known, str) else None)
+
+
+def test_unknown_fields_may_be_ignored(batch: Batch) -> None:
+    rows = [completion("a", temprature=5, user="me", metadata={"a": 1})]
+    assert batch.run(batch.write(rows), "--ignore-unknown") == 0
+    assert texts(batch.records()[0]) == [ANSWERS["one"]]
+
+
+def test_fields_of_a_body_reach_the_engine(batch: Batch, monkeypatch: Any) -> None:
+    given: dict[str, Any] = {}
+    stream = LLM.stream
+
+    def watched(self: LLM, rows: Any, *args: Any, **options: Any) -> Any:
+        def told() -> Any:
+            for row in rows:
+                given[row.key] = row
+                yield row
+
+        return stream(self, told(), *args, **options)
+
+    monkeypatch.setattr(LLM, "stream", watched)
+    tool = {"type": "function", "function": {"name": "f"}}
+    own = {
+        "temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x", "y"], "seed": 7,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": 2.5},
+        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True,
+        "stop_token_ids": [3], "response_format": {"type": "text"}, "stream": False,
+    }  # fmt: skip
+    rows = [
+        completion("a", **own),
+        chat("b", max_completion_tokens=9, tools=[tool], reasoning_effort="low"),
+        chat("c", tools=[tool], tool_choice="none", chat_template_kwargs={"k": 1}),
+        completion("d", max_tokens=None),
+        completion("e", [[5, 6, 7]], top_k=None),
+    ]
+    assert batch.run(batch.write(rows)) == 0, batch.told
+    params = given["a"].sampling_params
+    for name in own.keys() - {"logit_bias", "stop", "stop_token_ids", "response_format", "stream"}:
+        assert getattr(params, name) == own[name], name
+    assert params.logit_bias == {5: 2.5}
+    assert list(params.stop) == ["x", "y"]
+    assert list(params.stop_token_ids) == [3]
+    assert given["b"].sampling_params.max_tokens == 9
+    assert given["b"].prompt["tools"] == [tool]
+    assert given["b"].prompt["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    assert "tools" not in given["c"].prompt
+    assert given["c"].sampling_params.max_tokens is None, "OpenAI: as far as the context goes"
+    assert given["d"].sampling_params.max_tokens == 16, "OpenAI: what its completions have"
+    assert given["e"].prompt == {"prompt_token_ids": [5, 6, 7]}
+
+
+# --- simple rows and other files ------------------------------------------------------------------
+
+
+def test_simple_rows_carry_their_columns_through(batch: Batch) -> None:
+    rows = [
+        {"prompt": "one", "id": 7, "tags": ["a", {"b": None}], "temperature": 0},
+        "dog",
+        {"prompt_token_ids": [5, 6], "note": "ü\ud800", "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "hi"}], "_row": "mine", "outputs": 3},
+        {"id": 4},
+        [5, 6],
+        {"prompt": "one", "top_k": -5},
+    ]
+    assert batch.run(batch.write(rows), *GREEDY) == 1
+    found = batch.by_row()
+    assert {k: found[0][k] for k in rows[0]} == rows[0]  # type: ignore[union-attr]
+    assert (texts(found[0]), texts(found[1])) == ([ANSWERS["one"]], [ANSWERS["dog"]])
+    assert found[0]["outputs"][0]["finish_reason"] == "stop"
+    assert found[0]["usage"]["prompt_tokens"] >= 1
+    assert found[1]["prompt"] == "dog"
+    assert found[2]["note"] == "ü\ud800"
+    assert found[3]["error"] is None
+    assert "needs one of 'prompt'" in found[4]["error"]["message"]
+    assert found[4]["id"] == 4
+    assert found[5]["prompt_token_ids"] == [5, 6]
+    assert "top_k" in found[6]["error"]["message"]
+    assert found[6]["outputs"] == []
+
+
+def test_text_csv_and_packed_files_and_a_glob(batch: Batch) -> None:
+    batch.write(b"one\n\ndog\r\n", "a.txt")
+    batch.write(gzip.compress(b'{"prompt": "one"}\n{"prompt": "dog"}\n'), "b.jsonl.gz")
+    batch.write(b'prompt,id\none,1\n"dog",2\ntorn\n', "c.csv")
+    rows = batch.directory / "[abc].*"
+    assert batch.run(rows, "--in-order", *GREEDY) == 1, batch.told
+    records = batch.records()
+    good = [ANSWERS["one"], ANSWERS["dog"]]
+    assert [texts(record) for record in records] == [[t] for t in good * 3] + [[]]
+    assert records[4]["id"] == "1"
+    error = records[6]["error"]
+    assert (error["code"], error["line"]) == ("unreadable_row", 4)
+    assert error["file"].endswith("c.csv")
+
+
+def test_a_prompt_is_made_of_columns(batch: Batch) -> None:
+    rows = [{"word": "one", "n": 5}, {"word": 3}, {"other": "x"}]
+    source = batch.write(rows)
+    assert batch.run(source, "--prompt-column", "word", *GREEDY) == 1
+    found = batch.by_row()
+    assert texts(found[0]) == [ANSWERS["one"]], "a column named n is data"
+    assert found[0]["n"] == 5
+    assert "column 'word' must be a string, got 3" in found[1]["error"]["message"]
+    assert "the row has no column 'word'" in found[2]["error"]["message"]
+    assert batch.run(source, "--template", "{{ word }}", "--restart", *GREEDY) == 1
+    found = batch.by_row()
+    assert texts(found[0]) == [ANSWERS["one"]]
+    assert "'word' is undefined" in found[2]["error"]["message"]
+    evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    assert batch.run(source, "--template", evil, "--restart") == 1
+    assert "unsafe" in batch.records()[0]["error"]["message"]
+
+
+def test_a_damaged_file_is_an_error_record_behind_what_could_be_read(batch: Batch) -> None:
+    whole = gzip.compress(b'"one"\n' * 50_000)
+    source = batch.write(whole[: len(whole) // 2], "a.jsonl.gz")
+    other = batch.write(["dog"], "b.jsonl")
+    assert batch.run(source, other, *GREEDY) == 1
+    found = batch.by_row()
+    *_, before, last = sorted(found)
+    assert found[before]["error"]["code"] == "unreadable_input"
+    assert texts(found[last]) == [ANSWERS["dog"]]
+    assert all(texts(found[row]) == [ANSWERS["one"]] for row in range(before))
+
+
+def test_a_row_that_is_too_long_is_never_in_memory(batch: Batch) -> None:
+    long = b'{"prompt": "' + b"x" * 200_000 + b'"}\n'
+    source = batch.write(b'"one"\n' + long + b'"dog"\n' + long[:-1])
+    assert batch.run(source, "--max-row-mib", "0.1", *GREEDY) == 1
+    found = batch.by_row()
+    assert [found[i]["error"] and found[i]["error"]["code"] for i in range(4)] == [
+        None, "row_too_large", None, "row_too_large"
+    ]  # fmt: skip
+    assert texts(found[2]) == [ANSWERS["dog"]]
+
+
+def test_numbers_that_json_has_not(batch: Batch) -> None:
+    source = batch.write(b'{"prompt": "one", "a": NaN}\n{"prompt": "one", "a": 1e999}\n')
+    assert batch.run(source, *GREEDY) == 1
+    found = batch.by_row()
+    assert "NaN is no value of JSON" in found[0]["error"]["message"]
+    assert found[1]["a"] is None
+
+
+def test_parquet_and_zstd(batch: Batch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import datetime
+
+    import pyarrow.parquet as parquet
+
+    day = datetime.date(2026, 1, 2)
+    table = pyarrow.table(
+        {
+            "prompt": ["one", "dog", None],
+            "id": [1, 2, 3],
+            "score": [0.5, float("nan"), None],
+            "day": [day] * 3,
+            "mixed": pyarrow.array([None, None, None], pyarrow.string()),
+        }
+    )
+    parquet.write_table(table, batch.directory / "in.parquet")
+    output = batch.directory / "out.parquet"
+    assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1, batch.told
+    found = parquet.read_table(output).to_pylist()
+    assert [row["id"] for row in found] == [1, 2, 3], "in the order of the input"
+    assert [o["text"] for row in found for o in row["outputs"]] == [ANSWERS["one"], ANSWERS["dog"]]
+    assert "needs one of 'prompt'" in found[2]["error"]["message"]
+    assert found[0]["day"] == "2026-01-02"
+    assert found[1]["score"] is None
+    assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1
+    assert "resumed                           3" in batch.told
+    with pyarrow.output_stream(str(batch.directory / "z.jsonl.zst"), compression="zstd") as file:
+        file.write(b'"one"\n"dog"\n')
+    assert batch.run(batch.directory / "z.jsonl.zst", "--in-order", *GREEDY) == 0
+    assert [texts(r)[0] for r in batch.records()] == [ANSWERS["one"], ANSWERS["dog"]]
+
+
+def test_what_needs_pyarrow_says_which_extra_has_it(batch: Batch, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    source = batch.write(["one"])
+    assert batch.run(source, output=batch.directory / "out.parquet") == 2
+    assert "pip install 'nanoengine[batch]'" in batch.told
+    assert batch.run(batch.write(b"", "in.parquet")) == 2
+    assert batch.run(source, *GREEDY) == 0
+
+
+# --- one output, several runs ---------------------------------------------------------------------
+
+
+def test_the_same_command_goes_on_where_it_was(batch: Batch) -> None:
+    source = batch.write([completion(str(i)) for i in range(20)])
+    assert batch.run(source) == 0
+    lines = batch.output.read_bytes().splitlines(keepends=True)
+    for kept in (0, 1, 7, 19, 20):
+        for torn in (b"", lines[-1][: len(lines[-1]) // 2], b"\0" * 50):
+            batch.output.write_bytes(b"".join(lines[:kept]) + torn)
+            assert batch.run(source) == 0
+            assert f"resumed {kept:>27}" in batch.told
+            assert len(batch.by_row()) == 20
+            assert sorted(batch.output.read_bytes().splitlines()) == sorted(
+                line.rstrip() for line in lines
+            )
+
+
+def test_a_line_that_is_no_record_is_dropped_and_its_row_runs_again(batch: Batch) -> None:
+    source = batch.write([completion(str(i)) for i in range(5)])
+    assert batch.run(source) == 0
+    lines = batch.output.read_bytes().splitlines(keepends=True)
+    lines[2] = b"\0" * (len(lines[2]) - 1) + b"\n"
+    batch.output.write_bytes(b"".join(lines))
+    assert batch.run(source) == 0
+    assert "1 lines are no records; their rows run again" in batch.told
+    assert len(batch.by_row()) == 5
+
+
+def test_another_job_is_refused_with_what_differs(batch: Batch) -> None:
+    source = batch.write([completion("a"), completion("b")])
+    assert batch.run(source, "--seed", "3") == 0
+    kept = batch.output.read_bytes()
+    assert batch.run(source, "--seed", "4", "--top-k", "9") == 2
+    assert "engine.seed: it was 3, it is 4" in batch.told
+    assert "rows.sampling.top_k: it was null, it is 9" in batch.told
+    other = batch.write([completion("c")], "other.jsonl")
+    assert batch.run(other, "--seed", "3") == 2
+    assert "inputs[0]: it was" in batch.told
+    source.write_bytes(source.read_bytes().replace(b'"a"', b'"z"'))
+    assert batch.run(source, "--seed", "3") == 2
+    assert "in.jsonl: its content has changed" in batch.told
+    (batch.directory / "model" / "config.json").write_text("{ }")
+    assert batch.run(source, "--seed", "3") == 2
+    assert "model.xxh3: it was" in batch.told
+    assert batch.output.read_bytes() == kept
+    assert batch.run(source, "--seed", "4", "--restart") == 0
+    assert (batch.directory / "out.1.jsonl").read_bytes() == kept
+    assert (batch.directory / "out.1.jsonl.job.json").exists()
+    assert len(batch.by_row()) == 2
+
+
+def test_an_input_that_has_only_grown_is_continued(batch: Batch) -> None:
+    source = batch.write([completion("a")])
+    more = batch.write([completion("c")], "more.jsonl")
+    assert batch.run(source) == 0
+    with source.open("a") as file:
+        file.write(json.dumps(completion("b")) + "\n")
+    assert batch.run(source) == 0
+    assert batch.run(source, more) == 0
+    assert [record["custom_id"] for record in batch.records()] == ["a", "b", "c"]
+    with source.open("a") as file:
+        file.write(json.dumps(completion("d")) + "\n")
+    assert batch.run(source, more) == 2, "rows of the second file would have other numbers"
+
+
+def test_an_output_that_is_of_no_job_is_left_alone(batch: Batch) -> None:
+    batch.output.write_text("precious\n")
+    assert batch.run(batch.write(["one"])) == 2
+    assert "no out.jsonl.job.json beside it" in batch.told
+    assert batch.output.read_text() == "precious\n"
+
+
+def test_failed_rows_run_again_when_asked(batch: Batch) -> None:
+    rows = [completion("a"), completion("b", temprature=1), completion("c")]
+    source = batch.write(rows)
+    assert batch.run(source) == 1
+    assert batch.run(source) == 1
+    assert "resumed                           3" in batch.told
+    assert batch.run(source, "--retry-errors") == 1
+    assert "resumed                           2" in batch.told
+    assert len(batch.by_row()) == 3
+
+
+def test_a_second_process_on_the_same_output_is_refused(batch: Batch) -> None:
+    source = batch.write(["one"])
+    assert batch.run(source, *GREEDY) == 0
+    runs = batch.directory / "out.jsonl.job.runs"
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX);"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(batch.output)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        runs.write_text(f"run {other.pid} 0\n")
+        assert batch.run(source, *GREEDY) == 2
+        assert f"is being written by another process, pid {other.pid}" in batch.told
+        other.communicate()
+    assert batch.run(source, *GREEDY) == 0
+
+
+# --- how a run ends -------------------------------------------------------------------------------
+
+
+def test_errors_apart_and_records_in_order(batch: Batch) -> None:
+    rows = [completion(str(i), **({"x": 1} if i % 3 == 1 else {})) for i in range(30)]
+    errors = batch.directory / "errors.jsonl"
+    args = (batch.write(rows), "--errors", errors, "--in-order")
+    assert batch.run(*args) == 1
+    assert [row_of(record) for record in batch.records()] == [i for i in range(30) if i % 3 != 1]
+    assert [row_of(record) for record in batch.records(errors)] == list(range(1, 30, 3))
+    assert batch.run(*args) == 1
+    assert "resumed                          30" in batch.told
+
+
+def test_too_many_errors_stop_the_run(batch: Batch) -> None:
+    rows = [completion(str(i), **({"x": 1} if i >= 5 else {})) for i in range(30)]
+    source = batch.write(rows)
+    assert batch.run(source, "--max-errors", "3", "--keep-input-order") == 3
+    assert "4 rows failed, and --max-errors 3 are allowed" in batch.told
+    assert sum(record["error"] is not None for record in batch.records()) == 4
+    assert batch.run(source, "--fail-fast", "--restart") == 3
+    assert batch.run(source) == 1
+    assert len(batch.by_row()) == 30
+
+
+def test_a_custom_id_that_stands_twice_is_told_or_refused(batch: Batch) -> None:
+    rows = [completion(name) for name in ("a", "b", "a", "c")]
+    source = batch.write(rows)
+    assert batch.run(source, "--strict") == 2
+    assert "custom_id 'a' stands at " in batch.told
+    assert "in.jsonl:1 and at " in batch.told
+    assert not batch.output.exists()
+    assert batch.run(source) == 0
+    assert "in.jsonl:3: both are answered" in batch.told
+    assert len(batch.by_row()) == 4
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["none.jsonl"], "input 'none.jsonl' does not exist"),
+    (["*.nothing"], "input '*.nothing' matches no file"),
+    (["in.xml"], "ends in no known suffix"),
+    (["in.jsonl", "in.jsonl"], "input 'in.jsonl' is given twice"),
+    (["in.jsonl", "--output", "nodir/out.jsonl"], "output 'nodir/out.jsonl' can't be written"),
+    (["in.jsonl", "--output", "."], "can't be written"),
+    (["in.jsonl", "--output", "in.jsonl"], "output 'in.jsonl' is an input"),
+    (["in.jsonl", "--errors", "in.jsonl"], "output 'in.jsonl' is an input"),
+    (["in.jsonl", "--temperature", "-1"], "temperature must be at least 0, got -1"),
+    (["in.jsonl", "--template", "{{"], "--template is no Jinja"),
+    (["in.jsonl", "--template", "a", "--prompt-column", "b"], "both make the prompt"),
+    (["in.jsonl", "--system", "b"], "--system needs --chat"),
+    (["in.jsonl", "--max-errors", "-1"], "--max-errors must be at least 0"),
+    (["in.jsonl", "--fail-fast", "--max-errors", "1"], "--fail-fast is --max-errors 0"),
+    (["in.jsonl", "--max-row-mib", "0"], "--max-row-mib must be greater than 0"),
+    (["in.jsonl", "--output", "-", "--in-order"], "need an --output that can be read again"),
+    (["-", "--strict"], "--strict reads all rows before any runs"),
+    (["in.jsonl", "--summary-json", "no/x.json"], "--summary-json 'no/x.json' can't be written"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_what_cant_be_done_is_refused_before_a_model_loads(
+    batch: Batch, monkeypatch: Any, args: list[str], message: str
+) -> None:
+    monkeypatch.chdir(batch.directory)
+    monkeypatch.setattr("nanoengine.llm.LLM", None)
+    batch.write(["one"])
+    batch.write(b"", "in.xml")
+    before = sorted(batch.directory.rglob("*"))
+    output = args[args.index("--output") + 1] if "--output" in args else "out.jsonl"
+    rest = [a for i, a in enumerate(args) if "--output" not in args[max(i - 1, 0) : i + 1]]
+    assert batch.run(*rest, output=output) == 2
+    assert message in batch.told
+    assert sorted(batch.directory.rglob("*")) == before
+
+
+def test_the_summary_is_written_for_machines_too(batch: Batch) -> None:
+    path = batch.directory / "summary.json"
+    rows = [completion("a"), completion("b", x=1)]
+    assert batch.run(batch.write(rows), "--summary-json", path) == 1
+    facts = json.loads(path.read_text())
+    assert (facts["rows"], facts["answered"], facts["failed"]) == (2, 1, 1)
+    assert facts["output_tokens"] == len(ANSWERS) or facts["output_tokens"] > 1
+    assert facts["ended"] == "complete"
+
+
+def test_stdin_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
+    stdin = batch.write(b'"one"\ntorn\n"dog"\n', "stdin").open("rb")
+    monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
+    read, write = os.pipe()
+    assert batch.run("-", *GREEDY, output=f"/dev/fd/{write}") == 1
+    os.close(write)
+    with open(read, "rb") as file:
+        lines = [json.loads(line) for line in file]
+    assert {row_of(line): texts(line) for line in lines} == {
+        0: [ANSWERS["one"]], 1: [], 2: [ANSWERS["dog"]]
+    }  # fmt: skip
+    assert sorted(path.name for path in batch.directory.iterdir()) == ["model", "stdin"]
+
+
+def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) -> None:
+    for code in (0, 2):
+        stdin = batch.write(["one"], "stdin").open("rb")
+        monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
+        assert batch.run("-", *GREEDY) == code
+    assert "a job that reads stdin can't be resumed" in batch.told
+
+
+def test_an_engine_that_fails_under_a_row_goes_on_without_it(
+    batch: Batch, monkeypatch: Any
+) -> None:
+    """Not only a process may die: the third time the row is alone, and poison."""
+    from tests.support.fake_llm import ScriptedExecutor
+
+    run, bad = ScriptedExecutor._run, [7] * 13
+
+    def failing(self: ScriptedExecutor, plan: Any) -> Any:
+        if any(list(new.token_ids) == bad for new in plan.admitted):
+            raise ZeroDivisionError("a bug")
+        return run(self, plan)
+
+    monkeypatch.setattr(ScriptedExecutor, "_run", failing)
+    rows = [completion(str(i), bad if i == 11 else "one") for i in range(50)]
+    assert batch.run(batch.write(rows)) == 1
+    found = batch.by_row()
+    assert [row for row in found if found[row]["error"]] == [11]
+    assert found[11]["error"]["code"] == "poison"
+    assert "ZeroDivisionError: a bug" in found[11]["error"]["message"]
+    assert all(texts(found[row]) == [ANSWERS["one"]] for row in found if row != 11)
+
+
+# --- any bytes ------------------------------------------------------------------------------------
+
+KEYS = st.sampled_from(
+    ["custom_id", "body", "url", "method", "prompt", "messages", "turns", "n", "seed", "stop",
+     "prompt_token_ids", "temperature", "logit_bias", "tools", "cache_salt", "max_tokens", "role",
+     "content", "chat_template", "logprobs", "error", "_row"]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["one", "user", "/v1/completions", "/v1/chat/completions", "POST"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+LINES = (
+    st.binary(max_size=40)
+    | st.builds(lambda value: json.dumps(value).encode(), VALUES)
+    | st.builds(lambda body: json.dumps(completion("x", **body)).encode(),
+                st.dictionaries(KEYS, VALUES, max_size=3).map(
+                    lambda b: {k: v for k, v in b.items() if k not in ("custom_id", "prompt")}))
+    | st.sampled_from([b"[" * 5000, b"9" * 5000, b'{"prompt": "one"}', b"\xef\xbb\xbf\"one\""])
+)  # fmt: skip
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(lines=st.lists(LINES.filter(lambda line: b"\n" not in line), max_size=12))
+@pytest.mark.filterwarnings("ignore")
+def test_lines_of_any_bytes_are_each_answered_once(batch: Batch, lines: list[bytes]) -> None:
+    source = batch.write(b"\n".join(lines))
+    for path in batch.directory.glob("out*"):
+        path.unlink()
+    code = batch.run(source, "--max-tokens", "4")
+    found = batch.by_row()
+    rows = [i for i, line in enumerate(source.read_bytes().split(b"\n")) if line.strip()]
+    assert sorted(found) == list(range(len(rows)))
+    failed = [record for record in found.values() if record["error"] is not None]
+    assert code == (1 if failed else 0)
+    assert all(record["error"]["line"] == rows[row_of(record)] + 1 for record in failed)
