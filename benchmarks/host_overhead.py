@@ -19,10 +19,11 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.engine import LLMEngine
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.stats import EngineInfo
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128

@@ -23,10 +23,11 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefix_cache import PrefixCache
-from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.stats import EngineInfo
 from nanoengine.vllm_names import warn_idle
 
 logger = logging.getLogger(__name__)

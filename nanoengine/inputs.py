@@ -93,7 +93,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptInput:
-    """One prompt as it was given: exactly one of ids, messages and text counts, in this order."""
+    """One prompt as it was given: exactly one of ids, messages and text counts, in this order.
+
+    Whether ids are integers within the vocabulary is for `RequestChecker` to say.
+    """
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -354,10 +357,7 @@ def _token_ids(prompt: object) -> list[int]:
         raise RequestError(
             f"a prompt must be a string, a list of token ids or a dict, got {_kind(prompt)}"
         )
-    for token_id in prompt:
-        if not _is_int(token_id):
-            raise RequestError(f"prompt token ids must be integers, got {token_id!r}")
-    return [int(token_id) for token_id in prompt]  # NumPy's integers become Python's.
+    return list(prompt)
 
 
 def _kind(value: object) -> str:

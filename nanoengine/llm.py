@@ -4,57 +4,35 @@
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
 
-It turns prompts into token ids, drives `LLMEngine.step()` until its requests are done, and turns
-tokens back into text. It decides nothing about what runs when: that is the engine's. One call runs
-at a time, and leaves nothing behind however it ends.
-
-    generate, chat, beam_search   hold `_calls` from beginning to end: a second thread waits
-    stream                        holds nothing between two outputs: the next call cuts it off
-    each turn of their loops      holds the engine's lock, and sees that its call is the latest
+It puts the parts together and holds the loop of a call: prompts are read (`PromptReader`), queued,
+stepped (`LLMEngine`) and built into outputs (`OutputBuilder`). It decides nothing about what runs
+when, that is the engine's; which call runs, and what one leaves behind, is the business of `Calls`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
-import threading
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, Self, get_args
 
+from nanoengine.calls import Calls
 from nanoengine.config import EngineConfig
-from nanoengine.core.sequence import OutputFollower, Request
-from nanoengine.engine import EngineInfo, EngineStats, LLMEngine, require_unforked
-from nanoengine.errors import CapacityError, NanoEngineError, RequestError
-from nanoengine.features.beam import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSequence
-from nanoengine.inputs import (
-    PromptInput,
-    Row,
-    conversation_list,
-    each_params,
-    each_priority,
-    has_parts,
-    is_single_prompt,
-    join_parts,
-    parse_prompt,
-    plain_column,
-    prompt_list,
-    takes_parts,
-)
-from nanoengine.observe.progress import ProgressBar
-from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput, error_output
+from nanoengine.core.sequence import OutputFollower
+from nanoengine.engine import LLMEngine
+from nanoengine.errors import RequestError
+from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
+from nanoengine.inputs import Row, conversation_list, is_single_prompt, plain_column, prompt_list
+from nanoengine.observe.progress import showing
+from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
+from nanoengine.prompts import CheckedPrompt, OnError, PromptReader
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.stats import EngineInfo, EngineStats
 from nanoengine.tokenizer import TextStream, Tokenizer
+from nanoengine.turns import require_unforked
 from nanoengine.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:
@@ -63,27 +41,8 @@ if TYPE_CHECKING:
 LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
 
-MAX_TEMPLATES = 64
-"""Chat templates of which is remembered what content they take."""
-
 Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 """One prompt; `inputs.py` lists the forms."""
-
-OnError = Literal["raise", "record"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A checked prompt, ready to be queued."""
-
-    index: int
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    priority: int | None
-    key: str | None
-    cache_salt: str | None
-    bad_word_ids: tuple[tuple[int, ...], ...]
 
 
 class LLM:
@@ -105,17 +64,18 @@ class LLM:
     def __init__(self, model: str | PathLike[str], **options: Any) -> None:
         require_unforked()
         self.config = EngineConfig.from_kwargs(model=model, **options)
-        self._engine: LLMEngine | None = None
-        self._calls = threading.RLock()
         with _no_collections():
             from nanoengine.build import build_engine  # Why here: it brings torch and numba.
 
             self._tokenizer = self._load_tokenizer()
-            self._engine = build_engine(self.config)
-        self._request_ids = itertools.count()
-        self._call_numbers = itertools.count(1)
-        self._call = 0  # the latest one
-        self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
+            engine = build_engine(self.config)
+        self._calls = Calls(engine)
+        self._request_ids = map(str, itertools.count())
+        default_params = functools.partial(SamplingParams, **engine.info.generation_defaults)
+        self._reader: PromptReader | None = PromptReader(
+            self._tokenizer, engine.checker, self._request_ids, default_params
+        )
+        self._state = f"{engine.info.dtype} on {engine.info.device}"
 
     def __enter__(self) -> Self:
         return self
@@ -124,9 +84,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        info = self._engine.info if self._engine is not None else None
-        state = f"{info.dtype} on {info.device}" if info is not None else "closed"
-        return f"LLM({self.config.model!r}, {state})"
+        return f"LLM({self.config.model!r}, {self._state})"
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for what is not here: says why, where vLLM has it."""
@@ -138,9 +96,10 @@ class LLM:
 
         A call that runs in another thread raises NanoEngineError when its step has ended.
         """
-        engine, self._engine, self._tokenizer = self._engine, None, None
-        if engine is not None:
-            engine.close()
+        try:
+            self._calls.close()
+        finally:
+            self._reader, self._tokenizer, self._state = None, None, "closed"
 
     # --- what was loaded ----------------------------------------------------------------------
 
@@ -152,11 +111,7 @@ class LLM:
             NanoEngineError: this LLM is closed.
             EngineDeadError: this process was forked from the LLM's.
         """
-        engine = self._engine
-        if engine is None:
-            raise NanoEngineError("this LLM is closed: its memory is given back; make a new one")
-        engine.require_open()
-        return engine
+        return self._calls.engine
 
     @property
     def info(self) -> EngineInfo:
@@ -170,13 +125,12 @@ class LLM:
         Raises:
             RequestError: this LLM was made with skip_tokenizer_init.
         """
-        if self._tokenizer is None:
-            _ = self.engine  # A closed LLM says so.
-            raise RequestError(
-                "text needs a tokenizer, and this LLM was made with skip_tokenizer_init=True:"
-                " pass prompts as token ids, without stop strings or bad_words"
-            )
-        return self._tokenizer
+        return self._open_reader().tokenizer
+
+    def _open_reader(self) -> PromptReader:
+        reader, _ = self._reader, self.engine  # A closed LLM says so.
+        assert reader is not None
+        return reader
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -237,11 +191,12 @@ class LLM:
             NanoEngineError: this LLM is closed.
         """
         _check_lora(lora_request)
-        self._idle_engine()
-        with self._calls:
-            jobs = self._prepare_all(prompt_list(prompts), sampling_params, priority, on_error)
-            outputs: list[RequestOutput | None] = [None] * len(jobs)
-            with contextlib.closing(self._run(jobs, kind="final", progress=use_tqdm)) as running:
+        with self._calls.alone():
+            read = self._open_reader().read_all(
+                prompt_list(prompts), sampling_params, priority, on_error
+            )
+            outputs: list[RequestOutput | None] = [None] * len(read)
+            with contextlib.closing(self._run(read, kind="final", progress=use_tqdm)) as running:
                 for output in running:
                     outputs[output.index] = output
         return [output for output in outputs if output is not None]
@@ -326,12 +281,12 @@ class LLM:
             raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
         prompts = plain_column(prompts)  # type: ignore[assignment]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
-            jobs: Iterable[Job | RequestOutput] = self._prepare_all(
+            read: Iterable[CheckedPrompt | RequestOutput] = self._open_reader().read_all(
                 prompt_list(prompts), sampling_params, priority, on_error
             )
         else:
-            jobs = self._prepare_lazily(prompts, sampling_params, priority, on_error)
-        return self._run(jobs, kind=kind, progress=use_tqdm)
+            read = self._open_reader().read_lazily(prompts, sampling_params, priority, on_error)
+        return self._run(read, kind=kind, progress=use_tqdm)
 
     def beam_search(
         self,
@@ -362,72 +317,21 @@ class LLM:
                 f"beam_width={params.beam_width} sequences run together:"
                 f" max_num_seqs={self.config.max_num_seqs} must be at least that"
             )
-        self._idle_engine()
-        with self._calls:
-            jobs = self._prepare_all(prompt_list(prompts), SamplingParams(), None, "raise")
-            waiting = [job for job in jobs if isinstance(job, Job)][::-1]
-            outputs: dict[int, BeamSearchOutput] = {}
-            engine, call = self._begin_call()
-            with self._progress(use_tqdm, len(jobs)), self._ending(engine, call):
-                running: dict[str, tuple[Job, BeamSearch, Request]] = {}
-                while waiting or running:
-                    with engine.turn():
-                        self._require_current(call)
-                        while waiting and len(running) < room:  # more would only wait for rows
-                            search, request = self._start_search(waiting[-1], params)
-                            running[request.request_id] = (waiting.pop(), search, request)
-                        for request_id in _step(engine, running):
-                            job, search, request = running.pop(request_id)
-                            outputs[job.index] = self._beam_output(job, search, request)
-        return [outputs[job.index] for job in jobs]
-
-    def _start_search(self, job: Job, params: BeamSearchParams) -> tuple[BeamSearch, Request]:
-        info = self.info
-        search = BeamSearch(
-            params,
-            max_tokens=min(params.max_tokens, info.max_model_len - len(job.token_ids)),
-            eos_token_ids=() if params.ignore_eos else info.eos_token_ids,
-            vocab_size=info.vocab_size,
-        )
-        request = self.engine.add_request(
-            self._next_id(),
-            job.token_ids,
-            search.sampling_params,
-            cache_salt=job.cache_salt,
-            chooser=search,
-        )
-        return search, request
-
-    def _beam_output(self, job: Job, search: BeamSearch, request: Request) -> BeamSearchOutput:
-        tokenizer, error = self._tokenizer, request.error
-        if any(seq.finish_reason == "abort" for seq in request.sequences):
-            error = "the search was aborted"
-        sequences = [
-            BeamSequence(
-                token_ids=token_ids,
-                text=tokenizer.output_text(
-                    token_ids,
-                    job.params,
-                    prompt_token_ids=job.token_ids,
-                    end_ids=search.eos_token_ids,
+        with self._calls.alone():
+            shared = make_search(params, self.info, 0).sampling_params
+            read = self._open_reader().read_all(prompt_list(prompts), shared, None, "raise")
+            call = self._calls.begin()
+            with showing(use_tqdm, call.engine, len(read)), call:
+                return search_all(
+                    call,
+                    [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
+                    params,
+                    room=room,
+                    request_ids=self._request_ids,
+                    tokenizer=self._tokenizer,
                 )
-                if tokenizer is not None
-                else "",
-                cumulative_logprob=logprob,
-                score=score,
-                finish_reason=reason,
-            )
-            for score, logprob, token_ids, reason in search.hypotheses
-        ]
-        return BeamSearchOutput(
-            index=job.index,
-            prompt=job.text,
-            prompt_token_ids=job.token_ids,
-            sequences=[] if error else sequences,
-            error=error,
-        )
 
-    # --- prompts to jobs ----------------------------------------------------------------------
+    # --- the loop -----------------------------------------------------------------------------
 
     def _load_tokenizer(self) -> Tokenizer | None:
         from nanoengine.build import resolve_model
@@ -440,240 +344,68 @@ class LLM:
         directory = resolve_model(config)
         return Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
 
-    def _prepare_all(
-        self,
-        prompts: Sequence[object],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] | None,
-        on_error: OnError,
-    ) -> list[Job | RequestOutput]:
-        _check_on_error(on_error)
-        count = len(prompts)
-        params = each_params(sampling_params, count, lambda: self.default_sampling_params)
-        priorities = each_priority(priority, count)
-        return [
-            self._prepare(i, *one, on_error)
-            for i, one in enumerate(zip(prompts, params, priorities, strict=True))
-        ]
-
-    def _prepare_lazily(
-        self,
-        prompts: object,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] | None,
-        on_error: OnError,
-    ) -> Iterator[Job | RequestOutput]:
-        _check_on_error(on_error)
-        if not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
-        if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
-            raise RequestError(
-                "prompts that are pulled lazily have no known number, so they share one"
-                " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
-                " one each"
-            )
-        (params,) = each_params(sampling_params, 1, lambda: self.default_sampling_params)
-        (rank,) = each_priority(priority, 1)
-        return (self._prepare(i, one, params, rank, on_error) for i, one in enumerate(prompts))
-
-    def _prepare(
-        self,
-        index: int,
-        prompt: object,
-        params: SamplingParams,
-        priority: int | None,
-        on_error: OnError,
-    ) -> Job | RequestOutput:
-        """Checks one prompt; a bad one raises with its index, or becomes its output."""
-        key: str | None = None
-        if isinstance(prompt, Row):
-            params = params if prompt.sampling_params is None else prompt.sampling_params
-            priority = priority if prompt.priority is None else prompt.priority
-            key, prompt = prompt.key, prompt.prompt
-        text: str | None = None
-        token_ids: list[int] = []
-        try:
-            given = parse_prompt(prompt)
-            text, token_ids = self._encode(given)
-            if params.stop or params.bad_words:
-                _ = self.tokenizer
-            job = Job(
-                index=index,
-                text=text,
-                token_ids=token_ids,
-                params=params,
-                priority=priority,
-                key=key,
-                cache_salt=given.cache_salt,
-                bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words)
-                if params.bad_words
-                else (),
-            )
-            self.engine.check_request(
-                job.token_ids,
-                job.params,
-                priority=job.priority,
-                key=job.key,
-                cache_salt=job.cache_salt,
-                bad_word_ids=job.bad_word_ids,
-            )
-            return job
-        except (RequestError, CapacityError) as error:
-            kind, message, cause = type(error), str(error), error.__cause__
-        except NanoEngineError:
-            raise  # Why: the LLM itself is closed or dead.
-        except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
-            kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
-        if on_error == "raise":
-            raise kind(f"prompt {index}: {message}") from cause
-        return error_output(self._next_id(), index, text, token_ids, message, key=key)
-
-    def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt; the text is None if only ids were given."""
-        if given.token_ids is not None:
-            return given.text, given.token_ids
-        if given.messages is None:
-            return given.text, self.tokenizer.encode(given.text or "")
-        text = self._render(given.messages, dict(given.template_args))
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt of a conversation; parts of text reach the template in the form it takes."""
-        variables = options.pop("chat_template_kwargs", {})
-        render = self.tokenizer.render_chat
-        if has_parts(messages):
-            kind = {key: options[key] for key in ("chat_template", "tools") if key in options}
-            key = (kind.get("chat_template"), bool(kind.get("tools")))
-            if key not in self._takes_parts:
-                if len(self._takes_parts) >= MAX_TEMPLATES:
-                    self._takes_parts.clear()
-                self._takes_parts[key] = takes_parts(lambda m: render(m, **kind, **variables))
-            if not self._takes_parts[key]:
-                messages = join_parts(messages)
-        return render(messages, **options, **variables)
-
-    # --- the loop -----------------------------------------------------------------------------
-
     def _run(
         self,
-        jobs: Iterable[Job | RequestOutput],
+        read: Iterable[CheckedPrompt | RequestOutput],
         *,
         kind: OutputKind,
-        progress: bool | Callable[..., Any] = False,
+        progress: bool | Callable[..., Any],
     ) -> Generator[RequestOutput, None, None]:
-        """Queues jobs, steps the engine, yields outputs.
+        """Queues prompts, steps the engine, yields outputs.
 
         A list is queued at once, for the scheduler to see all of it; an iterator as room appears.
         """
-        engine, call = self._begin_call()
-        limit = len(jobs) if isinstance(jobs, list) else self.config.max_num_seqs + LOOK_AHEAD
-        total = sum(isinstance(job, Job) for job in jobs) if isinstance(jobs, list) else None
-        waiting, running = iter(jobs), dict[str, OutputBuilder]()
-        with self._progress(progress, total), self._ending(engine, call):
+        call = self._calls.begin()
+        limit, total = self.config.max_num_seqs + LOOK_AHEAD, None
+        if isinstance(read, list):
+            limit, total = len(read), sum(isinstance(one, CheckedPrompt) for one in read)
+        waiting, running = iter(read), dict[str, OutputBuilder]()
+        with showing(progress, call.engine, total), call:
             while True:
-                # Why outside the lock: an iterator of the caller's may do anything.
+                # Why outside of the turn: an iterator of the caller's may do anything.
                 new = list(itertools.islice(waiting, limit - len(running)))
-                outputs = [job for job in new if isinstance(job, RequestOutput)]
-                with engine.turn():
-                    self._require_current(call)
-                    for job in new:
-                        if isinstance(job, Job):
-                            builder = self._queue(job, kind)
+                outputs = [one for one in new if isinstance(one, RequestOutput)]
+                with call.turn() as engine:
+                    for prompt in new:
+                        if isinstance(prompt, CheckedPrompt):
+                            builder = self._queue(engine, prompt, kind)
                             running[builder.request.request_id] = builder
-                    outputs += [running.pop(i).build() for i in _step(engine, running)]
+                    outputs += [running.pop(i).build() for i in call.step(running)]
                     if kind != "final":
                         outputs += [b.build() for b in running.values() if b.has_grown()]
                 if not new and not outputs and not running:
                     return
                 for output in outputs:
                     yield output
-                    self._require_current(call)
+                    call.require_latest()
 
-    @contextlib.contextmanager
-    def _progress(self, progress: bool | Callable[..., Any], total: int | None) -> Iterator[None]:
-        """Shows a bar of `total` requests, if asked for; None: nobody knows how many."""
-        if not progress:
-            yield
-            return
-        engine, make_bar = self.engine, progress if callable(progress) else None
-        bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
-        engine.observers.append(bar)
-        try:
-            yield
-        finally:
-            engine.observers.remove(bar)
-            bar.close()
-
-    def _begin_call(self) -> tuple[LLMEngine, int]:
-        """Ends what an abandoned stream left running; its iterator may live on in a traceback."""
-        engine = self._idle_engine()
-        with self._calls:
-            # Why first: a stream in another thread sees it at its next turn, and lets go.
-            call = self._call = next(self._call_numbers)
-            engine.abort_all()
-        return engine, call
-
-    def _idle_engine(self) -> LLMEngine:
-        """The engine, for a call that is about to wait for `_calls`.
-
-        Why first: a forked child may find that locked for ever, and so may a progress bar that
-        makes a call, whose step everybody waits for.
-        """
-        engine = self.engine
-        engine.require_idle()
-        return engine
-
-    @contextlib.contextmanager
-    def _ending(self, engine: LLMEngine, call: int) -> Iterator[None]:
-        """However a call ends, none of its requests stays; those of a later call are left alone."""
-        try:
-            yield
-        finally:
-            if call == self._call:  # Why before: what is cut off need not wait for who cut it off.
-                with engine.turn():
-                    if call == self._call:
-                        engine.abort_all()
-
-    def _require_current(self, call: int) -> None:
-        _ = self.engine  # A closed LLM says so.
-        if call != self._call:
-            raise NanoEngineError(
-                "this stream was cut off: another call ran on the same LLM; finish or close a"
-                " stream before the next call"
-            )
-
-    def _queue(self, job: Job, kind: OutputKind) -> OutputBuilder:
-        params, tokenizer = job.params, self._tokenizer
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        end_ids = frozenset(eos) | frozenset(params.stop_token_ids or ())
+    def _queue(self, engine: LLMEngine, prompt: CheckedPrompt, kind: OutputKind) -> OutputBuilder:
+        checked, params, tokenizer = prompt.request, prompt.request.params, self._tokenizer
 
         def make_follower(index: int) -> OutputFollower | None:
             if tokenizer is None or not params.detokenize:
                 return None
-            return TextStream(tokenizer, params, prompt_token_ids=job.token_ids, end_ids=end_ids)
+            return TextStream(
+                tokenizer,
+                params,
+                prompt_token_ids=checked.prompt_token_ids,
+                end_ids=checked.stop_ids,
+            )
 
-        request = self.engine.add_request(
-            self._next_id(),
-            job.token_ids,
-            params,
-            priority=job.priority,
-            key=job.key,
-            cache_salt=job.cache_salt,
-            bad_word_ids=job.bad_word_ids,
+        request = engine.queue(
+            next(self._request_ids),
+            checked,
             make_follower=make_follower if params.stop or kind != "final" else None,
         )
         return OutputBuilder(
             request,
-            index=job.index,
-            key=job.key,
-            prompt=job.text,
+            index=prompt.index,
+            key=checked.key,
+            prompt=prompt.text,
             tokenizer=tokenizer,
-            end_ids=end_ids,
+            end_ids=checked.stop_ids,
             kind=kind,
         )
-
-    def _next_id(self) -> str:
-        return str(next(self._request_ids))
 
 
 @contextlib.contextmanager
@@ -694,26 +426,8 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _check_on_error(on_error: object) -> None:
-    if on_error not in get_args(OnError):
-        raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")
-
-
 def _check_lora(lora_request: object) -> None:
     if lora_request is not None:
         raise RequestError(
             f"lora_request must be None: no adapter is applied, got {lora_request!r}"
         )
-
-
-def _step(engine: LLMEngine, running: Collection[str]) -> list[str]:
-    """Runs a step; which of the requests `running` have ended, by it or otherwise.
-
-    Requests vanish otherwise when somebody aborts them, or has taken the step that ended them.
-    """
-    ended = []
-    if engine.has_unfinished():
-        ended = [r.request_id for r in engine.step() if r.request_id in running]
-    if engine.num_unfinished != len(running) - len(ended):
-        ended = [request_id for request_id in running if not engine.is_unfinished(request_id)]
-    return ended

@@ -6,8 +6,9 @@
                  the beam_width best others ────── give a token, fork, drop
 
 A `BeamSearch` is the `TokenChooser` of one request, whose sequences are the beams: they share the
-blocks of their common past and copy the last one when they write. Called by the Scheduler; used by
-`LLM.beam_search`. It knows neither blocks nor tensors nor text.
+blocks of their common past and copy the last one when they write. The Scheduler calls it; it knows
+neither blocks nor tensors nor text. `search_all` is the loop of `LLM.beam_search`: it runs the
+searches of many prompts side by side.
 
 Source: the settings and their meaning are those of transformers' `generate(num_beams=...)`.
 """
@@ -16,14 +17,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
+from nanoengine.calls import Call
 from nanoengine.checks import checked, shown
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.errors import RequestError
+from nanoengine.prompts import CheckedPrompt
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.stats import EngineInfo
+from nanoengine.tokenizer import Tokenizer
 from nanoengine.vllm_names import BEAM_SEARCH_PARAMS, translate
 
 
@@ -227,3 +233,80 @@ class BeamSearch:
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / math.pow(length, self.params.length_penalty)
+
+
+# --- the searches of a call -----------------------------------------------------------------------
+
+
+def make_search(params: BeamSearchParams, info: EngineInfo, num_prompt_tokens: int) -> BeamSearch:
+    """The search for a prompt of so many tokens."""
+    return BeamSearch(
+        params,
+        max_tokens=min(params.max_tokens, info.max_model_len - num_prompt_tokens),
+        eos_token_ids=() if params.ignore_eos else info.eos_token_ids,
+        vocab_size=info.vocab_size,
+    )
+
+
+def search_all(
+    call: Call,
+    prompts: SequenceOf[CheckedPrompt],
+    params: BeamSearchParams,
+    *,
+    room: int,
+    request_ids: Iterator[str],
+    tokenizer: Tokenizer | None,
+) -> list[BeamSearchOutput]:
+    """Runs a search for each prompt; their outputs, in order.
+
+    Args:
+        prompts: checked with the `sampling_params` of a search.
+        room: searches that run at once: more would only wait for rows.
+        tokenizer: None leaves all texts empty.
+    """
+    waiting = list(prompts)[::-1]
+    running: dict[str, tuple[CheckedPrompt, BeamSearch, Request]] = {}
+    outputs: dict[int, BeamSearchOutput] = {}
+    while waiting or running:
+        with call.turn() as engine:
+            while waiting and len(running) < room:
+                prompt = waiting[-1]
+                search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
+                request = engine.queue(next(request_ids), prompt.request, chooser=search)
+                running[request.request_id] = (waiting.pop(), search, request)
+            for request_id in call.step(running):
+                prompt, search, request = running.pop(request_id)
+                outputs[prompt.index] = _output(prompt, search, request, tokenizer)
+    return [outputs[prompt.index] for prompt in prompts]
+
+
+def _output(
+    prompt: CheckedPrompt, search: BeamSearch, request: Request, tokenizer: Tokenizer | None
+) -> BeamSearchOutput:
+    error, token_ids = request.error, prompt.request.prompt_token_ids
+    if any(seq.finish_reason == "abort" for seq in request.sequences):
+        error = "the search was aborted"
+    sequences = [
+        BeamSequence(
+            token_ids=found.token_ids,
+            text=tokenizer.output_text(
+                found.token_ids,
+                prompt.request.params,
+                prompt_token_ids=token_ids,
+                end_ids=search.eos_token_ids,
+            )
+            if tokenizer is not None
+            else "",
+            cumulative_logprob=found.logprob,
+            score=found.score,
+            finish_reason=found.finish_reason,
+        )
+        for found in search.hypotheses
+    ]
+    return BeamSearchOutput(
+        index=prompt.index,
+        prompt=prompt.text,
+        prompt_token_ids=token_ids,
+        sequences=[] if error else sequences,
+        error=error,
+    )

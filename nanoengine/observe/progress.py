@@ -1,13 +1,14 @@
 """ProgressBar: finished requests and tokens per second of one call, as a tqdm bar on stderr.
 
-An `Observer`: `llm.py` adds it to the engine for the length of a call. It reads the scheduler's
+An `Observer`, which `showing` adds to an engine for the length of a call. It reads the scheduler's
 counters and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -15,6 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 if TYPE_CHECKING:
     from nanoengine.core.plan import StepPlan, StepResult
     from nanoengine.core.scheduler import Scheduler
+    from nanoengine.engine import LLMEngine
 
 REFRESH_S = 0.2
 """Seconds between two updates of the speeds; steps are far shorter."""
@@ -58,3 +60,25 @@ class ProgressBar:
         self._bar.update(stats.finished_requests - self._finished)
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, output {output:,.0f} tok/s")
         self._finished = stats.finished_requests
+
+
+@contextlib.contextmanager
+def showing(
+    progress: bool | Callable[..., Any], engine: LLMEngine, total: int | None
+) -> Iterator[None]:
+    """Shows a bar, if asked for, while something runs.
+
+    Args:
+        progress: True: tqdm's; False: none; else what makes one, with tqdm's keywords.
+    """
+    if not progress:
+        yield
+        return
+    make_bar = progress if callable(progress) else None
+    bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
+    engine.observers.append(bar)
+    try:
+        yield
+    finally:
+        engine.observers.remove(bar)
+        bar.close()

@@ -24,9 +24,10 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.observe.peak import Peaks
+from nanoengine.stats import EngineInfo
 from tests.support.fake_executor import Ready
 
 

@@ -270,7 +270,7 @@ def test_peer_bugs_01_06_31_a_bad_request_is_refused_and_leaves_nothing(
     engine = make_engine(num_blocks=21, max_model_len=100)
     good = engine.add_request("good", [1, 2, 3], params())
     with pytest.raises(error, match=message):
-        engine.check_request(prompt, params(**changes))
+        engine.checker.check(prompt, params(**changes))
     with pytest.raises(error, match=message):
         engine.add_request("bad", prompt, params(**changes))
     assert engine.num_unfinished == 1

@@ -43,7 +43,7 @@ def make_llm(**options: object) -> LLM:
 def found(llm: LLM, params: BeamSearchParams, eos: tuple[int, ...]) -> list:
     """(tokens, score, sum) of each sequence of each prompt."""
     engine = llm.engine
-    engine.info = dataclasses.replace(engine.info, eos_token_ids=eos)
+    engine.info = engine.checker.info = dataclasses.replace(engine.info, eos_token_ids=eos)
     outputs = llm.beam_search(random_prompts(4, LENGTHS), params, use_tqdm=False)
     assert [output.index for output in outputs] == [0, 1, 2, 3]
     assert not [output.error for output in outputs if output.error]

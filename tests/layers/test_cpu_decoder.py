@@ -69,7 +69,7 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
         quantization=quantization,
         **options,
     ) as llm:
-        decoder = llm._engine.executor.model.model
+        decoder = llm.engine.executor.model.model
         assert all(isinstance(layer, FusedLayer) for layer in decoder.stack)
         fused = outputs(llm)
         with monkeypatch.context() as patch:
@@ -90,7 +90,7 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
 def test_a_layer_that_no_kernel_fits_runs_part_by_part(family, options):
     options = {"dtype": "float32", "num_kv_blocks": 16} | options
     with LLM(checkpoint(family), device="cpu", skip_tokenizer_init=True, **options) as llm:
-        stack = llm._engine.executor.model.model.stack
+        stack = llm.engine.executor.model.model.stack
         assert all(isinstance(layer, DecoderLayer) for layer in stack)
 
 
@@ -98,5 +98,5 @@ def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
     """Qwen3-MoE with experts in some layers only."""
     directory = checkpoint("qwen3_moe")
     with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
-        stack = llm._engine.executor.model.model.stack
+        stack = llm.engine.executor.model.model.stack
         assert [isinstance(layer, FusedLayer) for layer in stack] == [False, True, False]

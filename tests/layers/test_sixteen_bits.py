@@ -181,7 +181,7 @@ def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):
     with LLM(
         tmp_path, quantization="int8", dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64
     ) as llm:
-        assert llm._engine.executor.model.model.embed_tokens.weight.dtype == torch.bfloat16
+        assert llm.engine.executor.model.model.embed_tokens.weight.dtype == torch.bfloat16
     kept = outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
     file = tmp_path / "model.safetensors"
     save_file({n: w.float() for n, w in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -202,7 +202,7 @@ def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
     raw = json.loads((file.parent / "config.json").read_text())
     (file.parent / "config.json").write_text(json.dumps(raw | {"dtype": "float16"}))
     with LLM(file.parent, dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64) as llm:
-        model = llm._engine.executor.model
+        model = llm.engine.executor.model
         kept = torch.float16 if dtype == "auto" else torch.bfloat16
         assert model.model.embed_tokens.weight.dtype == model.lm_head.method.weight.dtype == kept
     assert len(outputs(file.parent, dtype=dtype)[0]) == len(PROMPTS)

@@ -21,7 +21,8 @@ from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
-from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.engine import LLMEngine
+from nanoengine.stats import EngineInfo
 
 VOCAB_SIZE = 50
 EOS = 0

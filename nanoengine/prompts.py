@@ -1,0 +1,191 @@
+"""PromptReader: what a caller gives as prompts, rendered, encoded and checked.
+
+    Row or plain prompt ── parse (inputs.py) ── render, encode (tokenizer) ── check ── CheckedPrompt
+                              └────────────── a bad one raises with its index, or is its own output
+
+`LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from nanoengine.errors import CapacityError, RequestError
+from nanoengine.inputs import (
+    PromptInput,
+    Row,
+    each_params,
+    each_priority,
+    has_parts,
+    join_parts,
+    parse_prompt,
+    takes_parts,
+)
+from nanoengine.outputs import RequestOutput, error_output
+from nanoengine.requests import CheckedRequest, RequestChecker
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.tokenizer import Tokenizer
+
+MAX_TEMPLATES = 64
+"""Chat templates of which is remembered what content they take."""
+
+OnError = Literal["raise", "record"]
+
+ParamsInput = SamplingParams | Sequence[SamplingParams] | None
+PriorityInput = int | Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPrompt:
+    """A prompt that can be queued: its place in the call, and its text, if it had one."""
+
+    index: int
+    text: str | None
+    request: CheckedRequest
+
+
+class PromptReader:
+    """Reads prompts for one engine.
+
+    Args:
+        tokenizer: None, where prompts are token ids.
+        checker: the engine's.
+        request_ids: names for the outputs of bad prompts; the caller draws from it too.
+        default_params: makes those of prompts that come without.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        checker: RequestChecker,
+        request_ids: Iterator[str],
+        default_params: Callable[[], SamplingParams],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._checker = checker
+        self._request_ids = request_ids
+        self._default_params = default_params
+        self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "text needs a tokenizer, and this LLM was made with skip_tokenizer_init=True:"
+                " pass prompts as token ids, without stop strings or bad_words"
+            )
+        return self._tokenizer
+
+    def read_all(
+        self,
+        prompts: Sequence[object],
+        sampling_params: ParamsInput,
+        priority: PriorityInput,
+        on_error: OnError,
+    ) -> list[CheckedPrompt | RequestOutput]:
+        """Reads a list; parameters and priority are one for all or one each."""
+        _check_on_error(on_error)
+        params = each_params(sampling_params, len(prompts), self._default_params)
+        priorities = each_priority(priority, len(prompts))
+        return [
+            self._read(i, *one, on_error)
+            for i, one in enumerate(zip(prompts, params, priorities, strict=True))
+        ]
+
+    def read_lazily(
+        self,
+        prompts: object,
+        sampling_params: ParamsInput,
+        priority: PriorityInput,
+        on_error: OnError,
+    ) -> Iterator[CheckedPrompt | RequestOutput]:
+        """Reads an iterable as it is pulled; parameters and priority are one for all."""
+        _check_on_error(on_error)
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
+        if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
+            raise RequestError(
+                "prompts that are pulled lazily have no known number, so they share one"
+                " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
+                " one each"
+            )
+        (params,) = each_params(sampling_params, 1, self._default_params)
+        (rank,) = each_priority(priority, 1)
+        return (self._read(i, one, params, rank, on_error) for i, one in enumerate(prompts))
+
+    def _read(
+        self,
+        index: int,
+        prompt: object,
+        params: SamplingParams,
+        priority: int | None,
+        on_error: OnError,
+    ) -> CheckedPrompt | RequestOutput:
+        """Reads one prompt; a bad one raises with its index, or becomes its output."""
+        key: str | None = None
+        if isinstance(prompt, Row):
+            params = params if prompt.sampling_params is None else prompt.sampling_params
+            priority = priority if prompt.priority is None else prompt.priority
+            key, prompt = prompt.key, prompt.prompt
+        text: str | None = None
+        token_ids: list[int] = []
+        try:
+            given = parse_prompt(prompt)
+            text, token_ids = self._encode(given)
+            if params.stop or params.bad_words:
+                _ = self.tokenizer
+            words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
+            request = self._checker.check(
+                token_ids,
+                params,
+                priority=priority,
+                key=key,
+                cache_salt=given.cache_salt,
+                bad_word_ids=words,
+            )
+            return CheckedPrompt(index=index, text=text, request=request)
+        except (RequestError, CapacityError) as error:
+            kind, message, cause = type(error), str(error), error.__cause__
+        except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
+            kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
+        if on_error == "raise":
+            raise kind(f"prompt {index}: {message}") from cause
+        if not set(map(type, token_ids)) <= {int}:
+            token_ids = []
+        return error_output(next(self._request_ids), index, text, token_ids, message, key=key)
+
+    def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt; the text is None if only ids were given."""
+        if given.token_ids is not None:
+            return given.text, given.token_ids
+        if given.messages is None:
+            return given.text, self.tokenizer.encode(given.text or "")
+        text = self._render(given.messages, dict(given.template_args))
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """The prompt of a conversation; parts of text reach the template in the form it takes."""
+        variables = options.pop("chat_template_kwargs", {})
+        render = self.tokenizer.render_chat
+        if has_parts(messages):
+            kind = {key: options[key] for key in ("chat_template", "tools") if key in options}
+            key = (kind.get("chat_template"), bool(kind.get("tools")))
+            if key not in self._takes_parts:
+                if len(self._takes_parts) >= MAX_TEMPLATES:
+                    self._takes_parts.clear()
+                self._takes_parts[key] = takes_parts(lambda m: render(m, **kind, **variables))
+            if not self._takes_parts[key]:
+                messages = join_parts(messages)
+        return render(messages, **options, **variables)
+
+
+def _check_on_error(on_error: object) -> None:
+    if on_error not in get_args(OnError):
+        raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")

@@ -1,0 +1,190 @@
+"""RequestChecker: what is checked of a request, once, before anything is queued.
+
+    prompt ids, SamplingParams, priority, ... ── check ── CheckedRequest ── LLMEngine.queue
+                                                   └ RequestError, PromptTooLongError, CapacityError
+
+`LLMEngine` has one, and `LLM` asks it. What has been checked holds plain integers within the
+engine's limits, so nobody behind it checks again. It queues nothing and knows no text.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.sequence import Sequence
+from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.stats import EngineInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request that the engine can run.
+
+    Attributes:
+        params: its counts of log-probabilities are numbers of tokens, where -1 asked for all.
+        stop_ids: EOS ids, unless they are ignored, and the stop ids of `params`.
+        max_num_tokens: prompt and output together end here.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    key: str | None
+    cache_salt: str | None
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    stop_ids: frozenset[int]
+    max_num_tokens: int
+
+
+class RequestChecker:
+    """Checks requests against the limits of one engine.
+
+    Args:
+        info: vocabulary, EOS ids, max_model_len.
+        manager: knows what the KV pool can hold.
+    """
+
+    def __init__(self, info: EngineInfo, manager: BlockManager) -> None:
+        self.info = info
+        self._manager = manager
+
+    def check(
+        self,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        priority: int | None = None,
+        key: str | None = None,
+        cache_salt: str | None = None,
+        bad_word_ids: SequenceOf[SequenceOf[int]] = (),
+    ) -> CheckedRequest:
+        """The request as the engine queues it; the arguments are those of `LLMEngine.add_request`.
+
+        Raises:
+            RequestError: a value of another type or out of range.
+            PromptTooLongError: the prompt leaves no room for a generated token.
+            CapacityError: the prompt needs more blocks than the pool has.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {params!r}")
+        if priority is not None and not _is_int(priority):
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        if key is not None and not isinstance(key, str):
+            raise RequestError(f"key must be a string, got {key!r}")
+        _check_salt(cache_salt)
+        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, SequenceOf):
+            raise RequestError(
+                f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r}"
+            )
+        if not len(prompt_token_ids):
+            raise RequestError("the prompt is empty: give at least one token")
+        token_ids = self._plain_ids("prompt token ids", prompt_token_ids)
+        words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
+        self._check_length(len(token_ids))
+        self._check_params(params)
+        longest = self.info.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        return CheckedRequest(
+            prompt_token_ids=token_ids,
+            params=params.for_vocabulary(self.info.vocab_size),
+            priority=params.priority if priority is None else int(priority),
+            key=key,
+            cache_salt=cache_salt,
+            bad_word_ids=words,
+            stop_ids=frozenset(eos) | frozenset(params.stop_token_ids or ()),
+            max_num_tokens=longest,
+        )
+
+    def _plain_ids(self, name: str, token_ids: SequenceOf[int]) -> list[int]:
+        """The ids as Python's integers, each below the vocabulary size."""
+        if not set(map(type, token_ids)) <= {int}:  # Perf: 15 times as fast as asking one by one.
+            for token_id in token_ids:
+                if not _is_int(token_id):
+                    raise RequestError(f"{name} must be integers, got {token_id!r}")
+        plain = list(map(int, token_ids))
+        low, high = min(plain, default=0), max(plain, default=0)
+        if low < 0 or high >= self.info.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(f"{name} must be in [0, {self.info.vocab_size}), got {bad}")
+        return plain
+
+    def _check_length(self, num_tokens: int) -> None:
+        info, manager = self.info, self._manager
+        if num_tokens >= info.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; max_model_len={info.max_model_len} leaves"
+                f" room for {info.max_model_len - 1} and one generated: shorten it, or raise"
+                " max_model_len"
+            )
+        if not manager.can_ever_allocate(num_tokens):
+            kept = manager.num_watermark_blocks
+            reserve = f", of which the watermark keeps {kept} free" if kept else ""
+            raise CapacityError(
+                f"the prompt of {num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
+                f" blocks of {info.block_size} tokens, the pool has {manager.pool.num_usable}"
+                f"{reserve}: shorten it, or raise num_kv_blocks or kv_cache_gib"
+                f"{' or lower watermark_frac' if kept else ''}"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        size = self.info.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if not 0 <= token_id < size:
+                    raise RequestError(f"{name} must be in [0, {size}), got {token_id}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > size:
+                raise RequestError(f"{name} must be at most {size}, got {count}")
+
+    def check_fork(self, parent: Sequence, next_token_id: int) -> None:
+        """Raises RequestError unless a fork of `parent` may have this token as its last one."""
+        if not 0 <= next_token_id < self.info.vocab_size:
+            raise RequestError(
+                f"next_token_id must be in [0, {self.info.vocab_size}), got {next_token_id}"
+            )
+        if not parent.num_output_tokens:
+            raise RequestError(
+                "next_token_id replaces the last output token, and there is none yet: fork after"
+                " the step that samples the first"
+            )
+        known = [entry.token_id for entry in parent.logprobs[-1]] if parent.logprobs else []
+        if known and next_token_id not in known:
+            raise RequestError(
+                f"next_token_id={next_token_id} has no known log-probability: the request reports"
+                f" those of {known} here; choose one of them, or ask for more logprobs or none"
+            )
+
+    def check_block_ids(self, block_ids: Iterable[int]) -> list[int]:
+        """The ids as Python's integers; RequestError unless each is one of the pool's blocks."""
+        last = self.info.num_kv_blocks - 1
+        if not isinstance(block_ids, Iterable):
+            raise RequestError(f"block ids must be a list of integers, got {block_ids!r}")
+        block_ids = list(block_ids)
+        for block_id in block_ids:
+            if not _is_int(block_id) or not 1 <= block_id <= last:
+                raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
+        return list(map(int, block_ids))
+
+
+def _is_int(value: object) -> bool:
+    # Perf: the abstract class is asked for NumPy's integers alone.
+    return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
+
+
+def _check_salt(cache_salt: object) -> None:
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt can't be encoded as UTF-8: {error}") from error

@@ -1,0 +1,112 @@
+"""EngineInfo: what was discovered at start. EngineStats: what has been counted since.
+
+Frozen values, read by people, benchmarks and tests. `build.py` makes the first, `LLMEngine.stats`
+the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nanoengine.core.cache_stats import TierStats
+from nanoengine.core.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What was discovered when the engine started; sizes in bytes, times in seconds.
+
+    `max_model_len` is the effective one; `memory_plan` a text for people; `generation_defaults`
+    the sampling values of the model's generation_config.json. `quantization` says how linear layers
+    are held, and `weight_bits` in how many bits a weight; None: in floats of `dtype`.
+    """
+
+    model_name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    dtype: str
+    device: str
+    attention_backend: str
+    num_parameters: int
+    weight_bytes: int
+    num_kv_blocks: int
+    block_size: int
+    block_bytes: int
+    load_s: float
+    start_s: float
+    memory_plan: str
+    kv_cache_dtype: str = "auto"
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    quantization: str | None = None
+    weight_bits: int | None = None
+
+
+CACHE_COUNTS = (
+    "queried_tokens",
+    "hit_tokens",
+    "readmit_queried_tokens",
+    "readmit_hit_tokens",
+    "recent_hit_rate",
+)
+"""Those of `CacheStats`; in `EngineStats` their names begin with cache_."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the start, and block counts now.
+
+    `cache_recent_hit_rate` looks back on 1,000 admissions; `cache_readmit_*` are sequences that
+    came back from preemption; `cache_misses` counts reasons (see `CacheStats`); `waste_slots` are
+    allocated to running sequences and hold no token (yet).
+    """
+
+    steps: int
+    num_waiting: int
+    num_running: int
+    prefill_tokens: int
+    decode_tokens: int
+    output_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    finished_requests: int
+    cache_queried_tokens: int
+    cache_hit_tokens: int
+    empty_blocks: int
+    cached_blocks: int
+    active_blocks: int
+    cache_recent_hit_rate: float
+    cache_readmit_queried_tokens: int
+    cache_readmit_hit_tokens: int
+    cache_misses: dict[str, int]
+    evicted_blocks: int
+    waste_slots: int
+    tiers: tuple[TierStats, ...] = ()
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> EngineStats:
+        """The counts of a scheduler, its blocks and its cache."""
+        manager, cache = scheduler.block_manager, scheduler.block_manager.prefix_cache
+        return cls(
+            **asdict(scheduler.stats),
+            **{f"cache_{name}": getattr(cache.stats, name) for name in CACHE_COUNTS},
+            **{f"{state}_blocks": count for state, count in manager.pool.counts().items()},
+            cache_misses=dict(cache.stats.misses),
+            evicted_blocks=manager.pool.num_evicted,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            waste_slots=scheduler.num_waste_slots(),
+            tiers=cache.tier_stats(),
+        )
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of looked-up prompt tokens found in the prefix cache."""
+        queried = self.cache_queried_tokens
+        return self.cache_hit_tokens / queried if queried else 0.0
+
+    @property
+    def prefill_waste_frac(self) -> float:
+        """Share of prefill work that preemptions made necessary again."""
+        return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
