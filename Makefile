@@ -35,8 +35,10 @@ lint: $(READY)  ## style, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-loc:  ## lines of code by file and folder
-	@$(PYTHON) tools/loc.py
+loc: $(READY)  ## lines of code by file and folder; what one prompt meets of them
+	@$(BIN)/python tools/loc.py
+	@echo
+	@$(BIN)/python tools/spine.py
 
 $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)

@@ -45,6 +45,16 @@ def measure(source: str) -> Size:
     >>> measure('def one():  # a comment\\n    "A docstring."\\n\\n    return 1')
     Size(lines=2, tokens=7)
     """
+    lines, count = _scan(source)
+    return Size(len(lines), count)
+
+
+def code_lines(source: str) -> set[int]:
+    """The numbers of a source's code lines."""
+    return _scan(source)[0]
+
+
+def _scan(source: str) -> tuple[set[int], int]:
     docstrings = _docstring_lines(source)
     lines: set[int] = set()
     count = depth = 0
@@ -56,7 +66,7 @@ def measure(source: str) -> Size:
         depth -= kind == "FSTRING_END"
         count += depth == 0 and kind != "FSTRING_END"
         depth += kind == "FSTRING_START"
-    return Size(len(lines), count)
+    return lines, count
 
 
 def _docstring_lines(source: str) -> set[int]:
