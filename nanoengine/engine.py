@@ -79,7 +79,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._under_way: UnderWay | None = None  # the overlapped loop's, between two calls
-        self._finished: list[Request] = []  # not told yet
+        self._finished: list[Request] = []  # not returned by `step` yet
         self._stepping_thread: int | None = None
 
     # --- the loop -----------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class LLMEngine:
         return finished
 
     def _overlapped_step(self) -> None:
-        """Launches a step, and while it runs takes in the one before it."""
+        """Launches a step, and commits the one before it while that step runs."""
         if self._under_way is not None and self._next_plan_needs(self._under_way.plan):
             self._take_in()
         before, self._under_way = self._under_way, None
@@ -123,14 +123,14 @@ class LLMEngine:
             self._under_way = self._launch()
         if before is not None:
             self._commit(before)
-        if not self._requests:  # Why: what runs now is over-run; nothing may be left under way
+        if not self._requests:  # Why: nobody needs the step that runs now, nor would commit it
             self._take_in()
 
     def _next_plan_needs(self, plan: StepPlan) -> bool:
-        """True if the next plan waits for this one's tokens.
+        """True if the next step can't be planned before the tokens of this one are known.
 
-        Drafts: how many of them are right decides where the sequence goes on. Choosers: nothing of
-        their sequences can be planned until they have seen the offers.
+        With drafts, because the number of right ones decides where the sequence goes on. With a
+        chooser, because its sequences go on when it has seen what this step offers.
         """
         return bool(plan.draft_token_ids) or any(
             seq.request.chooser is not None for seq in self.scheduler.running
@@ -144,9 +144,9 @@ class LLMEngine:
 
     @one_at_a_time
     def settle(self) -> None:
-        """Takes in the step that the overlapped loop has under way, so that all tokens are seen.
+        """Commits the step that the overlapped loop has under way, so that all tokens are known.
 
-        The plain loop leaves none under way. Requests that end by it are told by the next `step`.
+        The plain loop leaves none under way. The next `step` returns the requests that end by it.
         """
         try:
             self._take_in()
@@ -169,7 +169,7 @@ class LLMEngine:
         return UnderWay(plan, self.executor.launch(plan), schedule_s)
 
     def _commit(self, step: UnderWay) -> None:
-        """Takes in what a step has sampled; requests that end by it are told by `step`."""
+        """Commits what a step has sampled; `step` returns the requests that end by it."""
         result = step.launched.result()
         started = time.perf_counter()
         finished = self.scheduler.commit(step.plan, result)

@@ -81,8 +81,9 @@ class BenchArgs(EngineArgs):
     """0 is greedy."""
     rounds: int | None = None
     """Timed rounds, each with new ids; the median is reported. None: 1, or 3 with `--compare`."""
-    compare: Literal["hf"] | None = None
-    """hf: run transformers on the same work, round by round in turn, and print the ratio."""
+    compare: Literal["hf", "small"] | None = None
+    """hf: run transformers on the same work, round by round in turn, and print the ratio. small:
+    run nanoengine/small beside the large engine, and print what each room of it buys."""
     compare_batch_size: int = 32
     """Sequences in a batch of the baseline."""
     json: Path | None = None
@@ -101,10 +102,20 @@ def main(args: BenchArgs) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         config = engine_config(args, Path(scratch))
+        if args.compare == "small":
+            from nanoengine.cli import ladder
+
+            return _show(args, ladder.run(args, config.model), ladder.format_report)
         options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
         with LLM(**options) as llm:
             report = run(args, config, llm)
-    print(bench_report.format_report(report))
+    return _show(args, report, bench_report.format_report)
+
+
+def _show(
+    args: BenchArgs, report: dict[str, Any], format_report: Callable[[dict[str, Any]], str]
+) -> None:
+    print(format_report(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

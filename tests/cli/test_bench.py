@@ -6,6 +6,8 @@ import doctest
 import importlib
 import json
 import random
+import re
+import statistics
 import sys
 import types
 from pathlib import Path
@@ -319,6 +321,34 @@ def test_comparison_with_transformers(fake_llm: type[FakeLLM], tmp_path: Path) -
     ratios = sorted(b / a for a, b in zip(report["seconds"], found["seconds"], strict=True))
     assert [found["speedup_min"], found["speedup_max"]] == pytest.approx(ratios)
     assert found["speedup_median"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_rungs_from_the_small_engine_to_the_large_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ladder.json"
+    scale = {"num_requests": 4, "input_len": (8, 40), "output_len": (3, 9), "rounds": 2}
+    bench.main(BenchArgs(compare="small", json=path, **scale))
+    report, text = json.loads(path.read_text()), capsys.readouterr().out
+    assert [len(seconds) for seconds in report["seconds"].values()] == [2] * 6
+    assert report["output_tokens"] == sum(
+        item.max_tokens for item in workload.random_workload(4, (8, 40), (3, 9), seed=0)
+    )
+    rows = re.findall(r"^\| ([+ \w]+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(report["seconds"])
+    speeds = [float(speed.replace(",", "")) for _, speed, *_ in rows]
+    small = report["output_tokens"] / statistics.median(report["seconds"]["small"])
+    assert speeds[0] == pytest.approx(small, abs=1)
+    assert [float(over) for *_, over in rows] == pytest.approx([s / small for s in speeds], abs=0.1)
+
+
+def test_the_small_engine_is_compared_on_a_checkpoint_on_a_cpu() -> None:
+    for options, message in (
+        ({"shape": "tiny", "load_format": "dummy"}, "leave out --shape"),
+        ({"device": "cuda"}, "compares on a CPU"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bench.main(BenchArgs(compare="small", **options))
 
 
 def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
