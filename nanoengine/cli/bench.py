@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from nanoengine.cli import bench_report, workload
+from nanoengine.cli import bench_report, ladder, workload
 from nanoengine.cli.bench_report import Round
 from nanoengine.cli.options import EngineArgs
 from nanoengine.cli.workload import WorkItem
@@ -103,13 +103,27 @@ def main(args: BenchArgs) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = engine_config(args, Path(scratch))
         if args.compare == "small":
-            from nanoengine.cli import ladder
-
-            return _show(args, ladder.run(args, config.model), ladder.format_report)
+            return _show(args, _climb(args, config), ladder.format_report)
         options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
         with LLM(**options) as llm:
             report = run(args, config, llm)
     return _show(args, report, bench_report.format_report)
+
+
+def _climb(args: BenchArgs, config: EngineConfig) -> dict[str, Any]:
+    """The report of `--compare small`."""
+    if args.shape:
+        raise ConfigError("--compare small needs weights that both engines read: leave out --shape")
+    if args.device not in ("auto", "cpu"):
+        raise ConfigError(f"--compare small compares on a CPU, got device={args.device!r}")
+    found = ladder.run(
+        config.model,
+        make_workload(args, config.model),
+        max_num_seqs=args.max_num_seqs,
+        temperature=args.temperature,
+        rounds=args.rounds or 3,
+    )
+    return {"model": args.model, **found}
 
 
 def _show(

@@ -26,7 +26,7 @@ import torch
 
 from nanoengine.cli import bench_report, workload
 from nanoengine.cli.workload import WorkItem
-from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.errors import NanoEngineError
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.small.block_manager import BlockManager
@@ -35,7 +35,6 @@ from nanoengine.small.runner import ModelRunner as SmallRunner
 from nanoengine.small.scheduler import Scheduler as SmallScheduler
 
 if TYPE_CHECKING:
-    from nanoengine.cli.bench import BenchArgs
     from nanoengine.core.doors import Executor
 
 BLOCK_SIZE = 16
@@ -44,26 +43,27 @@ Generate = Callable[[SequenceOf[WorkItem], float], list[int]]
 """Runs items at a temperature; the number of tokens that each has got."""
 
 
-def run(args: BenchArgs, model: str) -> dict[str, Any]:
+def run(
+    model: str,
+    drawn: list[WorkItem],
+    *,
+    max_num_seqs: int,
+    temperature: float,
+    rounds: int,
+) -> dict[str, Any]:
     """Runs the rungs round by round in turn and returns the report as plain data.
 
-    Raises:
-        ConfigError: the small engine can't run what is asked for.
+    Args:
+        model: directory of a checkpoint that the small engine reads.
+        drawn: the work, not yet fitted to the model.
     """
-    from nanoengine.cli.bench import make_workload
-
-    if args.shape:
-        raise ConfigError("--compare small needs weights that both engines read: leave out --shape")
-    if args.device not in ("auto", "cpu") or torch.cuda.is_available():
-        raise ConfigError("--compare small compares on a CPU: use it where there is no GPU")
     with LLM(model, skip_tokenizer_init=True, device="cpu", kv_cache_gib=0.1) as llm:
         vocab_size, max_model_len = llm.info.vocab_size, llm.info.max_model_len
-    drawn = make_workload(args, model)
     items, notes = workload.fit(drawn, vocab_size, max_model_len, cap=True)
     needed = [-(-(len(i.prompt_token_ids) + i.max_tokens) // BLOCK_SIZE) for i in items]
     limits = {
         "num_kv_blocks": 1 + max(sum(needed) // 2, *needed),
-        "max_num_seqs": min(args.max_num_seqs, len(items)),
+        "max_num_seqs": min(max_num_seqs, len(items)),
         "max_num_batched_tokens": 1024,
     }
     seconds: dict[str, list[float]] = {}
@@ -76,11 +76,11 @@ def run(args: BenchArgs, model: str) -> dict[str, Any]:
             "+ admission": stack.enter_context(_large(model, limits)),
             "+ int8": stack.enter_context(_large(model, limits, quantization="int8")),
         }
-        for number in range(-1, args.rounds or 3):  # the first warms up
+        for number in range(-1, rounds):  # the first warms up
             work = workload.shifted(items, number, vocab_size)
             for name, generate in rungs.items():
                 start = time.perf_counter()
-                got = generate(work, args.temperature)
+                got = generate(work, temperature)
                 taken = time.perf_counter() - start
                 if got != [item.max_tokens for item in work]:
                     raise NanoEngineError(f"{name}: other token counts than the work asks for")
@@ -90,7 +90,6 @@ def run(args: BenchArgs, model: str) -> dict[str, Any]:
         "hardware": bench_report.hardware(torch.device("cpu")),
         "versions": bench_report.versions(),
         "notes": notes,
-        "model": args.model,
         "limits": limits,
         "requests": len(items),
         "input_tokens": sum(len(item.prompt_token_ids) for item in items),
@@ -166,7 +165,7 @@ def format_report(report: dict[str, Any]) -> str:
     first = before = speeds["small"]
     rows = [
         f"{report['requests']} requests, {report['input_tokens']:,} tokens in, {tokens:,} out, "
-        f"{report['limits']['num_kv_blocks']:,} blocks of {BLOCK_SIZE}, model {report['model']}",
+        f"{report['limits']['num_kv_blocks']:,} blocks of {BLOCK_SIZE}",
         "",
         "| rung | output tok/s | over the rung before | over small |",
         "|---|---|---|---|",
