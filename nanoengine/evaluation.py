@@ -130,7 +130,12 @@ class NanoEngineLM(TemplateLM):
             starts.append(max(len(token_ids) - len(continuation), 1))
         outputs = self._run(
             prompts,
-            [SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=0) for start in starts],
+            [
+                SamplingParams(
+                    max_tokens=1, detokenize=False, prompt_logprobs=0, prompt_logprobs_start=start
+                )
+                for start in starts
+            ],
             disable_tqdm,
         )
         answers = []

@@ -102,7 +102,8 @@ class RequestOutput:
         index: place of the prompt in the call's list, for streams, which yield as things finish.
         key: that of the prompt's Row, if it has one.
         prompt: as text, if it was given as text or chat; else None.
-        prompt_logprobs: one entry a prompt token, the first None: nothing predicts it.
+        prompt_logprobs: one entry a prompt token; None for the first, which nothing predicts, and
+            for those before `SamplingParams.prompt_logprobs_start`.
         outputs: the completions, by index.
         num_cached_tokens: prompt tokens that the prefix cache spared.
     """
@@ -286,9 +287,11 @@ class OutputBuilder:
 
     def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """None until all of them are known; converted once."""
-        known = self.request.prompt_logprobs
-        if known is None or len(known) < len(self.request.prompt_token_ids) - 1:
+        known, num_tokens = self.request.prompt_logprobs, len(self.request.prompt_token_ids)
+        num_before = min(self.request.params.first_scored_position + 1, num_tokens)
+        if known is None or num_before + len(known) < num_tokens:
             return None
         if self._prompt_logprobs is None:
-            self._prompt_logprobs = [None, *logprob_dicts(known, self._token_text)]
+            found = logprob_dicts(known, self._token_text)
+            self._prompt_logprobs = [*[None] * num_before, *found]
         return self._prompt_logprobs

@@ -54,6 +54,8 @@ class SamplingParams:
         logprobs: report this many top log-probabilities per generated token (0: only the sampled
             one's; -1: those of the whole vocabulary).
         prompt_logprobs: the same for prompt tokens.
+        prompt_logprobs_start: first prompt token that has them; those before have None. What comes
+            before it may then be found in the prefix cache, as nothing of it is scored.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False skips text altogether (stop strings then can't be used).
         priority: lower runs first; `generate(priority=...)` overrides it.
@@ -85,6 +87,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     _: KW_ONLY
+    prompt_logprobs_start: int = 0
     include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] | list[str] | None = None
     logit_bias: dict[int, float] | None = None
@@ -111,6 +114,11 @@ class SamplingParams:
         return dataclasses.replace(self, logprobs=next(counted), prompt_logprobs=next(counted))
 
     @property
+    def first_scored_position(self) -> int:
+        """The prompt position whose logits score the first token that `prompt_logprobs` is for."""
+        return max(self.prompt_logprobs_start - 1, 0)
+
+    @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken without any randomness."""
         return self.temperature < GREEDY_BELOW
@@ -130,6 +138,7 @@ class SamplingParams:
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", (self.logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
+            ("prompt_logprobs_start", self.prompt_logprobs_start >= 0, "at least 0"),
         )
         for name, holds, allowed in rules:
             if not holds:

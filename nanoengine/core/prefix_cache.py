@@ -123,14 +123,14 @@ class PrefixCache:
 
     def _num_usable_blocks(self, seq: Sequence) -> int:
         """How many of a sequence's blocks may come from the cache."""
-        if not self._may_read(seq):
+        if not self.enabled:
             return 0
         # Why - 1: at least one token is left to compute, or there would be no logits.
-        return (len(seq.token_ids) - 1) // self.block_size
-
-    def _may_read(self, seq: Sequence) -> bool:
-        # Why: prompt log-probabilities need every position computed.
-        return self.enabled and seq.params.prompt_logprobs is None
+        num_tokens = len(seq.token_ids) - 1
+        if seq.params.prompt_logprobs is not None:
+            # Why: a position whose log-probabilities are wanted must be computed.
+            num_tokens = min(num_tokens, seq.params.first_scored_position)
+        return num_tokens // self.block_size
 
     def _prefixes_of(self, seq: Sequence, count: int) -> list[Prefix]:
         """The prefixes of at least the first `count` full blocks; each is hashed once in its life.
@@ -199,7 +199,10 @@ class PrefixCache:
 
     def count_admission(self, seq: Sequence, num_cached_tokens: int) -> None:
         """Counts what was looked up for a sequence and found, and why the rest was not."""
-        if not self._may_read(seq):
+        is_scored_whole = seq.params.prompt_logprobs is not None and (
+            seq.params.first_scored_position == 0
+        )
+        if not self.enabled or is_scored_whole:
             return
         if seq.num_preempted_tokens:
             self.stats.readmit_queried_tokens += seq.num_tokens

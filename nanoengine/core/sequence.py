@@ -311,7 +311,8 @@ class Request:
     def extend_prompt_logprobs(self, start: int, new: TokenLogprobs) -> None:
         """Appends those not known yet: a preempted prompt is computed, and reported, again."""
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs += new[len(self.prompt_logprobs) - start :]
+            first = self.params.first_scored_position
+            self.prompt_logprobs += new[first + len(self.prompt_logprobs) - max(start, first) :]
 
     def __repr__(self) -> str:
         return (

@@ -292,8 +292,8 @@ class ModelRunner:
 
     def _run_batch(self, plan: StepPlan, step: LaunchedStep, started: float) -> list[torch.Tensor]:
         """Any step, its batch built on the host; returns what the host wants to see of it."""
-        num_scored = self.prompt_scorer.num_scored(plan)
-        batch, lines = self.rows.make_batch(plan, num_scored)
+        scored = self.prompt_scorer.scored(plan)
+        batch, lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
         step.times.prepare_s = time.perf_counter() - started
         watch = step.stopwatch = Stopwatch(self.device)
@@ -310,7 +310,7 @@ class ModelRunner:
             if not plan.draft_token_ids:
                 self.rows.keep(lines, sampled.token_ids)
             tensors += self._await_tokens(plan, step, lines, sampled)
-        step.scored_entries, scores = self.prompt_scorer.score(plan, num_scored, scoring)
+        step.scored_entries, scores = self.prompt_scorer.score(plan, scored, scoring)
         watch.mark()
         return tensors + scores
 

@@ -118,11 +118,11 @@ class RowBuffers:
         still = self.seq_ids[rows] == owners
         self.token_ids[rows[still], positions[still]] = token_ids[still]
 
-    def make_batch(self, plan: StepPlan, num_scored: Ints) -> tuple[Batch, SamplingLines]:
+    def make_batch(self, plan: StepPlan, scored: tuple[Ints, Ints]) -> tuple[Batch, SamplingLines]:
         """Builds the tensors of a step; sequences with one query token come first.
 
-        Logits are needed of the lines that sample, and behind them of the first `num_scored` [E]
-        positions of each entry.
+        Logits are needed of the lines that sample, and behind them of the `scored` positions of
+        each entry: how many are before them, and how many they are, each [E].
         """
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
@@ -135,7 +135,7 @@ class RowBuffers:
         np.cumsum(seq_counts, out=offsets[1:])
         ends = np.zeros(len(rows), np.int64)
         ends[order] = offsets[1:]
-        wanted, entries, back = _wanted_logits(plan, ends, counts, num_scored)
+        wanted, entries, back = _wanted_logits(plan, ends, counts, scored)
         line_rows = rows[entries]
         max_seq_len = int(seq_lens.max(initial=1))
         num_blocks = -(-max_seq_len // self.block_size)
@@ -192,7 +192,7 @@ class RowBuffers:
 
 
 def _wanted_logits(
-    plan: StepPlan, ends: Ints, counts: Ints, num_scored: Ints
+    plan: StepPlan, ends: Ints, counts: Ints, scored: tuple[Ints, Ints]
 ) -> tuple[Ints, Ints, Ints]:
     """Which of the step's tokens [T] give logits, by their place.
 
@@ -205,10 +205,11 @@ def _wanted_logits(
         samples its entry, and how far before its entry's end it lies, 1 or more.
     """
     num_logits = np.array(plan.num_logits, np.int64)
-    scored, _ = _ranges(ends - counts, num_scored)
+    skipped, num_scored = scored
+    scoring, _ = _ranges(ends - counts + skipped, num_scored)
     _lend_ends(plan, ends)
     sampling, entries = _ranges(ends - num_logits, num_logits)
-    return np.concatenate((sampling, scored)), entries, ends[entries] - sampling
+    return np.concatenate((sampling, scoring)), entries, ends[entries] - sampling
 
 
 def _lend_ends(plan: StepPlan, ends: Ints) -> None:

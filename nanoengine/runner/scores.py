@@ -72,42 +72,51 @@ class PromptScorer:
 
     def __init__(self, rows: RowBuffers, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._rows, self._logits = rows, logits
-        self._asked: dict[int, tuple[int, int]] = {}  # row -> (top ones, prompt tokens)
+        # row -> top ones, first position that is scored, prompt tokens
+        self._asked: dict[int, tuple[int, int, int]] = {}
 
     def update(self, plan: StepPlan) -> None:
         """Notes which rows ask, and forgets those that a plan releases."""
         for row in plan.released:
             self._asked.pop(row, None)
         for new in plan.admitted:
-            if new.params.prompt_logprobs is not None:
-                self._asked[new.row] = (new.params.prompt_logprobs, new.num_prompt_tokens)
+            num_top, first = new.params.prompt_logprobs, new.params.first_scored_position
+            if num_top is not None:
+                self._asked[new.row] = num_top, first, new.num_prompt_tokens
 
-    def num_scored(self, plan: StepPlan) -> Ints:
-        """[E], how many positions of each entry are followed by a prompt token to be scored."""
-        found = np.zeros(len(plan.rows), np.int64)
+    def scored(self, plan: StepPlan) -> tuple[Ints, Ints]:
+        """Which positions of each entry are followed by a prompt token to be scored.
+
+        Returns:
+            [E], positions before the first of them; [E], how many they are.
+        """
+        skipped, counts = np.zeros((2, len(plan.rows)), np.int64)
         if self._asked:
             for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
-                _, num_prompt = self._asked.get(row, (0, 0))
+                _, first, num_prompt = self._asked.get(row, (0, 0, 0))
                 end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
-                found[entry] = max(end - start, 0)
-        return found
+                skipped[entry] = max(first - start, 0)
+                counts[entry] = max(end - max(start, first), 0)
+        return skipped, counts
 
     def score(
-        self, plan: StepPlan, num_scored: Ints, hidden: torch.Tensor
+        self, plan: StepPlan, scored: tuple[Ints, Ints], hidden: torch.Tensor
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Scores the prompt tokens that follow the first `num_scored` positions of each entry.
+        """Scores the prompt tokens that follow the `scored` positions of each entry.
 
         Args:
-            hidden: of those positions, entry after entry, [sum of num_scored, hidden_size].
+            hidden: of those positions, entry after entry, [sum of their counts, hidden_size].
 
         Returns:
             Tensors as `token_logprobs` gives them, some for each entry, and whose each is.
         """
         owners: list[int] = []
         tensors: list[torch.Tensor] = []
-        for entry in np.flatnonzero(num_scored).tolist():
-            row, start, count = plan.rows[entry], plan.starts[entry], int(num_scored[entry])
-            num_top, _ = self._asked[row]
+        skipped, counts = scored
+        for entry in np.flatnonzero(counts).tolist():
+            row, count = plan.rows[entry], int(counts[entry])
+            start = plan.starts[entry] + int(skipped[entry])
+            num_top, _, _ = self._asked[row]
             following = self._rows.token_ids[row, start + 1 : start + count + 1].astype(np.int64)
             for low in range(0, count, LOGITS_CHUNK):
                 targets = following[low : low + LOGITS_CHUNK]

@@ -157,6 +157,7 @@ class EngineRun:
                 min_tokens=random.choice([0, 0, min(5, max_tokens)]),
                 ignore_eos=random.choice([True, False]),
                 prompt_logprobs=random.choice([None, None, None, None, None, 0]),
+                prompt_logprobs_start=random.choice([0, 0, 9]),
             )
             request = self.engine.add_request(
                 str(number),

@@ -48,6 +48,19 @@ def test_salts_and_prompt_logprobs():
     assert manager.prefix_cache.stats.queried_tokens == 0
 
 
+def test_prompt_logprobs_from_a_token_on_read_what_comes_before_it():
+    manager = make_manager()
+    first = make_sequence(list(range(40)))
+    admit(manager, first)
+    compute(manager, first)
+    found = {
+        start: cached(manager, list(range(40)), prompt_logprobs=0, prompt_logprobs_start=start)
+        for start in (0, 1, 16, 17, 18, 33, 40, 99)
+    }
+    # Why 17: token 17 is scored by position 16, the first that is not in the first block.
+    assert found == {0: 0, 1: 0, 16: 0, 17: 16, 18: 16, 33: 32, 40: 32, 99: 32}
+
+
 def test_without_caching_nothing_is_registered():
     manager = make_manager(enable_prefix_caching=False)
     first = make_sequence(list(range(40)))

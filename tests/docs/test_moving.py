@@ -115,7 +115,7 @@ def test_no_name_of_a_table_is_missing_on_the_page(section: str) -> None:
 
 @pytest.mark.parametrize(
     ("section", "settings", "own"),
-    [("SamplingParams", SamplingParams, {"priority"}),
+    [("SamplingParams", SamplingParams, {"priority", "prompt_logprobs_start"}),
      ("BeamSearchParams", BeamSearchParams, {"early_stopping"})],
 )  # fmt: skip
 def test_fields_come_in_the_order_of_the_page(section: str, settings: Any, own: set[str]) -> None:

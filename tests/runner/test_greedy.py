@@ -72,6 +72,33 @@ def test_greedy_is_the_same_through_triton_in_its_interpreter():
     assert tokens(run(found, prompts, greedy(6))) == tokens(run(expected, prompts, greedy(6)))
 
 
+@pytest.mark.parametrize("options", [{}, {"long_prefill_threshold": 7}, {"num_kv_blocks": 9}])
+def test_prompt_logprobs_from_a_token_on_are_those_of_all(options):
+    """Also where the tokens before come from the cache, and where a pool too small preempts."""
+    directory = checkpoint("llama")
+    prompt = random_prompts(1, [70])[0]
+    prompts = [prompt, [*prompt[:50], *prompt[10:30]], prompt, [*prompt[:50], *prompt[3:30]]]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=9, ignore_eos=True, prompt_logprobs=2,
+            prompt_logprobs_start=start,
+        )
+        for start in (0, 50, 33, 99)
+    ]  # fmt: skip
+    whole = make_engine(directory, enable_prefix_caching=False)
+    expected = [request.prompt_logprobs for request in run(whole, prompts, params[0])]
+    engine = make_engine(directory, block_size=16, max_num_seqs=2, **options)
+    for start, logprobs, request in zip(
+        (0, 50, 33, 99), expected, run(engine, prompts, params), strict=True
+    ):
+        found = [[entry.token_id for entry in one] for one in request.prompt_logprobs]
+        assert found == [[e.token_id for e in one] for one in logprobs[max(start - 1, 0) :]]
+        for one, other in zip(request.prompt_logprobs, logprobs[max(start - 1, 0) :], strict=True):
+            assert [e.logprob for e in one] == pytest.approx([e.logprob for e in other])
+    assert engine.stats().cache_hit_tokens >= 80
+    assert (engine.stats().preemptions > 0) == ("num_kv_blocks" in options)
+
+
 @pytest.mark.parametrize("long_prefill_threshold", [0, 7])
 def test_prompt_logprobs_equal_transformers(long_prefill_threshold):
     directory = checkpoint("llama")

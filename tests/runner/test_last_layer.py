@@ -107,7 +107,7 @@ def wanted(plan: StepPlan, scored: list[int]) -> list[int] | None:
     rows = RowBuffers(
         max_num_seqs=8, max_model_len=64, block_size=8, num_groups=1, device=torch.device("cpu")
     )
-    batch, _ = rows.make_batch(plan, np.array(scored))
+    batch, _ = rows.make_batch(plan, (np.zeros(len(scored), np.int64), np.array(scored)))
     return None if batch.logits_indices is None else batch.logits_indices.tolist()
 
 
