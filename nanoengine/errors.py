@@ -9,7 +9,7 @@
     │  └─ PromptTooLongError
     ├─ CapacityError                  this request can never fit the KV pool
     ├─ MissingDependencyError         an optional package; names the extra to install
-    └─ EngineDeadError                the engine is closed, or was left in the process that forked
+    └─ EngineDeadError                closed, or used in a process forked after it started
 
 A message says what was wrong, the value, what is allowed, and what to do. `assert` stays for
 internal invariants.
@@ -54,4 +54,5 @@ class MissingDependencyError(NanoEngineError, ImportError):
 
 
 class EngineDeadError(NanoEngineError):
-    """The engine can't go on: it is closed, or this process was forked from the engine's."""
+    """No call is possible: the engine is closed, or this process was forked from one that has had
+    an engine. A step that fails raises its own error and leaves the engine usable."""

@@ -4,8 +4,9 @@
     Hysteresis      closes when the pool is nearly full, opens again when it has emptied
     Predictive      admits while the blocks of all running sequences will fit at their peak
 
-A sequence that is admitted too early is preempted later, and what it had computed is lost. Asked by
-the Scheduler at each admission, and never when nothing runs: no policy can stop an engine.
+A sequence that is admitted too early is preempted later, and what it had computed is lost. The
+Scheduler asks its policy at each admission, but not when nothing runs, so no policy can stop an
+engine.
 """
 
 from __future__ import annotations

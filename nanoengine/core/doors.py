@@ -31,8 +31,8 @@ class Executor(Protocol):
         """Loads what it needs and allocates the KV cache."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Takes on one plan. Where the device works by itself this does not wait for it, nor for
-        the step before: the next plan may be launched before this one's result is asked for."""
+        """Takes on one plan. Where the device works by itself, this waits neither for the plan nor
+        for the step before it: the next plan may be launched before this result is asked for."""
 
     def shutdown(self) -> None:
         """Gives all memory back; the executor can't be used afterwards."""
@@ -56,9 +56,9 @@ class TierStorage(Protocol):
     """Moves blocks between the device and one tier, in the order of plans."""
 
     def store(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> Callable[[], None]:
-        """Copies device blocks to the tier, as they are after all work issued so far, whatever
-        comes after it; what it returns waits until they are there."""
+        """Copies device blocks to the tier, as they are after all work issued so far and before any
+        issued later. The function that it returns waits until the copies are there."""
 
     def load(self, src_ids: SequenceOf[int], dst_ids: SequenceOf[int]) -> float:
-        """Copies the tier's blocks to the device, ahead of all work issued from now on; returns the
-        seconds that it took."""
+        """Copies the tier's blocks to the device, ahead of all work issued later; returns the
+        seconds that this took."""

@@ -28,10 +28,9 @@ class AdmittedSequence(NamedTuple):
     """A sequence that takes a row: new, or back from preemption.
 
     `token_ids` are all tokens known so far (prompt and output); the first `num_prompt_tokens` are
-    the prompt.
-    `num_cached_tokens` of them already have their KV in the blocks that `table_updates` names.
-    `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63; `bad_word_ids` are the
-    token sequences of `params.bad_words`.
+    the prompt. The first `num_cached_tokens` already have their KV in the blocks that
+    `table_updates` names. `seed` is the resolved seed of its random numbers, 0 <= seed < 2**63;
+    `bad_word_ids` are the token sequences of `params.bad_words`.
     """
 
     row: int
@@ -59,7 +58,7 @@ class Fork(NamedTuple):
 
 
 class ChosenToken(NamedTuple):
-    """The row's token at `position`, its last, was chosen outside: it replaces a sampled one."""
+    """Replaces the row's last token, at `position`, by one that was not sampled."""
 
     row: int
     position: int
@@ -87,8 +86,7 @@ class BlockCopy(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Move blocks between tiers: `device_ids[i]` and `tier_ids[i]` hold the same content
-    afterwards.
+    """Move blocks between tiers; then `device_ids[i]` and `tier_ids[i]` hold the same content.
 
     `kind` is "load" (tier to device, before the forward) or "store" (device to tier, after it).
     """
@@ -121,8 +119,8 @@ class StepPlan:
             the step).
         num_scheduled_tokens: tokens the row computes; 0 only for a row named in `forks`.
         num_logits: how many of its last positions need logits: 0 for a chunk that does not reach
-            the end of the
-            known tokens, 1 for a normal step, 1 + number of drafts when drafts are verified.
+            the end of the known tokens, 1 for a normal step, 1 + number of drafts when drafts are
+            verified.
         draft_token_ids: row -> proposed tokens, placed after the row's known tokens.
         preempted, reasons: for people and traces; an executor ignores them.
     """
@@ -211,8 +209,7 @@ class StepResult:
 
     Attributes:
         token_ids: for each scheduled row the tokens it sampled, in order: empty if `num_logits` was
-            0, one token
-            normally, up to 1 + drafts when drafts were accepted.
+            0, one token normally, up to 1 + drafts when drafts were accepted.
         logprobs: index -> for each sampled token: the sampled token first, then the top candidates.
         prompt_logprobs: index -> the same for the prompt tokens whose predecessor was computed in
             this step, in order.

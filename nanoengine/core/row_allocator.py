@@ -2,8 +2,9 @@
 
     free ──take, fork──► held by a running sequence ──release──► free
 
-The executor keeps each row's tokens across steps; what has changed since the last plan is collected
-here, and `tell` writes it into the next one. Used by the Scheduler; knows no blocks.
+The executor keeps each row's tokens across steps, so a plan says only what has changed since the
+one before it. The changes are collected here, and `tell` writes them into the next plan. Used by
+the Scheduler and its `Forks`; knows no blocks.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from nanoengine.core.sequence import NO_ROW, Sequence
 
 
 class RowAllocator:
-    """`num_rows` places, each held by one running sequence or free."""
+    """`num_rows` rows, each of them free or held by one running sequence."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []
-        # Parent, child and its computed tokens, since the last plan; None: it has lost its row.
+        # Since the last plan: parent (None if it has lost its row), child, its computed tokens.
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
         self._chosen: list[ChosenToken] = []
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody holds."""
+        """Rows that no sequence holds."""
         return len(self._free)
 
     def take(self, seq: Sequence) -> None:
@@ -44,9 +45,9 @@ class RowAllocator:
         self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
 
     def release(self, seq: Sequence) -> None:
-        """Takes a sequence's row back, and with it what the executor was to be told of it."""
+        """Takes a sequence's row back, and drops what the next plan was to say of it."""
         self._free.append(seq.row)
-        # Why: of a child forked since the last plan the executor knows nothing yet.
+        # Why: the executor does not know yet of a child forked since the last plan.
         if all(child is not seq for _, child, _ in self._forked):
             self._released.append(seq.row)
         self._forked = [
@@ -64,8 +65,8 @@ class RowAllocator:
     def tell(self, plan: StepPlan) -> None:
         """Writes what has changed since the last plan into this one, forks in their order.
 
-        A child whose parent has lost its row meanwhile enters as an admitted sequence, its KV being
-        in the blocks that it shared.
+        A child whose parent has lost its row meanwhile enters as an admitted sequence, because its
+        KV is in the blocks that it shares.
         """
         plan.released, self._released = self._released, []
         plan.chosen_tokens, self._chosen = self._chosen, []

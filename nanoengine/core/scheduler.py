@@ -149,9 +149,9 @@ class Scheduler:
     def recover(self, requests: Iterable[Request]) -> None:
         """After a failed step: ends all requests, and starts again with an empty pool.
 
-        Why not `abort`: the exception may have come between any two lines, so no counter here
-        can be trusted, nor that indexed content was written. The executor's rows are as uncertain:
-        the next plan releases all of them.
+        Why not `abort`: the exception may have come between any two lines. So neither the counters
+        here nor the indexed content can be trusted, nor the executor's rows: the next plan releases
+        all of them.
         """
         for request in requests:
             request.num_forks_due = 0
@@ -326,6 +326,7 @@ class Scheduler:
         ahead.end()
 
     def _start(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
+        """Gives an admitted sequence a row and its place among those that run."""
         self._rows.take(seq)
         seq.status = Status.RUNNING
         seq.num_overtaken = 0
@@ -443,6 +444,7 @@ class Scheduler:
         self._end(seq, "error")
 
     def _too_small_for(self, num_tokens: int) -> str:
+        """The message for a sequence that the pool can never hold."""
         manager = self.block_manager
         return (
             f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"

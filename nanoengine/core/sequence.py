@@ -25,8 +25,8 @@ NO_ROW = -1
 
 
 class Status(enum.Enum):
-    """Where a sequence is: in the queue, on a row, outside both until its next token is chosen, or
-    at its end."""
+    """Where a sequence is. WAITING: in the queue. RUNNING: it holds a row and blocks. PARKED:
+    it does neither, until its next token is chosen. FINISHED: it has a finish reason."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -51,9 +51,9 @@ class Sequence:
         num_computed_tokens: tokens whose KV is in the cache, or is being computed by a step.
         num_cached_tokens: of them, found in the prefix cache at the last admission.
         draft_token_ids: proposed tokens that the next step verifies.
-        offer: the most likely next tokens, while the sequence rests until one of them is chosen.
+        choices: the most likely next tokens, until its `TokenChooser` has chosen one of them.
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
-        prefixes: what each full block holds, found out once and kept.
+        prefixes: the content of each full block, hashed once and kept.
         num_pending_reads: blocks that a disk tier still reads for it before its next admission;
             None: it has not asked for any.
         num_registered_blocks: how many of these are in the prefix-cache index.
@@ -63,7 +63,7 @@ class Sequence:
         max_num_tokens: prompt and output together end here.
         min_num_tokens: stop ids and strings don't count before this many tokens.
         stop_ids: EOS ids (unless ignored) and stop_token_ids.
-        row: its place in the executor's buffers while running, else NO_ROW.
+        row: in the executor's buffers while running, else NO_ROW.
     """
 
     __slots__ = (
@@ -191,7 +191,7 @@ class Sequence:
 
     @property
     def awaits_choice(self) -> bool:
-        """True if all tokens are computed and the next one is to be chosen: see `TokenChooser`."""
+        """True if all tokens are computed and a `TokenChooser` has yet to choose the next one."""
         return self.num_computed_tokens == self.num_tokens
 
     def fork(self, *, seq_id: int, index: int, seed: int) -> Sequence:
@@ -213,13 +213,13 @@ class Sequence:
         return child
 
     def forget_computed(self) -> None:
-        """It has lost its blocks: all of its tokens are computed again, drafts given up."""
+        """Counts all tokens as not computed, because the blocks are gone, and gives up drafts."""
         self.num_preempted_tokens = max(self.num_preempted_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
         self.draft_token_ids = ()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """It has ended, for this reason."""
+        """Ends the sequence for this reason; blocks and row are the Scheduler's business."""
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason

@@ -1,7 +1,8 @@
 """WaitingQueue: sequences that wait for admission, by priority and arrival; LookAhead: one pass.
 
-The head of the queue that does not fit yet lets a few behind it go first, a bounded number of
-times, so that it neither blocks nor starves. Used by the Scheduler; knows no blocks.
+The first of the queue may be too large to be admitted yet. It would block all behind it, so a few
+of these are tried; and because each sequence is overtaken a bounded number of times, it does not
+starve. Used by the Scheduler; knows no blocks.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from collections.abc import Sequence as SequenceOf
 from nanoengine.core.sequence import Sequence, Status
 
 MAX_LOOK_AHEAD = 8
-"""Waiting sequences that do not fit yet and are passed over in one step."""
+"""Most waiting sequences that one step passes over because they do not fit yet."""
 MAX_OVERTAKEN = 16
-"""Times that a waiting sequence may be overtaken; then nobody passes it until it is admitted."""
+"""Times that a waiting sequence may be overtaken; then no other passes it until it is admitted."""
 
-
-Choose = Callable[[SequenceOf[Sequence]], Sequence]
-"""Takes one of several sequences, which it is given in order."""
+NextToAdmit = Callable[[SequenceOf[Sequence]], Sequence]
+"""`AdmissionPolicy.next_to_admit`: says which of several waiting sequences, in order, is next."""
 
 
 class WaitingQueue:
-    """A heap of sequences; one that ends while it waits stays in it until its turn."""
+    """A heap of sequences. One that ends while it waits stays in the heap until its turn."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -33,7 +33,7 @@ class WaitingQueue:
         return self._num_waiting
 
     def push(self, seq: Sequence) -> None:
-        """Queues a sequence in its place."""
+        """Queues a sequence at its place in the order."""
         seq.status = Status.WAITING
         self._num_waiting += 1
         heapq.heappush(self._heap, (seq.order, seq))
@@ -46,16 +46,16 @@ class WaitingQueue:
                 self._num_waiting -= 1
                 return seq
 
-    def pop_chosen(self, choose: Choose) -> Sequence:
-        """The one that `choose` takes of those still waiting; walks all of them."""
+    def pop_next(self, next_to_admit: NextToAdmit) -> Sequence:
+        """The one that a policy wants next of those still waiting; walks all of them."""
         waiting = [seq for _, seq in sorted(self._heap) if seq.status is Status.WAITING]
-        chosen = choose(waiting)
-        self._heap = [(seq.order, seq) for seq in waiting if seq is not chosen]  # sorted: a heap
+        first = next_to_admit(waiting)
+        self._heap = [(seq.order, seq) for seq in waiting if seq is not first]  # sorted: a heap
         self._num_waiting -= 1
-        return chosen
+        return first
 
     def discount(self) -> None:
-        """One of those that wait is about to end."""
+        """Counts one sequence less, because it is about to end while it waits."""
         self._num_waiting -= 1
 
     def check(self) -> None:
@@ -68,34 +68,36 @@ class LookAhead:
     """One step's pass over the queue, from its head.
 
     Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them MAX_OVERTAKEN
-    times at most. Where few wait, `choose` says which of them is tried next.
+    times at most. Where few wait, `next_to_admit` says which of them is tried next.
     """
 
-    def __init__(self, queue: WaitingQueue, choose: Choose) -> None:
+    def __init__(self, queue: WaitingQueue, next_to_admit: NextToAdmit) -> None:
         self._queue = queue
-        self._choose = choose
+        self._next_to_admit = next_to_admit
         self.passed_over: list[Sequence] = []
 
     def next(self, few: int) -> Sequence | None:
-        """The next sequence to try; None if there is none, or none may go before the others."""
+        """Takes the next sequence to try out of the queue: by order, or, where no more than `few`
+        wait, as the policy says. None if the queue is empty, or none may go before those passed
+        over."""
         is_far = len(self.passed_over) > MAX_LOOK_AHEAD
         if not self._queue or is_far or any(map(_waits_long, self.passed_over)):
             return None
         if len(self._queue) <= few:
-            return self._queue.pop_chosen(self._choose)
+            return self._queue.pop_next(self._next_to_admit)
         return self._queue.pop()
 
     def pass_over(self, seq: Sequence) -> None:
-        """It can't be admitted now."""
+        """Puts a sequence aside that can't be admitted now."""
         self.passed_over.append(seq)
 
     def overtake(self) -> None:
-        """One behind those passed over has been admitted."""
+        """Counts for those passed over that one behind them has been admitted."""
         for seq in self.passed_over:
             seq.num_overtaken += 1
 
     def end(self) -> None:
-        """Those passed over wait on, in their places."""
+        """Queues those passed over again, at their places."""
         for seq in self.passed_over:
             self._queue.push(seq)
 

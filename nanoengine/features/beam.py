@@ -1,6 +1,6 @@
 """Beam search: the continuations of a prompt with the best scores, found a token a step.
 
-    step       beams rest, each with its most likely next tokens ............ `Sequence.choices`
+    step       beams await a choice, each with its likeliest next tokens .... `Sequence.choices`
     choose     all continuations of all beams, best first
                  ends in EOS, or is long enough ── a hypothesis, if among the first beam_width
                  the beam_width best others ────── give a token, fork, drop
@@ -156,7 +156,7 @@ class BeamSearch:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """What the beams run with: this search ends them, and reads the tokens they offer."""
+        """What the beams run with: this search ends them, and reads their choices."""
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,
