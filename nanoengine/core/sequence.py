@@ -15,6 +15,7 @@ import enum
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, Protocol
 
 from nanoengine.core.plan import TokenLogprob, TokenLogprobs
@@ -41,6 +42,7 @@ class Ending(NamedTuple):
     stop_reason: int | str | None = None
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """One stream of tokens: what the scheduler counts, what the block manager tables.
 
@@ -66,95 +68,52 @@ class Sequence:
         row: in the executor's buffers while running, else NO_ROW.
     """
 
-    __slots__ = (
-        "block_tables",
-        "choices",
-        "cumulative_logprob",
-        "draft_token_ids",
-        "finish_reason",
-        "finish_time",
-        "first_scheduled_time",
-        "first_token_time",
-        "follower",
-        "index",
-        "last_token_time",
-        "logprobs",
-        "max_chunk",
-        "max_num_tokens",
-        "min_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_overtaken",
-        "num_pending_reads",
-        "num_pending_tokens",
-        "num_preempted_tokens",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "num_windowed_blocks",
-        "order",
-        "params",
-        "prefixes",
-        "request",
-        "row",
-        "seed",
-        "seq_id",
-        "slots_ready_until",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "token_ids",
-    )
+    request: Request
+    _: KW_ONLY
+    seq_id: int
+    index: int
+    token_ids: list[int]
+    seed: int
+    stop_ids: frozenset[int]
+    max_num_tokens: int
+    params: SamplingParams = field(init=False)
+    order: tuple[int, int, int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    min_num_tokens: int = field(init=False)
+    logprobs: TokenLogprobs | None = field(init=False)
+    follower: OutputFollower | None = field(init=False)
+    status: Status = Status.WAITING
+    row: int = NO_ROW
+    num_pending_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preempted_tokens: int = 0
+    num_overtaken: int = 0
+    draft_token_ids: tuple[int, ...] = ()
+    choices: list[TokenLogprob] | None = None
+    block_tables: list[list[int]] = field(default_factory=list)
+    num_windowed_blocks: list[int] = field(default_factory=list)
+    prefixes: list[Prefix] = field(default_factory=list)
+    num_pending_reads: int | None = None
+    num_registered_blocks: int = 0
+    max_chunk: int = 0
+    slots_ready_until: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finish_time: float | None = None
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        seq_id: int,
-        index: int,
-        token_ids: list[int],
-        seed: int,
-        stop_ids: frozenset[int],
-        max_num_tokens: int,
-    ) -> None:
-        params = request.params
-        self.request = request
-        self.seq_id = seq_id
-        self.index = index
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
         self.params = params
-        self.seed = seed
-        self.order = (request.priority, request.arrival, index)
-        self.token_ids = token_ids
+        self.order = (request.priority, request.arrival, self.index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_pending_tokens = 0
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preempted_tokens = 0
-        self.num_overtaken = 0
-        self.draft_token_ids: tuple[int, ...] = ()
-        self.choices: list[TokenLogprob] | None = None
-        self.block_tables: list[list[int]] = []
-        self.num_windowed_blocks: list[int] = []
-        self.prefixes: list[Prefix] = []
-        self.num_registered_blocks = 0
-        self.max_chunk = 0
-        self.slots_ready_until = 0
-        self.num_pending_reads: int | None = None
-        self.stop_ids = stop_ids
-        self.max_num_tokens = max_num_tokens
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.row = NO_ROW
-        self.status = Status.WAITING
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.cumulative_logprob = 0.0
-        self.logprobs: TokenLogprobs | None = [] if params.logprobs is not None else None
-        self.follower: OutputFollower | None = (
-            request.make_follower(index) if request.make_follower else None
-        )
-        self.first_scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
-        self.finish_time: float | None = None
+        self.logprobs = [] if params.logprobs is not None else None
+        self.follower = request.make_follower(self.index) if request.make_follower else None
 
     @property
     def num_tokens(self) -> int:
@@ -238,6 +197,7 @@ class Sequence:
         )
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Request:
     """One prompt with its sampling parameters, and the n sequences that answer it.
 
@@ -248,59 +208,29 @@ class Request:
     seconds of `time.perf_counter`. `error` says why a request failed while running.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrival_time",
-        "bad_word_ids",
-        "cache_salt",
-        "chooser",
-        "error",
-        "make_follower",
-        "next_index",
-        "num_cached_tokens",
-        "num_forks_due",
-        "params",
-        "priority",
-        "prompt_logprobs",
-        "prompt_token_ids",
-        "request_id",
-        "seed",
-        "sequences",
-    )
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    _: KW_ONLY
+    arrival: int = 0
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    make_follower: Callable[[int], OutputFollower | None] | None = None
+    chooser: TokenChooser | None = None
+    seed: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    next_index: int = field(init=False)
+    num_forks_due: int = field(init=False)
+    num_cached_tokens: int = 0
+    prompt_logprobs: TokenLogprobs | None = field(init=False)
+    error: str | None = None
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        arrival: int = 0,
-        arrival_time: float = 0.0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        bad_word_ids: tuple[tuple[int, ...], ...] = (),
-        make_follower: Callable[[int], OutputFollower | None] | None = None,
-        chooser: TokenChooser | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.arrival = arrival
-        self.arrival_time = arrival_time
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.bad_word_ids = bad_word_ids
-        self.make_follower = make_follower
-        self.chooser = chooser
-        self.seed = 0
-        self.sequences: list[Sequence] = []
-        self.next_index = params.n
-        self.num_forks_due = params.n - 1
-        self.num_cached_tokens = 0
-        self.prompt_logprobs: TokenLogprobs | None = (
-            [] if params.prompt_logprobs is not None else None
-        )
-        self.error: str | None = None
+    def __post_init__(self) -> None:
+        self.next_index = self.params.n
+        self.num_forks_due = self.params.n - 1
+        self.prompt_logprobs = [] if self.params.prompt_logprobs is not None else None
 
     @property
     def finished(self) -> bool:
