@@ -6,9 +6,9 @@
                 may_append   -> room for the step's tokens; copy-on-write where a block is shared
     the end     deallocate   -> tail first, so that long prefixes stay longest
 
-Called by the Scheduler alone. What is cached, and where, is the PrefixCache's to say; here are the
-tables. Every change of one is also written to `updates`, and every copy to `copies`; the Scheduler
-moves both into the StepPlan.
+A block table lists the blocks of a sequence in order, one table for each KV group. The PrefixCache
+says what is cached and where; this file keeps the tables. It writes every change of a table to
+`updates` and every copy of a block to `copies`, and the Scheduler moves both into the StepPlan.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class BlockManager:
     """The block tables of all sequences over one pool.
 
     Args:
-        layout: what the executor has allocated.
-        prefix_cache: finds what is cached; None: one over the device alone.
-        watermark_frac: share of blocks that admission leaves free while something runs.
-        max_chunk: most tokens a sequence computes in one step; bounds a window group's blocks.
-        chunked: fewer tokens may be computed in a step, where a window in a small pool needs it.
+        layout: the KV cache that the executor has allocated.
+        prefix_cache: finds cached blocks; None makes one without tiers below the device.
+        watermark_frac: share of the blocks that admission leaves free while sequences run.
+        max_chunk: most tokens that a sequence computes in one step. Bounds a window group's blocks.
+        chunked: whether a prompt may be computed in smaller chunks, so that its windows fit.
 
     Attributes:
-        pool: the prefix cache's blocks.
-        updates, copies: changes of tables, and of blocks, since the last plan.
+        pool: the device's blocks; the prefix cache has the same object.
+        updates: changes of block tables since the last plan.
+        copies: copies of blocks since the last plan.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class BlockManager:
     # --- admission ----------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int, chunk: int | None = None) -> int:
-        """Most blocks that a sequence of this length holds at once, over all groups.
+        """Most blocks that a sequence of this length holds at once, over all KV groups.
 
-        `chunk` [tokens] is what a step computes of it at most; None: as little as may be.
+        `chunk` is the most tokens that one step computes of it; None: the smallest that is allowed.
         """
         if chunk is None:
             chunk = 1 if self.chunked else self.max_chunk
@@ -101,14 +102,14 @@ class BlockManager:
         )
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
-        """False if a new sequence of this length can't be admitted even to an idle pool."""
+        """False if even an idle pool is too small for a new sequence of this length."""
         return self._chunk_for(num_tokens, self.num_watermark_blocks) > 0
 
     def _chunk_for(self, num_tokens: int, num_kept: int) -> int:
-        """The chunk by which a sequence of this length fits alone in all but `num_kept` blocks.
+        """The largest chunk with which a sequence of this length fits all but `num_kept` blocks.
 
-        0: it never does. Only a window's need depends on the chunk, and it has no full need of it:
-        a sequence that has grown token by token is computed again in chunks that fit.
+        A window group holds the window and one chunk at once, so a smaller chunk needs fewer
+        blocks. Returns 0 if no chunk fits.
         """
         chunk, spare = self.max_chunk, self.pool.num_usable - num_kept
         while chunk and self.num_blocks_for(num_tokens, chunk) > spare:
@@ -116,12 +117,13 @@ class BlockManager:
         return chunk
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
-        """Looks up the longest cached prefix and says whether the rest fits. Takes no block.
+        """Finds the longest cached prefix and says whether the rest fits. Takes no block.
 
-        NEVER if the whole pool less the watermark is too small; OK if the blocks needed from the
-        free ones leave the watermark (or nothing, when nothing else runs); else LATER. LATER also
-        while a tier reads blocks for the sequence, which this may have it do. A sequence back from
-        preemption may need the watermark too: it had grown into it.
+        NEVER: the whole pool less the watermark is too small. OK: after this sequence the free
+        blocks still cover the watermark, or 0 blocks where `keep_watermark` is False. LATER: they
+        don't, or a tier is reading blocks for the sequence; this call may have started the reads.
+
+        A sequence back from preemption may use the watermark as well, because it had grown into it.
         """
         num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
         chunk = self._chunk_for(seq.num_tokens, num_kept)
@@ -149,9 +151,10 @@ class BlockManager:
         )
 
     def allocate(self, seq: Sequence, admission: Admission) -> None:
-        """Gives an admitted sequence its cached prefix, and the blocks of its known tokens.
+        """Gives an admitted sequence its cached prefix, and fresh blocks for its other tokens.
 
-        A window group gets the rest chunk by chunk from `may_append`, since it never holds all.
+        A window group gets fresh blocks from `may_append`, chunk by chunk, because it never holds
+        the blocks of all tokens at once.
         """
         assert admission.verdict is Verdict.OK, seq
         assert not seq.block_tables, seq
@@ -162,7 +165,7 @@ class BlockManager:
             if group.sliding_window is None:
                 table += self.pool.allocate(num_blocks - len(table))
             seq.block_tables.append(table)
-            seq.num_windowed_blocks.append(num_dropped_blocks(group, num_cached, self.block_size))
+            seq.num_dropped_blocks.append(num_dropped_blocks(group, num_cached, self.block_size))
             self.updates.append(TableUpdate(seq.row, index, 0, tuple(table)))
         seq.num_registered_blocks = admission.prefix.num_blocks
         seq.num_computed_tokens = seq.num_cached_tokens = num_cached
@@ -172,12 +175,12 @@ class BlockManager:
     # --- growth -------------------------------------------------------------------------------
 
     def catch_up(self, seq: Sequence) -> None:
-        """Moves a prompt that is being computed on to where another with equal tokens has come.
+        """Replaces a sequence's next blocks by equal ones that another sequence has filled.
 
-        Equal prompts that are prefilled side by side in chunks would each compute all blocks. So
-        before its next chunk a sequence takes over the blocks that the other has filled, those of
-        the step being planned included, in place of its own unwritten ones: the prompts take turns,
-        and each block is computed once.
+        Equal prompts that are prefilled side by side in chunks would each compute every block.
+        Instead, before its next chunk a sequence takes over the blocks that the other has filled,
+        those of the step being planned included, and frees its own unwritten ones. The prompts thus
+        take turns, and each block is computed once.
         """
         filled = self.prefix_cache.find_filled(seq)
         if not filled:
@@ -197,10 +200,11 @@ class BlockManager:
         seq.num_registered_blocks = end
 
     def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Makes room for the next tokens of a running sequence; False if the pool has too little.
+        """Makes room for the next tokens of a running sequence; False if blocks are lacking.
 
-        Most steps allocate nothing: a new block is due only when the tokens pass a boundary. A
-        block shared with a fork is replaced by a copy before it is written (copy-on-write).
+        Most steps allocate nothing: a new block is due only when the tokens pass a block boundary.
+        A block that is shared with a fork is replaced by a copy before it is written
+        (copy-on-write).
         """
         if self._has_windows:
             self._drop_outside_windows(seq)
@@ -238,17 +242,19 @@ class BlockManager:
         return min(num_blocks, *map(len, seq.block_tables)) * self.block_size - 1
 
     def _drop_outside_windows(self, seq: Sequence) -> None:
+        """Frees the blocks that no later query can see; null entries take their places."""
         for index, group in enumerate(self.layout.groups):
-            table, before = seq.block_tables[index], seq.num_windowed_blocks[index]
+            table, before = seq.block_tables[index], seq.num_dropped_blocks[index]
             dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
             if dropped > before:
                 self.pool.free(reversed(table[before:dropped]))
                 nulls = [NULL_BLOCK] * (dropped - before)
                 table[before:dropped] = nulls
                 self.updates.append(TableUpdate(seq.row, index, before, tuple(nulls)))
-                seq.num_windowed_blocks[index] = dropped
+                seq.num_dropped_blocks[index] = dropped
 
     def _copy_on_write(self, seq: Sequence, index: int, position: int) -> None:
+        """Gives a sequence a copy of the block at `position` of its table, in place of it."""
         table = seq.block_tables[index]
         shared = table[position]
         table[position] = self.pool.allocate(1)[0]
@@ -257,9 +263,9 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, index, position, (table[position],)))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child's tables become the parent's, every block shared; nothing is copied.
+        """Gives a child the parent's blocks; both share them, and nothing is copied.
 
-        Blocks without a computed token are not shared: both would fill them.
+        Blocks without a computed token are not shared, because both would fill them.
         """
         num_blocks = cdiv(parent.num_computed_tokens, self.block_size)
         for index, whole in enumerate(parent.block_tables):
@@ -269,44 +275,45 @@ class BlockManager:
             self.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
         parent.slots_ready_until = child.slots_ready_until = 0  # the last block is shared now
         child.max_chunk = parent.max_chunk
-        child.num_windowed_blocks = list(parent.num_windowed_blocks)
+        child.num_dropped_blocks = list(parent.num_dropped_blocks)
         child.prefixes = list(parent.prefixes)
         child.num_registered_blocks = parent.num_registered_blocks
         child.num_computed_tokens = parent.num_computed_tokens
 
     def deallocate(self, seq: Sequence) -> None:
-        """Drops the sequence's blocks, tail first; full ones stay cached until they are needed."""
+        """Frees a sequence's blocks, tail first; full ones stay cached until they are evicted."""
         tables = seq.block_tables
         if len(tables) == 1:
             self.pool.free(reversed(tables[0]))
-        else:  # Why side by side: a hit needs its blocks in every group, so they go together.
+        else:
+            # Why side by side: a hit needs its blocks in every group, so they are evicted together.
             rows = [*zip_longest(*tables, fillvalue=NULL_BLOCK)]
             self.pool.free(chain.from_iterable(reversed(rows)))
-        if self.updates:  # Why: a sequence preempted while it grows has a row no longer.
+        if self.updates:  # Why: a sequence that is preempted after it has grown has no row now.
             row = seq.row
             self.updates = [update for update in self.updates if update.row != row]
         self.forget(seq)
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence holds no blocks from now on; their reference counts stay as they are."""
+        """Empties a sequence's tables without freeing the blocks, whose counts can't be trusted."""
         seq.block_tables = []
-        seq.num_windowed_blocks = []
+        seq.num_dropped_blocks = []
         seq.num_registered_blocks = 0
         seq.slots_ready_until = 0
 
     def discard_all(self) -> None:
-        """After a failed step: starts from an empty pool, as no count can be trusted."""
+        """Starts from an empty pool, because after a failed step no count can be trusted."""
         self.updates, self.copies = [], []
         self.prefix_cache.discard_all()
 
     # --- invariants ---------------------------------------------------------------------------
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Raises AssertionError if a pool invariant is broken for these live sequences."""
+        """Raises AssertionError if these sequences' tables and the pool contradict each other."""
         self.pool.check(table for seq in sequences for table in seq.block_tables)
         for seq in sequences:
-            for table, windowed in zip(seq.block_tables, seq.num_windowed_blocks, strict=True):
-                assert NULL_BLOCK not in table[windowed:], seq
+            for table, dropped in zip(seq.block_tables, seq.num_dropped_blocks, strict=True):
+                assert NULL_BLOCK not in table[dropped:], seq
                 assert len(table) * self.block_size >= seq.num_computed_tokens, seq
                 # Invariant I4: a table's indexed blocks hold the sequence's own prefixes.
                 for block_id, prefix in zip(table, seq.prefixes, strict=False):

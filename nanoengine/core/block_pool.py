@@ -1,19 +1,19 @@
-"""BlockPool: who owns each KV block, which content it holds, and which block goes next. Ints only.
+"""BlockPool: who uses each KV block, what it holds, and which block is handed out next. Ints only.
 
-    block 0        the null block: a placeholder, never allocated, hashed or freed
+    block 0        the null block: a placeholder, never allocated, indexed or freed
     active         reference count > 0
-    cached         reference count 0, content indexed: evictable, oldest first, or revived by a hit
+    cached         reference count 0, content indexed: evicted, oldest first, or revived by a hit
     empty          reference count 0, no content: handed out before any cached block
 
     allocate                touch (a hit)
     empty ───────► active ◄────────────── cached
-      ▲               │ free: no hash        ▲ │
-      └───────────────┘ free: has a hash ────┘ │
-      ▲                                        │ evict (inline, when allocate finds no empty block)
+      ▲               │ free: no content     ▲ │
+      └───────────────┘ free: has content ───┘ │
+      ▲                                        │ evict (in allocate, when no block is empty)
       └────────────────────────────────────────┘
 
-The same class keeps every tier (device, host, disk): only the mover of bytes differs. Called by the
-BlockManager; knows nothing of sequences.
+Device, host and disk each have a pool of this class; only what moves the bytes differs. Called by
+the BlockManager and the PrefixCache; knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ NULL_BLOCK = 0
 
 
 class Block:
-    """One block: who refers to it and, once full, what it holds.
+    """One block: how many use it and, once it is full, what it holds.
 
-    `prefix` is None while the block has no indexed content. `group` is the KV group whose layers
-    filled it. `before` and `after` are its neighbours in the queue of free blocks.
+    Attributes:
+        ref_count: how many block tables, or copies under way, refer to it.
+        prefix: its indexed content, its tokens and all before them; None without.
+        group: the KV group whose layers filled it.
+        before, after: its neighbours in the queue, while it is free.
     """
 
     __slots__ = ("after", "before", "block_id", "group", "prefix", "ref_count")
@@ -50,22 +53,26 @@ class Block:
 
 
 class BlockObserver(Protocol):
-    """Watches blocks; it may not change anything."""
+    """Watches what blocks hold; it may not change anything."""
 
     def on_block(self, event: str, block: Block) -> None:
-        """Told, in causal order, of content that is
+        """Called for each event, in causal order.
 
-        "stored" (may be hit), "freed" (nobody uses it), "reused" (a hit has revived it), "removed"
-        (called while the block still has it), and of all of it "cleared" (with the null block).
+        stored    the block's content is indexed and may be hit
+        freed     nobody uses the block any more; it keeps its content
+        reused    a hit has revived the block
+        removed   the block is about to lose its content; it still has it during this call
+        cleared   all blocks have lost their content; `block` is the null block
         """
 
 
 class BlockPool:
     """A fixed number of blocks with reference counts, a content index and an LRU queue.
 
-    Every operation is O(1) a block, and takes the blocks of a table in one call. The free blocks
-    are linked in a ring that starts and ends at the null block: empty ones, then the cached ones,
-    oldest first. Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
+    A pool has up to a million blocks, so no operation may walk them: each takes O(1) time a block,
+    and one call serves all blocks of a table. The queue of free blocks is a linked ring that starts
+    and ends at the null block: the empty blocks, then the cached ones, oldest first.
+    Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
     >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, pack([5, 6]))
     >>> pool.allocate(2)
@@ -81,7 +88,7 @@ class BlockPool:
 
     Attributes:
         num_free: blocks that `allocate` can hand out now, empty and cached.
-        num_evicted: cached blocks whose content went because `allocate` needed them.
+        num_evicted: cached blocks that lost their content because `allocate` needed them.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -99,9 +106,10 @@ class BlockPool:
         self.num_free = self._num_empty = self.num_blocks - 1
         self.num_evicted = 0
         self._index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
-        # Why: two blocks may hold one content, since tables are append-only. Those after the first.
+        # Why: two sequences may compute one content at the same time, and no table is changed
+        # afterwards. Content -> the blocks that hold it besides the one in the index.
         self._duplicates: dict[tuple[int, Prefix], list[int]] = {}
-        # Digests evicted lately: as many as there are blocks, then those of as many before them.
+        # Digests of content evicted lately: up to one a block, and as many before those.
         self._evicted: set[bytes] = set()
         self._evicted_before: set[bytes] = set()
 
@@ -125,7 +133,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each: empty ones, then the oldest cached.
 
-        The caller checks `num_free` first; running out is a bug, not a condition.
+        The caller compares `num_free` first; to run out of blocks here is a bug.
         """
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
         null = self.blocks[NULL_BLOCK]
@@ -146,7 +154,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds a reference to each active block; null entries are passed over."""
+        """Adds a reference to each active block; skips null entries."""
         for block_id in block_ids:
             if block_id != NULL_BLOCK:
                 block = self.blocks[block_id]
@@ -154,10 +162,7 @@ class BlockPool:
                 block.ref_count += 1
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Adds a reference to each block that a lookup named; a cached one is active again.
-
-        Null entries are passed over.
-        """
+        """Adds a reference to each block of a hit, cached or active; skips null entries."""
         blocks = self.blocks
         for block_id in block_ids:
             block = blocks[block_id]
@@ -173,10 +178,13 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drops a reference of each block, in the given order; null entries are passed over.
+        """Drops a reference of each block, in the given order; skips null entries.
 
-        Callers pass a table tail first: of equally old blocks, the one with the longest prefix
-        before it is then evicted first. Raises ValueError for a block that is free already.
+        Callers pass a table tail first, because blocks are evicted in the order they are freed: the
+        beginning of a prompt, which others are likely to share, then stays longest.
+
+        Raises:
+            ValueError: a block is free already.
         """
         blocks, observers = self.blocks, self.observers
         null = blocks[NULL_BLOCK]
@@ -205,7 +213,7 @@ class BlockPool:
                 self._push_empty(block)
 
     def _push_empty(self, block: Block) -> None:
-        """To the head: a block without content has no age."""
+        """Puts a block without content to the head of the queue."""
         null = self.blocks[NULL_BLOCK]
         first = null.after
         block.before, block.after = null, first
@@ -217,9 +225,9 @@ class BlockPool:
     def register(
         self, block_ids: Sequence[int], group: int, prefixes: Sequence[Prefix]
     ) -> list[Block]:
-        """Indexes the contents of full, active blocks; returns those that had none before.
+        """Indexes what full, active blocks hold; returns the blocks that were not indexed before.
 
-        What is indexed already, and null entries, are passed over.
+        Skips null entries.
         """
         blocks, index, observers = self.blocks, self._index[group], self.observers
         fresh: list[Block] = []
@@ -239,15 +247,15 @@ class BlockPool:
         return fresh
 
     def lookup(self, group: int, prefix: Prefix) -> int | None:
-        """A block with this content, active or cached, or None. Changes nothing."""
+        """A block with this content, active or cached; None if there is none. Changes nothing."""
         return self._index[group].get(prefix)
 
     def lookup_all(self, group: int, prefixes: Iterable[Prefix]) -> list[int]:
-        """A block for each of these contents, the null block where there is none."""
+        """For each of these contents a block that holds it, or the null block."""
         return list(map(self._index[group].get, prefixes, repeat(NULL_BLOCK)))
 
     def num_cached(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks, each named by a lookup or null, nobody uses."""
+        """How many of these blocks, all found by a lookup or null, nobody uses."""
         blocks = self.blocks
         return [blocks[i].ref_count for i in block_ids if i != NULL_BLOCK].count(0)
 
@@ -261,7 +269,7 @@ class BlockPool:
         return block_ids
 
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the content of those given blocks that are cached; returns how many were."""
+        """Drops the content of those of the blocks that are cached; returns how many were."""
         evicted = 0
         for block_id in block_ids:
             block = self.blocks[block_id]
@@ -277,7 +285,7 @@ class BlockPool:
         """Drops all indexed content; refuses (False) while any block is active."""
         if self.num_free != self.num_usable:
             return False
-        # Why set aside: one event says it all.
+        # Why set aside: observers are told once, not for each block.
         observers, self.observers = self.observers, []
         self.evict(self.next_evicted(self.num_free))
         self._evicted, self._evicted_before = set(), set()
@@ -286,12 +294,12 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Starts anew, whatever is in use: for when counts and content can't be trusted."""
+        """Makes all blocks empty, used ones as well; for counts that can't be trusted any more."""
         self._make_blocks()
         self._tell("cleared", self.blocks[NULL_BLOCK])
 
     def was_evicted(self, digest: bytes) -> bool:
-        """True if content of this digest was here not long ago: a larger pool would have it."""
+        """True if content of this digest was evicted lately: a larger pool would still have it."""
         return digest in self._evicted or digest in self._evicted_before
 
     def _tell(self, event: str, block: Block) -> None:
@@ -299,7 +307,7 @@ class BlockPool:
             observer.on_block(event, block)
 
     def _drop_content(self, block: Block) -> None:
-        """Drops the content of a block that nobody uses, and remembers that it was here."""
+        """Drops the content of a block that nobody uses, and remembers that it was evicted."""
         prefix, group, duplicates = block.prefix, block.group, self._duplicates
         assert prefix is not None, block
         if self.observers:
@@ -320,9 +328,10 @@ class BlockPool:
     # --- invariants ---------------------------------------------------------------------------
 
     def check(self, tables: Iterable[Iterable[int]] | None = None) -> None:
-        """Walks everything and raises AssertionError on a broken invariant.
+        """Walks all blocks and raises AssertionError if an invariant is broken.
 
-        With `tables`, all live block tables, reference counts are compared against them.
+        Args:
+            tables: all lists that hold references, to compare the counts with; None: not compared.
         """
         null = self.blocks[NULL_BLOCK]
         free: list[Block] = []
@@ -333,15 +342,15 @@ class BlockPool:
             free.append(block)
             block = block.after
         assert len(free) == self.num_free == len(set(free)), "the queue and its length differ"
-        # Invariant I6: the null block is never allocated, hashed or freed.
+        # Invariant I6: the null block is never allocated, indexed or freed.
         assert null.ref_count == 0 and null.prefix is None, null
-        # Invariant I3: free if and only if the count is 0; empty ones come first.
+        # Invariant I3: a block is free if and only if its count is 0. Empty blocks come first.
         assert all(block.ref_count == 0 for block in free), free
         assert sum(block.ref_count == 0 for block in self.blocks[1:]) == len(free), "lost blocks"
         is_cached = [block.prefix is not None for block in free]
         assert is_cached == sorted(is_cached), "an empty block behind a cached one"
         assert is_cached.count(False) == self._num_empty, self._num_empty
-        # Invariant I4: index entries and hashed blocks match one to one.
+        # Invariant I4: index entries and blocks with content match one to one.
         indexed: list[int] = []
         assert all(self._duplicates.values()), self._duplicates
         assert all(prefix in self._index[group] for group, prefix in self._duplicates)
@@ -351,10 +360,10 @@ class BlockPool:
                 assert all(self.blocks[i].prefix is prefix for i in same), prefix
                 assert all(self.blocks[i].group == group for i in same), group
                 indexed += same
-        hashed = [block.block_id for block in self.blocks if block.prefix is not None]
-        assert sorted(indexed) == hashed, "the index and the blocks differ"
+        with_content = [block.block_id for block in self.blocks if block.prefix is not None]
+        assert sorted(indexed) == with_content, "the index and the blocks differ"
         if tables is not None:
-            # Invariant I2: the reference count is the number of table entries.
+            # Invariant I2: a block's reference count is the number of table entries.
             counts = [0] * self.num_blocks
             for table in tables:
                 for block_id in table:

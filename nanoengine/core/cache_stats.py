@@ -1,6 +1,6 @@
-"""CacheStats: how often prompts are found in the prefix cache, and why not; TierStats: what moved.
+"""CacheStats: how much of prompts the prefix cache had, and why not more. TierStats: one tier.
 
-Kept by the BlockManager at each admission, and by Tiers; read by `LLMEngine.stats()`.
+Kept by the PrefixCache; read by `LLMEngine.stats()`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ RECENT = 1000
 
 @dataclass(slots=True, kw_only=True)
 class CacheStats:
-    """Tokens looked up in the prefix cache at admission, and found; readmissions apart.
+    """Tokens that were looked up in the prefix cache and found there.
 
-    Found are also those that another sequence has computed by the time it is their turn.
-    `misses` counts the admissions that did not find all their full blocks, by what the first
-    missing one was: "cold" (never seen), "evicted" (was here), "salt" (here under another salt), or
-    "short": the prompt has no full block before its last token.
+    Readmissions, of sequences back from preemption, are counted apart: they would flatter the rate.
+    Tokens that a prompt takes over from another one later (`BlockManager.catch_up`) count as found.
+
+    `misses` counts the admissions that did not find all of their full blocks, by why the first one
+    was missing:
+
+    cold      no sequence has computed it lately
+    evicted   it was cached, and its block was needed
+    salt      it is cached under another cache salt
+    short     there is none: the prompt has no full block before its last token
 
     >>> stats = CacheStats()
     >>> stats.count(100, 64); stats.count(100, 0, miss="cold")
@@ -37,14 +43,14 @@ class CacheStats:
     _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def count_late(self, hit: int, *, again: bool) -> None:
-        """Counts tokens found after admission; `again`: by a sequence back from preemption."""
+        """Counts tokens found after admission; `again` for a sequence back from preemption."""
         if again:
             self.readmit_hit_tokens += hit
         else:
             self.hit_tokens += hit
 
     def count(self, queried: int, hit: int, *, miss: str | None = None) -> None:
-        """Counts one admission; `miss` says why not all was found."""
+        """Counts the tokens of one admission; `miss` is the reason if not all were found."""
         self.queried_tokens += queried
         self.hit_tokens += hit
         self._recent.append((queried, hit))
@@ -65,10 +71,15 @@ class CacheStats:
 
 @dataclass(slots=True, kw_only=True)
 class TierStats:
-    """One tier's block counts now, and what has moved since the start.
+    """One tier's blocks now, and those that were moved since the start.
 
-    `hit_blocks` were found here and asked for, `loaded_blocks` of them reached the level above;
-    `stored_blocks` arrived from it; `failed_copies` were lost to a disk error or a damaged file.
+    Attributes:
+        name: "host" or "disk".
+        block_bytes: of one block; times a count of blocks, what was moved.
+        hit_blocks: found in this tier and asked for.
+        loaded_blocks: of these, how many have reached the tier above.
+        stored_blocks: arrived from the tier above.
+        failed_copies: lost to a disk error or a damaged file.
     """
 
     name: str

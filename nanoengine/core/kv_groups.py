@@ -1,11 +1,12 @@
-"""KV groups: which blocks a layer kind needs, which it may drop, and which make a prefix hit.
+"""KV groups: which blocks a group of layers needs, may drop, and can start from.
 
-Full attention keeps every block. A sliding window of w tokens lets the query at position p see
-p - w + 1 ... p, so blocks wholly before that become the null block and are freed:
+Full attention needs the keys and values of every token. A sliding window of w tokens lets the query
+at position p see positions p - w + 1 to p. Blocks wholly before that are freed, and the null block
+takes their places in the table:
 
     block_size 2, window 4, 7 tokens computed     [ 0 0 | 0 0 | x x | x . ]     2 nulls
 
-Pure functions on a KVGroup, used by the BlockManager.
+Pure functions on a KVGroup, used by the BlockManager and the PrefixCache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int) -> int:
-    """Leading blocks that no later query of the sequence can see.
+    """How many blocks at the start of a table no later query can see.
 
     >>> [num_dropped_blocks(KVGroup(layers=(0,), sliding_window=4), n, 2) for n in (4, 5, 6, 7, 11)]
     [0, 1, 1, 2, 4]
@@ -32,7 +33,11 @@ def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int
 
 
 def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_size: int) -> int:
-    """Most blocks the group holds at once while `num_tokens` are computed in chunks of `max_chunk`.
+    """Most blocks that a group holds at once, while a sequence is computed in chunks.
+
+    Args:
+        num_tokens: of the sequence.
+        max_chunk: most tokens of one chunk.
 
     >>> num_needed_blocks(KVGroup(layers=(0,)), 100, 64, 16)
     7
@@ -42,14 +47,14 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
     whole = cdiv(num_tokens, block_size)
     if group.sliding_window is None:
         return whole
-    # Why so: n tokens that need not start at a block boundary lie in cdiv(n - 1, bs) + 1 blocks.
+    # Why: n tokens that need not start at a block boundary lie in cdiv(n - 1, bs) + 1 blocks.
     return min(whole, cdiv(group.sliding_window - 1 + max_chunk - 1, block_size) + 1)
 
 
 def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_most: int) -> int:
-    """The longest prefix, in blocks and at most `at_most`, whose needed blocks are all found.
+    """The longest prefix, in blocks and up to `at_most`, of which all needed blocks are found.
 
-    Full attention needs every block before it; a window only its last ceil((window - 1) / bs).
+    Full attention needs every block of it; a window only the last ceil((window - 1) / block_size).
 
     >>> longest_hit(KVGroup(layers=(0,)), [True, True, False, True], 16, 4)
     2
@@ -71,16 +76,19 @@ def longest_common_hit(
 ) -> int:
     """The longest prefix, in blocks, that every group can start from.
 
-    `found[g][i]` is true if group g has the i-th block: its id will do, as the null block is 0.
-    Each group may shorten the prefix, which may cost another group its window, so it goes round
-    until none shortens it.
+    One group may shorten the prefix; its new end may lie where another group's window was not
+    found, which shortens it again. So all groups are asked in turn, until none shortens it.
+
+    Args:
+        found: `found[g][i]` is true if group g has the i-th block. A block id serves as well,
+            because the null block is 0.
 
     >>> groups = (KVGroup(layers=(0,)), KVGroup(layers=(1,), sliding_window=2))
     >>> longest_common_hit(groups, [[1, 1, 1], [1, 1, 0]], 16)
     2
     """
     length, before = min(map(len, found)), -1
-    if all(map(all, found)):  # Why: mostly so, and nothing shortens it then.
+    if all(map(all, found)):  # Why: the usual case, in which no group shortens anything.
         return length
     while length != before:
         before = length
@@ -90,11 +98,11 @@ def longest_common_hit(
 
 
 def make_kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """Groups the layers by retention rule into groups of (nearly) equal size.
+    """Puts layers of the same window into groups of (nearly) equal size.
 
-    One pool serves all groups, so a block has the bytes of the largest group: kinds of very
-    different counts are split into several groups of the smaller count. Source: vLLM's hybrid
-    KV-cache manager.
+    One pool serves all groups, so each block has the bytes of the largest group. A model with 22
+    windowed layers and 4 full ones would waste most of its full blocks; so the windowed layers are
+    split into groups of 4. Source: vLLM's hybrid KV-cache manager.
 
     >>> [g.layers for g in make_kv_groups([None, None, None])]
     [(0, 1, 2)]

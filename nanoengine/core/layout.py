@@ -1,6 +1,6 @@
 """KVLayout: the KV cache that an executor has allocated, as plain numbers.
 
-An executor reports it when it has started; the Scheduler and the BlockManager are built from it.
+An executor returns it from `start`; the PrefixCache and the BlockManager are built from it.
 
     KVLayout ── num_blocks x block_size tokens ── KVGroup (full attention)   a block table each
                                               └── KVGroup (window of w)      for its layers
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 class KVGroup:
     """Layers that share one block table and one retention rule.
 
-    `sliding_window` [tokens]: None keeps everything; w lets a token see itself and the w - 1 tokens
-    before it.
+    `sliding_window` [tokens]: with w, a token sees itself and the w - 1 tokens before it, and older
+    blocks are dropped; None keeps all.
     """
 
     layers: tuple[int, ...]
@@ -25,10 +25,12 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The KV cache that an executor has allocated: what the BlockManager may hand out.
+    """The blocks that the BlockManager may hand out.
 
-    `num_blocks` counts the null block; `block_bytes` are the bytes of one block over all layers of
-    its group.
+    Attributes:
+        num_blocks: the null block included.
+        block_size: tokens of a block.
+        block_bytes: bytes of a block, over all layers of a group.
     """
 
     num_blocks: int

@@ -1,17 +1,17 @@
-"""PrefixCache: finds the blocks that hold the beginning of a prompt, so that it is not recomputed.
+"""PrefixCache: prompts that begin alike share blocks, so that their beginning is computed once.
 
     prompt      a b c d | e f g h | i j k l | m        block_size 4; only full blocks are cached
-    prefixes    P1 ◄───── P2 ◄───── P3                 each names all tokens up to its block's end
-    the index   P1 → 7    P2 → 3    P3 → nothing       the cached prefix is blocks 7 and 3: 8 tokens
+    prefixes    P1 ◄───── P2 ◄───── P3                 each stands for all tokens to its block's end
+    the index   P1 → 7    P2 → 3    P3 → nothing       the cached prefix: blocks 7 and 3, 8 tokens
 
-A request that computes a block registers it; a later one that begins with the same tokens finds it.
-The BlockPool keeps content and blocks together: its index says which block holds a prefix, and its
-queue says which content goes first when a block is needed. The PrefixCache says which prefixes a
-sequence consists of and how many of them may be used, and it counts hits and misses.
+A sequence that fills a block registers it, and a later one that begins with the same tokens finds
+it. The BlockPool owns the index, which says which block holds a prefix, and the queue, which says
+what is evicted first. The PrefixCache says which prefixes a sequence consists of and how many of
+them may come from the cache, and it counts hits and misses.
 
-Called by the Scheduler and the BlockManager. Tiers below the device extend it by a subclass
-(`tiers/tiered_cache.py`), for which the methods at the end do nothing here.
-Source: vLLM v1 (chained hashes, blocks kept after their request has ended).
+Called by the Scheduler and the BlockManager. With tiers below the device it is a TieredPrefixCache
+(`tiers/tiered_cache.py`), for which the last methods of this one do nothing.
+Source: vLLM v1 (chained hashes; blocks are kept after their request has ended).
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from nanoengine.core.sequence import Sequence
 class CachedPrefix:
     """The longest cached prefix of a sequence, as the start of its block tables.
 
-    `tables[g]` are the first `num_blocks` entries of group g's table, null where its window needs
-    no block. `num_needed_blocks` of them come from the free blocks. While `is_ready` is False the
-    sequence must wait; `reason` tells people what a tier was used for, or why it was not.
+    Attributes:
+        num_blocks: how many full blocks the prefix has.
+        tables: for each KV group that many entries; null where its window needs no block.
+        num_needed_blocks: how many free blocks it takes: cached ones, which become active.
+        is_ready: False while a tier reads blocks of it; the sequence waits.
+        reason: for people: why blocks are loaded from a tier, or computed although one has them.
     """
 
     num_blocks: int = 0
@@ -45,7 +48,7 @@ class CachedPrefix:
     reason: str = ""
 
     def num_held(self, group: int) -> int:
-        """Blocks that this prefix puts into a group's table."""
+        """How many blocks of the prefix a KV group holds; null entries don't count."""
         table = self.tables[group]
         return len(table) - table.count(NULL_BLOCK)
 
@@ -54,13 +57,13 @@ class PrefixCache:
     """The prefix cache over the device's blocks.
 
     Args:
-        layout: what the executor has allocated.
-        enabled: False finds and registers nothing.
+        layout: the KV cache that the executor has allocated.
+        enabled: False registers nothing, so nothing is found.
 
     Attributes:
-        pool: the device's blocks, with the index from content to block.
-        prefixes: one object for each content, which all pools use as its key.
-        stats: what was looked up and found.
+        pool: the device's blocks.
+        prefixes: makes the keys of the index, one object for each content.
+        stats: how much was looked up and found.
     """
 
     def __init__(self, layout: KVLayout, *, enabled: bool = True) -> None:
@@ -70,20 +73,21 @@ class PrefixCache:
         self.pool = BlockPool(layout.num_blocks, len(layout.groups))
         self.prefixes = Prefixes()
         self.stats = CacheStats()
-        # First blocks registered lately: digest without the salt -> name of the root, with it.
+        # Of first blocks registered lately: digest without the salt -> name of the salted root.
         self._roots: OrderedDict[bytes, bytes] = OrderedDict()
 
     # --- find ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> CachedPrefix:
-        """The longest prefix that every KV group has cached. Takes no block."""
+        """The longest prefix that all KV groups have cached. Takes no block."""
         at_most = self._num_usable_blocks(seq)
         prefixes = self._prefixes_of(seq, at_most)[:at_most]
         found = []
         for index, group in enumerate(self.layout.groups):
             hits = self.pool.lookup_all(index, prefixes)
             if group.sliding_window is None and NULL_BLOCK in hits:
-                del hits[hits.index(NULL_BLOCK) :]  # Why: full attention needs every block before.
+                # Why: full attention needs every block, so what lies behind a gap is no use.
+                del hits[hits.index(NULL_BLOCK) :]
             found.append(hits)
         length = longest_common_hit(self.layout.groups, found, self.block_size)
         tables = self._table_starts(found, length)
@@ -91,7 +95,7 @@ class PrefixCache:
         return CachedPrefix(num_blocks=length, tables=tables, num_needed_blocks=num_needed)
 
     def _table_starts(self, found: list[list[int]], length: int) -> list[list[int]]:
-        """The tables that begin with `length` found blocks, null before what a window can see."""
+        """The first `length` entries of each group's table; null where its window sees nothing."""
         tables = []
         for group, hits in zip(self.layout.groups, found, strict=True):
             dropped = num_dropped_blocks(group, length * self.block_size, self.block_size)
@@ -99,16 +103,16 @@ class PrefixCache:
         return tables
 
     def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
-        """Gives a sequence the blocks that `find` has found for it; returns them as its tables."""
+        """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
         for table in prefix.tables:
             self.pool.touch(table)
         return prefix.tables
 
     def find_filled(self, seq: Sequence) -> list[list[int]]:
-        """Blocks that others have filled with what a running sequence is about to compute.
+        """Blocks that hold what a running sequence computes next, because another was faster.
 
-        The i-th list has, for each KV group, the block that may take the place of the sequence's
-        own, counted from the one that its next token lies in.
+        `[i][g]` is group g's block for the i-th position of the table, counted from the block that
+        the sequence's next token lies in.
         """
         start, at_most = seq.num_computed_tokens // self.block_size, self._num_usable_blocks(seq)
         filled: list[list[int]] = []
@@ -122,10 +126,10 @@ class PrefixCache:
         return filled
 
     def _num_usable_blocks(self, seq: Sequence) -> int:
-        """How many of a sequence's blocks may come from the cache."""
+        """How many of a sequence's blocks may come from the cache: full ones, and not all."""
         if not self.enabled:
             return 0
-        # Why - 1: at least one token is left to compute, or there would be no logits.
+        # Why - 1: at least one token must be computed, or there would be no logits.
         num_tokens = len(seq.token_ids) - 1
         if seq.params.prompt_logprobs is not None:
             # Why: a position whose log-probabilities are wanted must be computed.
@@ -133,9 +137,10 @@ class PrefixCache:
         return num_tokens // self.block_size
 
     def _prefixes_of(self, seq: Sequence, count: int) -> list[Prefix]:
-        """The prefixes of at least the first `count` full blocks; each is hashed once in its life.
+        """The prefixes of at least the first `count` full blocks.
 
-        A cache salt is the root of the first one's, so that tenants share nothing.
+        A sequence keeps them, so each block is hashed once. The chain starts at a root that is made
+        from the request's cache salt, so that tenants share nothing.
         """
         prefixes, size = seq.prefixes, self.block_size
         if len(prefixes) < count:
@@ -147,10 +152,11 @@ class PrefixCache:
     # --- register -----------------------------------------------------------------------------
 
     def register(self, seq: Sequence) -> None:
-        """Indexes the blocks that are full once the step being planned has run.
+        """Indexes a sequence's blocks that are full once the step being planned has run.
 
-        Why before it has run: an equal prompt admitted in the same step then shares them. This is
-        safe, because each layer stores all keys and values of a step before it reads any.
+        Why not afterwards: an equal prompt that is admitted in the same step then shares them. It
+        reads what is written, because each layer stores all keys and values of a step before it
+        reads any.
         """
         full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
         first = seq.num_registered_blocks
@@ -161,7 +167,7 @@ class PrefixCache:
             self._roots[self._unsalted(seq)] = root_name(seq.request.cache_salt)
             if len(self._roots) > self.layout.num_blocks:
                 self._roots.popitem(last=False)
-        # Why: a block's contents in all groups become known before the next block's.
+        # Why: a hit needs a block in all groups, so all groups' blocks are indexed before the next.
         step = full - first if len(seq.block_tables) == 1 else 1
         for start in range(first, full, step):
             run = slice(start, start + step)
@@ -170,17 +176,17 @@ class PrefixCache:
         seq.num_registered_blocks = full
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
-        """Indexes blocks of one group; returns those that were not indexed before."""
+        """Indexes blocks of one KV group; returns those that were not indexed before."""
         return self.pool.register(block_ids, group, prefixes)
 
     # --- drop ---------------------------------------------------------------------------------
 
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the content of those given blocks that nobody uses; returns how many were."""
+        """Drops the content of those of the blocks that nobody uses; returns how many."""
         return self.pool.evict(block_ids)
 
     def invalidate(self, block_ids: list[int]) -> None:
-        """Drops content that may be wrong, because the sequence that computed it has failed.
+        """Drops content that may be wrong, because the sequence that held these blocks has failed.
 
         Blocks that another sequence uses keep theirs.
         """
@@ -191,14 +197,14 @@ class PrefixCache:
         return self.pool.reset()
 
     def discard_all(self) -> None:
-        """After a failed step: neither reference counts nor content can be trusted any more."""
+        """Empties all blocks: after a failed step neither counts nor content can be trusted."""
         self.pool.clear()
         self._roots.clear()
 
     # --- statistics ---------------------------------------------------------------------------
 
     def count_admission(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Counts what was looked up for a sequence and found, and why the rest was not."""
+        """Counts the tokens looked up for a sequence and found, and why not all were found."""
         is_scored_whole = seq.params.prompt_logprobs is not None and (
             seq.params.first_scored_position == 0
         )
@@ -212,7 +218,7 @@ class PrefixCache:
             self.stats.count(seq.num_tokens, num_cached_tokens, miss=miss)
 
     def _reason_of_miss(self, seq: Sequence, num_hits: int) -> str | None:
-        """Why the first block behind the hits was not found; None if no more were asked for."""
+        """Why the block after the hits was not found; None if all were. See `CacheStats`."""
         at_most = self._num_usable_blocks(seq)
         if at_most == 0:
             return "short"
@@ -231,23 +237,23 @@ class PrefixCache:
             return seq.prefixes[0].digest
         return hash_block(root_name(None) + pack(seq.token_ids[: self.block_size]))
 
-    # --- for tiers below the device; there are none here --------------------------------------
+    # --- what only tiers below the device have to do ------------------------------------------
 
     def take_transfers(self, plan: StepPlan) -> list[Transfer]:
-        """Copies between the device and other tiers that a planned step makes."""
+        """The copies between the device and a tier that a planned step makes."""
         return []
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has run, and its transfers with it."""
+        """Called when a step has run, and its transfers with it."""
 
     def wait(self) -> None:
-        """Called when no step runs and none can be planned: waits for what a tier is reading."""
+        """Called when no step is under way and none can be planned: waits for a tier's reads."""
 
     def close(self) -> None:
-        """Gives back what tiers hold outside the process."""
+        """Gives back what tiers hold outside the process: files, locks."""
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Counts of each tier below the device."""
+        """The blocks of each tier, and what was moved."""
         return ()
 
     def check(self) -> None:

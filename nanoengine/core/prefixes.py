@@ -1,15 +1,17 @@
-"""Prefix: what a full block holds, its tokens and all those before them, as one object a content.
+"""Prefix: what a full block holds, its tokens and all tokens before them. One object each.
 
-    root ◄── Prefix(t0 … t15) ◄── Prefix(t16 … t31) ◄── ...        parent links; a digest names each
+    root ◄── Prefix(t0 … t15) ◄── Prefix(t16 … t31) ◄── ...     parent links, and a digest for each
 
-Equal content is the same object as long as anybody refers to it, so that pools compare nothing: a
-hit is an object found. The chained digest only finds candidates. Parent and tokens are compared,
-and the parent is itself one object a content; by induction all ancestors are equal, and no hit
-rests on the hash. A block keeps its prefix, a prefix its parents: no name is given a second time
-while it, or one that descends from it, is in use.
+A cache that compared hashes alone would, at a collision, answer one prompt from another's keys and
+values. Here equal content is the same object for as long as anybody refers to it, and a hit is an
+object found. The digest, chained from parent to child, only finds candidates: tokens are compared,
+and parents, each of which is one object too. By induction all ancestors are equal.
 
-Used by the BlockManager and the tiers. Source: chained block hashes are vLLM v1's; giving each
-content one object (hash consing) in place of trusting the chain is ours.
+A block refers to its prefix, and a prefix to its parent. So no digest is given to other content
+while a prefix that has it, or one that descends from it, is in use.
+
+Used by the PrefixCache and the tiers. Source: chained block hashes are vLLM v1's; one object for
+each content (hash consing) in place of trust in the chain is ours.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ hash_block = xxhash.xxh3_128_digest
 
 
 class Prefix:
-    """A block's tokens after those of `parent`; made by `Prefixes` alone. Compared by identity.
+    """A block's tokens, behind those of its parent. Made by `Prefixes`; compared by identity.
 
-    `digest` names it in events and on disk, in 16 bytes; a root has a name of another length.
-    `packed` are its tokens as `pack` makes them: one object to hash, to compare and to free.
+    Attributes:
+        digest: its name in events and on disk, 16 bytes. That of a root has another length.
+        parent: the prefix that ends where this one's block starts; None for a root.
+        packed: the block's tokens as `pack` makes them.
     """
 
     __slots__ = ("__weakref__", "digest", "packed", "parent")
@@ -51,7 +55,7 @@ class Prefix:
 
 
 class Prefixes:
-    """All prefixes that somebody refers to.
+    """Makes prefixes, and keeps those that somebody refers to, so that each is made once.
 
     >>> prefixes = Prefixes()
     >>> first = prefixes.extend(prefixes.root(None), [5, 6])
@@ -66,7 +70,7 @@ class Prefixes:
         self._sweep_at = 1024
 
     def root(self, salt: str | None) -> Prefix:
-        """What stands before a first block: the cache salt keeps tenants apart."""
+        """The parent of first blocks. One for each cache salt, so that tenants share nothing."""
         return self.root_of_name(root_name(salt))
 
     def root_of_name(self, name: bytes) -> Prefix:
@@ -79,11 +83,11 @@ class Prefixes:
         return root
 
     def extend(self, parent: Prefix, token_ids: Sequence[int]) -> Prefix:
-        """The prefix that goes on from `parent` by one full block."""
+        """The prefix of one full block behind `parent`."""
         return self.follow(parent, token_ids, len(token_ids))[0]
 
     def follow(self, parent: Prefix, token_ids: Sequence[int], block_size: int) -> list[Prefix]:
-        """The prefixes that go on from `parent` block by block; all blocks are full."""
+        """The prefixes of the blocks behind `parent`, one after the other; all blocks are full."""
         # Perf: naming 16 new blocks takes 14 us, 31 us with a WeakValueDictionary, which forgets
         # each name at once (one Zen 3 core).
         if len(self._named) >= self._sweep_at:
@@ -96,7 +100,7 @@ class Prefixes:
             while holder is not None and (known := holder()) is not None:
                 if known.parent is parent and known.packed == block:
                     break
-                # Why: other content has this name; it takes the next that is free.
+                # Why: other content has this digest, so this one takes the next that is free.
                 digest = ((int.from_bytes(digest) + 1) % 2**128).to_bytes(DIGEST_BYTES)
                 holder = named.get(digest)
             else:
@@ -112,7 +116,7 @@ class Prefixes:
 
 
 def root_name(salt: str | None) -> bytes:
-    """A root's digest, never as long as a block's."""
+    """A root's digest; never as long as a block's, so the two can't be confused."""
     return b"" if salt is None else b"nanoengine-cache-salt:" + salt.encode()
 
 

@@ -92,7 +92,7 @@ class Sequence:
     draft_token_ids: tuple[int, ...] = ()
     choices: list[TokenLogprob] | None = None
     block_tables: list[list[int]] = field(default_factory=list)
-    num_windowed_blocks: list[int] = field(default_factory=list)
+    num_dropped_blocks: list[int] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
     num_pending_reads: int | None = None
     num_registered_blocks: int = 0

@@ -113,7 +113,7 @@ def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypa
     for slow in (cost.host, cost.disk):
         slow.rate.add(1.0, 1.0)
     block_bytes = second.info.block_bytes
-    cost.host.rate.silent_s = cost.disk.rate.silent_s = 1e3 * block_bytes
+    cost.host.rate.unused_s = cost.disk.rate.unused_s = 1e3 * block_bytes
     assert tokens(run(second, prompts, greedy(4))) == expected
     host, disk = second.stats().tiers
     assert disk.loaded_blocks > 0 and host.loaded_blocks > 0

@@ -1,13 +1,13 @@
-"""CostModel: is a block sooner loaded from a tier, or computed again?
+"""CostModel: is it quicker to load a prefix from a tier, or to compute it again?
 
     load       setup_s + bytes / measured bandwidth        for each tier that the blocks pass
     recompute  tokens / measured prefill rate
 
-A tier that is not used tells nothing new, so one slow load could close it for good. So a load that
-looks too slow is tried again when that costs little beside what has been computed since the tier
-was last heard of, and what it takes then counts in place of all before.
+A tier that is not used is not measured either, so one slow load could close it for good. Therefore
+a load that looks too slow is tried again, once it would add little to the time of forwards since
+the tier was used. Its time then replaces what was measured before.
 
-Kept by Tiers; fed with what steps and copies took.
+Kept by the TieredPrefixCache, which reports how long steps and copies took.
 """
 
 from __future__ import annotations
@@ -17,33 +17,37 @@ from dataclasses import dataclass, field
 from nanoengine.core.plan import StepPlan, StepResult
 
 MIN_PREFILL_TOKENS = 16
-"""A step tells the prefill rate if each of its sequences computes this many tokens on average."""
+"""A step measures the prefill rate if its sequences compute this many tokens each, on average."""
 RETRY_SHARE = 0.05
-"""A load is tried again if it adds at most this share to the forwards since the tier's last one."""
+"""A load is tried again if it adds at most this share to the forwards since the last one."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """Units a second over recent work; older work counts less, by a tenth each time.
+    """A measured rate in units a second: bytes that were loaded, or tokens that were computed.
 
-    `silent_s` are the seconds that forwards took since the last work or doubt.
+    With each new measurement all older ones lose a tenth of their weight.
+
+    Attributes:
+        amount, seconds: weighted sums over all measurements.
+        unused_s: seconds that forwards have taken since the last measurement or `start_over`.
     """
 
     amount: float = 0.0
     seconds: float = 0.0
-    silent_s: float = 0.0
-    _is_doubted: bool = False
+    unused_s: float = 0.0
+    _starts_over: bool = False
 
     def add(self, amount: float, seconds: float) -> None:
-        """Takes note of work done."""
-        weight = 0.0 if self._is_doubted else 0.9
+        """Adds a measurement."""
+        weight = 0.0 if self._starts_over else 0.9
         self.amount = weight * self.amount + amount
         self.seconds = weight * self.seconds + seconds
-        self.silent_s, self._is_doubted = 0.0, False
+        self.unused_s, self._starts_over = 0.0, False
 
-    def doubt(self) -> None:
-        """The next work is to count alone."""
-        self.silent_s, self._is_doubted = 0.0, True
+    def start_over(self) -> None:
+        """Lets the next measurement replace all before it."""
+        self.unused_s, self._starts_over = 0.0, True
 
     @property
     def is_known(self) -> bool:
@@ -57,7 +61,9 @@ class Rate:
 
 @dataclass(slots=True)
 class LoadCost:
-    """What it takes to bring blocks up from one tier. `policy`: "auto", "load" or "recompute".
+    """How long it takes to load blocks from one tier into the tier above.
+
+    `setup_s` is added to each load. `policy` is "auto" (what is quicker), "load" or "recompute".
 
     >>> host = LoadCost(block_bytes=5_120_000)
     >>> host.rate.add(28e9, 1.0)
@@ -71,7 +77,7 @@ class LoadCost:
     rate: Rate = field(default_factory=Rate)
 
     def seconds(self, num_blocks: int) -> float:
-        """Seconds for blocks that are loaded together."""
+        """Seconds to load these blocks together."""
         if num_blocks == 0:
             return 0.0
         return self.setup_s + self.rate.time_for(num_blocks * self.block_bytes)
@@ -79,7 +85,7 @@ class LoadCost:
 
 @dataclass(slots=True, kw_only=True)
 class CostModel:
-    """Weighs loading against prefilling; blocks on disk pass through the host, and pay for both."""
+    """Compares loading with computing. Blocks on disk pass through host memory and cost both."""
 
     host: LoadCost
     disk: LoadCost
@@ -88,15 +94,15 @@ class CostModel:
     def prefer_load(
         self, tier: str, *, num_host: int, num_disk: int, num_tokens: int, num_host_before: int = 0
     ) -> tuple[bool, str]:
-        """Whether `num_tokens` more tokens are taken from a tier, and why.
+        """Whether to load `num_tokens` more tokens from a tier, and why.
 
-        Saying yes to a load that looks too slow uses up the time that allows it, loaded or not.
+        A load that is tried although it looks too slow resets `unused_s`, made or not.
 
         Args:
-            tier: "host" or "disk", the one that would be used in addition; its policy may decide.
+            tier: "host" or "disk": the tier that has these tokens. Its policy may decide.
             num_host: blocks that would be loaded from host memory in all, those from disk included.
             num_disk: blocks that would be read from disk.
-            num_host_before: blocks loaded from host memory in any case.
+            num_host_before: blocks that are loaded from host memory in any case.
         """
         loads = [(self.host, num_host), (self.disk, num_disk)]
         asked = self.host if tier == "host" else self.disk
@@ -111,17 +117,17 @@ class CostModel:
         times = f"loading takes {1e3 * load_s:.3g} ms and computing {1e3 * prefill_s:.3g} ms"
         if load_s < prefill_s:
             return True, f"{prefix}: load, as {times}"
-        if load_s - prefill_s <= RETRY_SHARE * rate.silent_s:
-            reason = f"{prefix}: load, to measure it again after {rate.silent_s:.3g} s without"
-            rate.doubt()
+        if load_s - prefill_s <= RETRY_SHARE * rate.unused_s:
+            reason = f"{prefix}: load, to measure it again after {rate.unused_s:.3g} s without"
+            rate.start_over()
             return True, f"{reason}, though {times}"
         return False, f"{prefix}: recompute, as {times}"
 
     def observe(self, plan: StepPlan, result: StepResult, block_bytes: int) -> None:
-        """Learns the rates from a step that has run."""
+        """Measures the rates of a step that has run."""
         times = result.times
         for cost in (self.host, self.disk):
-            cost.rate.silent_s += times.forward_s
+            cost.rate.unused_s += times.forward_s
         if times.load_s > 0:
             loaded = sum(len(t.tier_ids) for t in plan.transfers if t.kind == "load")
             self.host.rate.add(loaded * block_bytes, times.load_s)

@@ -1,11 +1,13 @@
-"""DiskBlocks: which blocks are on disk, and the copies between host memory and files under way.
+"""DiskBlocks: which blocks are on disk, and which copies between host memory and files go on.
 
     host pool ── write, a few at a time ──► disk pool ── remove, when evicted
               ◄── read, for a sequence that waits ──
 
-Until a copy has finished, its host block and its disk block hold a reference; the index entry
-appears then. Nothing is held on behalf of a sequence, so one that ends while it waits leaves
-nothing behind. Used by Tiers; a `DiskStorage` moves the bytes, in the background.
+A copy takes a while, and its blocks must not be handed out before it has finished. So it holds a
+reference to its host block and to its disk block, and the index entry appears at its end. No block
+is held on behalf of a sequence: one that ends while it waits leaves nothing behind.
+
+Used by the TieredPrefixCache; a `DiskStorage` moves the bytes, in the background.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from nanoengine.core.tiers.cost import Rate
 from nanoengine.core.tiers.found import Content, Level, TierBlock, content_of
 
 MAX_WRITES = 8
-"""Blocks being written to disk at once: a read behind them waits for no more than these."""
+"""Most writes under way at once: copies are made in order, so a read may wait for all of them."""
 
 
 class DiskCopy(NamedTuple):
-    """Work for a DiskStorage: "write" (host to disk), "read" (disk to host) or "remove"."""
+    """One job of a DiskStorage: "write" (host to disk), "read" (disk to host) or "remove"."""
 
     kind: str
     content: Content
@@ -36,7 +38,7 @@ class DiskCopy(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A copy that has ended: whether the bytes arrived whole, and the seconds it took."""
+    """A copy that has ended: whether all bytes have arrived, and the seconds it took."""
 
     copy: DiskCopy
     ok: bool
@@ -46,8 +48,8 @@ class Finished(NamedTuple):
 class DiskStorage(Protocol):
     """Moves blocks between host memory and files, in the background and in the order given.
 
-    No method raises for what a disk can do: a copy that fails is `ok=False`. `can_write` turns
-    False for good when the disk takes no more.
+    No method raises because of the disk: a copy that fails has `ok=False`. `can_write` becomes
+    False, for good, when the disk takes no more.
     """
 
     can_write: bool
@@ -55,29 +57,29 @@ class DiskStorage(Protocol):
     def scan(self, prefixes: Prefixes) -> list[Content]:
         """What the directory holds, least recently used first.
 
-        A block whose prefix is not on disk as a whole is no use: its ancestors can't be compared.
+        Only blocks whose whole prefix is on disk: the ancestors of others can't be compared.
         """
 
     def submit(self, copy: DiskCopy) -> None:
-        """Takes a copy on; its host block is left alone until it has finished."""
+        """Takes a copy on; nobody else touches its host block until it has finished."""
 
     def collect(self, wait_s: float) -> list[Finished]:
-        """Copies finished since the last call; waits up to `wait_s` for one under way."""
+        """Copies that have finished since the last call; waits up to `wait_s` for one."""
 
     def close(self) -> None:
-        """Ends what is under way and gives the directory free."""
+        """Finishes the copies under way and lets other processes write the directory."""
 
 
 class DiskBlocks:
-    """A pool of files below the host's pool.
+    """The blocks on disk: a pool, whose blocks are files, and the copies under way.
 
     Args:
         storage: moves the bytes.
-        num_blocks: of the tier, its null block included.
-        host: the pool above, whose blocks copies read and write.
+        num_blocks: of the disk's pool, its null block included.
+        host: the pool of the tier above.
         stats: counts what is moved.
-        rate: learns what reading takes.
-        prefixes: name what the directory holds.
+        rate: learns how long reads take.
+        prefixes: makes the keys for what the directory holds.
     """
 
     def __init__(
@@ -97,8 +99,8 @@ class DiskBlocks:
         self._stats = stats
         self._rate = rate
         self._copies: dict[Content, DiskCopy] = {}
-        self._readers: dict[Content, list[Sequence]] = {}  # who waits for each block
-        # Why bounded: what came longest ago has left the host again, if it holds no more.
+        self._readers: dict[Content, list[Sequence]] = {}  # the sequences that wait for each read
+        # Why bounded: the host holds no more, so what came before these has left it again.
         self._to_write: deque[Content] = deque(maxlen=host.num_usable)
         contents = [content for content in storage.scan(prefixes) if content.group < num_groups]
         surplus = max(0, len(contents) - self.pool.num_usable)
@@ -111,7 +113,7 @@ class DiskBlocks:
 
     @property
     def is_reading(self) -> bool:
-        """True while a sequence waits for a block."""
+        """True while a block is read."""
         return bool(self._readers)
 
     def is_copying(self, content: Content) -> bool:
@@ -121,9 +123,10 @@ class DiskBlocks:
     # --- up -----------------------------------------------------------------------------------
 
     def read_for(self, seq: Sequence, blocks: Iterable[TierBlock]) -> None:
-        """Has those of the blocks that are on disk read into host memory, for a waiting sequence.
+        """Starts to read a waiting sequence's blocks from disk into host memory.
 
-        In order, and as many as the host has room for.
+        Skips blocks that are in host memory already; ends at the first that the host has no room
+        for. `seq.num_pending_reads` counts those that are under way.
         """
         num_reads = 0
         for level, block_id in blocks:
@@ -159,11 +162,11 @@ class DiskBlocks:
     # --- down ---------------------------------------------------------------------------------
 
     def write_later(self, content: Content) -> None:
-        """Content has come to the host, and goes on from there."""
+        """Queues content that has arrived in host memory to be written to disk."""
         self._to_write.append(content)
 
     def write(self) -> None:
-        """Has blocks that came to the host written to disk, a few at a time."""
+        """Starts to write queued content to disk, a few blocks at a time."""
         if not self._storage.can_write:
             self._to_write.clear()
         while self._to_write and len(self._copies) - len(self._readers) < MAX_WRITES:
@@ -198,7 +201,7 @@ class DiskBlocks:
         self._storage.submit(copy)
 
     def collect(self, wait_s: float) -> None:
-        """Takes note of copies that have finished; waits up to `wait_s` for one."""
+        """Ends the copies that have finished; waits up to `wait_s` for one."""
         for copy, ok, seconds in self._storage.collect(wait_s):
             if copy.kind == "remove":
                 continue
@@ -209,14 +212,14 @@ class DiskBlocks:
                 self._end_read(copy, ok, seconds)
 
     def evict(self, content: Content) -> None:
-        """Drops content and its file; no copy of it may be under way."""
+        """Drops content and removes its file; no copy of it may be under way."""
         disk_id = self.pool.lookup(*content)
         if disk_id is not None:
             self.pool.evict([disk_id])
             self._storage.submit(DiskCopy("remove", content))
 
     def drain(self, *, and_write: bool) -> None:
-        """Waits for all copies; those still to be written are written first, or forgotten."""
+        """Waits for all copies; `and_write` writes what is queued, else the queue is emptied."""
         if not and_write:
             self._to_write.clear()
         self.write()
@@ -225,23 +228,23 @@ class DiskBlocks:
             self.write()
 
     def abandon(self) -> None:
-        """Waits until the storage is at rest; what its copies did is forgotten."""
+        """Waits for all copies and ignores how they have ended: this object is about to go."""
         while self._storage.collect(math.inf):
             pass
 
     def reset(self) -> bool:
-        """Drops all content, files too; nothing is under way."""
+        """Drops all content and removes its files; no copy may be under way."""
         for block in self.pool.blocks:
             if block.prefix is not None:
                 self._storage.submit(DiskCopy("remove", content_of(block)))
         return self.pool.reset()
 
     def close(self) -> None:
-        """Gives the directory free."""
+        """Lets other processes write the directory."""
         self._storage.close()
 
     def held_host_ids(self) -> list[int]:
-        """Host blocks that copies under way hold."""
+        """The host blocks that copies under way hold, one entry a reference."""
         return [copy.host_id for copy in self._copies.values()]
 
     def check(self) -> None:
@@ -261,7 +264,7 @@ class NoDisk:
         return []
 
     def submit(self, copy: DiskCopy) -> None:
-        """Never called: nothing is found on disk, and nothing is written."""
+        """Never called, because nothing is found on disk and nothing is written."""
         raise AssertionError(f"there is no disk tier for {copy}")
 
     def collect(self, wait_s: float) -> list[Finished]:

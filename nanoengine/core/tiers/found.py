@@ -1,9 +1,9 @@
 """Found: where the blocks of a prompt are, on the device and in the tiers below it.
 
-    group 0     device   7   3   -   -   -         reach(DEVICE) = 2 blocks
-                below            h4  h9  d2        reach(HOST) = 4, reach(DISK) = 5
+    group 0     device   7   3   0   0   0                   reach(DEVICE) = 2 blocks
+                below    -   -   host 4  host 9  disk 2      reach(HOST) = 4, reach(DISK) = 5
 
-Made and read by the TieredPrefixCache, which chooses what to load.
+Made by the TieredPrefixCache, which chooses from it what to load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoengine.core.prefixes import Prefix
 
 
 class Level(IntEnum):
-    """Where a block's content is, nearest first."""
+    """The tiers that can hold a block's content, nearest first."""
 
     DEVICE = 0
     HOST = 1
@@ -27,14 +27,14 @@ class Level(IntEnum):
 
 
 class TierBlock(NamedTuple):
-    """A block of one tier's pool."""
+    """A block of one tier's pool; ids of different pools have nothing to do with each other."""
 
     level: Level
     block_id: int
 
 
 class Load(NamedTuple):
-    """A block to load for a position of a group's table, and where it is."""
+    """A block to load: the position in a KV group's table that it is for, and where it is."""
 
     group: int
     position: int
@@ -42,7 +42,7 @@ class Load(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a full block holds: the key of every pool's index, and of copies under way."""
+    """What a full block holds. In every tier it is found by this."""
 
     group: int
     prefix: Prefix
@@ -58,8 +58,10 @@ def content_of(block: Block) -> Content:
 class Found:
     """For each KV group, where the full blocks of a prompt are.
 
-    `device[g][i]` is the i-th block's id on the device, or the null block; what is not there but in
-    a tier is in `below[g]`, by i. A group's list ends where no longer prefix can be had.
+    Attributes:
+        device: `device[g][i]` is the i-th block on the device, or the null block. A list ends where
+            no longer prefix can be had.
+        below: `below[g][i]` is the i-th block in a tier, if it is not on the device but there.
     """
 
     layout: KVLayout
@@ -67,7 +69,7 @@ class Found:
     below: list[dict[int, TierBlock]] = field(default_factory=list)
 
     def reach(self, level: Level) -> int:
-        """The longest prefix, in blocks, that every group can start from with hits to `level`."""
+        """The longest prefix, in blocks, that tiers down to `level` have for all groups."""
         found = [
             [hit or (i in below and below[i].level <= level) for i, hit in enumerate(device)]
             for device, below in zip(self.device, self.below, strict=True)
@@ -75,7 +77,7 @@ class Found:
         return longest_common_hit(self.layout.groups, found, self.layout.block_size)
 
     def loads(self, length: int) -> list[Load]:
-        """What is to be loaded for the first `length` blocks; before a window, nothing."""
+        """The blocks to load for a prefix of `length` blocks; none where a window sees nothing."""
         size, loads = self.layout.block_size, []
         for g, (group, below) in enumerate(zip(self.layout.groups, self.below, strict=True)):
             dropped = num_dropped_blocks(group, length * size, size)

@@ -1,18 +1,18 @@
-"""TieredPrefixCache: a prefix cache whose blocks live on below the device. Ints only.
+"""TieredPrefixCache: a prefix cache that also keeps blocks in host memory and on disk. Ints only.
 
     device pool ── store, after the forward of a plan ──► host pool ── write ──► disk pool
                 ◄── load, before the forward of a plan ──           ◄── read ──
                     (the executor's TierStorage)            (DiskStorage, in the background)
 
-The device's pool evicts what other sequences need the room for. Where a block's content was stored
-in host memory or on disk before, a later prompt loads it, which is often quicker than computing it.
+The device's pool evicts content when it needs the block for something else. Content that was stored
+in a tier before can then be loaded, which is often quicker than computing it again.
 
 - A tier is one more BlockPool with the same keys. There is no swapping: a preempted sequence frees
   its blocks, and those of them that were stored come back as hits.
 - The device loads from host memory alone, which can't fail. A file is first read into a host block,
-  and its checksum verified; a sequence waits for that once, and recomputes what did not arrive.
-- An index entry appears when its copy has finished. Until then the host block and the disk block
-  of the copy hold a reference. A device block needs none: plans run in order, so a step has read
+  and its checksum is verified; a sequence waits for that once, and recomputes what did not arrive.
+- An index entry appears when its copy has finished. Until then the copy holds a reference to its
+  host block and its disk block. A device block needs none: plans run in order, so a step has read
   what it stores before a later step can write there.
 - No block is held on behalf of a sequence, so one that ends while it waits leaves nothing behind.
 - A step's transfers have finished when that step, or a later one, is committed.
@@ -39,26 +39,26 @@ from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
 from nanoengine.core.tiers.found import Content, Found, Level, Load, TierBlock, content_of
 
 LAZY_BLOCKS = 64
-"""A lazy tier stores blocks that are among this many next to be evicted."""
+"""A lazy cache stores the device's cached blocks when they are among this many next evicted."""
 WAIT_S = 0.05
-"""Longest wait for the disk in a step that has nothing else to do."""
+"""Longest wait for the disk [s] when no step can be planned."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TieredPrefix(CachedPrefix):
-    """A cached prefix with blocks that are loaded from host memory; in `tables` they are null."""
+    """A cached prefix of which some blocks must be loaded; in `tables` these are null."""
 
     loads: list[Load] = field(default_factory=list)
 
     def num_held(self, group: int) -> int:
-        """Blocks that this prefix puts into a group's table."""
+        """How many blocks of the prefix a KV group holds, once all are loaded."""
         # Why not super(): in a dataclass with slots it looks at a class that was replaced.
         return CachedPrefix.num_held(self, group) + sum(load.group == group for load in self.loads)
 
 
 @dataclass(slots=True)
 class StepCopies:
-    """The copies of one step: (device block, host block), and for stores what they hold."""
+    """One step's copies: loads as (device block, host block), stores with their content as well."""
 
     loads: list[tuple[int, int]] = field(default_factory=list)
     stores: list[tuple[int, int, Content]] = field(default_factory=list)
@@ -71,8 +71,12 @@ class TieredPrefixCache(PrefixCache):
         layout: of the device's KV cache.
         num_host_blocks, num_disk_blocks: sizes of the tiers.
         cost: decides between loading and recomputing.
-        lazy: store blocks near eviction; False: as soon as they are full.
-        disk: moves blocks to files and back; None without a disk tier.
+        lazy: store blocks that are soon evicted; False stores them as soon as they are full.
+        disk: moves blocks to files and back; None: there is no disk tier.
+
+    Attributes:
+        host: the pool of host memory.
+        disk: the blocks on disk.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class TieredPrefixCache(PrefixCache):
         self._start_tiers()
 
     def _start_tiers(self) -> None:
-        """Empty pools, but for what the disk holds."""
+        """Makes the tiers' pools: an empty one for the host, and the disk's from its files."""
         num_groups = len(self.layout.groups)
         self.host = BlockPool(self._sizes[0], num_groups)
         self.disk = DiskBlocks(
@@ -115,14 +119,15 @@ class TieredPrefixCache(PrefixCache):
     # --- find ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> CachedPrefix:
-        """The prefix to use: the longest on the device, or a longer one that is worth its loads.
+        """The longest prefix on the device, or a longer one if it is worth its loads.
 
-        Not ready while the disk reads blocks for this sequence, which is asked for here.
+        If some of it is on disk, this starts the reads, and the prefix is not ready until they have
+        ended.
         """
         if seq.num_pending_reads:
             return _wait_for(seq)
         found = self._find_in_all_tiers(seq)
-        # Why: what the disk did not bring, it is not asked for again.
+        # Why: a sequence asks the disk once; what did not arrive is recomputed.
         last = self._last if seq.num_pending_reads is None else Level.HOST
         level, reason = self._cheapest(found, last)
         if level is Level.DISK:
@@ -142,6 +147,7 @@ class TieredPrefixCache(PrefixCache):
         )
 
     def _find_in_all_tiers(self, seq: Sequence) -> Found:
+        """Where a sequence's full blocks are; full attention ends at the first that is nowhere."""
         at_most = self._num_usable_blocks(seq)
         prefixes = self._prefixes_of(seq, at_most)[:at_most]
         found = Found(self.layout)
@@ -153,14 +159,14 @@ class TieredPrefixCache(PrefixCache):
                     if tier_block is not None:
                         below[i] = tier_block
                     elif group.sliding_window is None:
-                        del device[i:]  # Why: full attention needs every block before a hit.
+                        del device[i:]
                         break
             found.device.append(device)
             found.below.append(below)
         return found
 
     def lookup(self, content: Content) -> TierBlock | None:
-        """The nearest tier's block that holds this content."""
+        """A block below the device that holds this content, of the nearest tier that has one."""
         for level, pool in ((Level.HOST, self.host), (Level.DISK, self.disk.pool)):
             block_id = pool.lookup(*content)
             if block_id is not None:
@@ -168,7 +174,7 @@ class TieredPrefixCache(PrefixCache):
         return None
 
     def _cheapest(self, found: Found, last: Level) -> tuple[Level, str]:
-        """The level down to which hits are worth their loads, and why."""
+        """The tier down to which hits are worth their loads, and why."""
         best, reasons = Level.DEVICE, []
         before = found.reach(best)
         for level in (Level.HOST, Level.DISK)[:last]:
@@ -181,7 +187,7 @@ class TieredPrefixCache(PrefixCache):
                 num_host=counts[Level.HOST] + counts[Level.DISK],
                 num_disk=counts[Level.DISK],
                 num_tokens=(length - before) * self.block_size,
-                # What of these blocks is loaded anyway.
+                # These are loaded even if this tier is not used.
                 num_host_before=_count(found.loads(before))[Level.HOST],
             )
             reasons.append(reason)
@@ -190,17 +196,18 @@ class TieredPrefixCache(PrefixCache):
         return best, "; ".join(reasons)
 
     def _read(self, seq: Sequence, found: Found) -> None:
-        """Has a sequence's blocks read from disk into host memory."""
+        """Starts to read those blocks of the longest prefix that are on disk."""
         blocks = [load.block for load in found.loads(found.reach(Level.DISK))]
         held = [block.block_id for block in blocks if block.level is Level.HOST]
-        self.host.touch(held)  # Why: reading the end of a prefix must not evict its start.
+        # Why: a read takes a host block, which must not be one that holds an earlier part.
+        self.host.touch(held)
         self.disk.read_for(seq, blocks)
         self.host.free(reversed(held))
 
     # --- load and store -----------------------------------------------------------------------
 
     def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
-        """Gives a sequence the blocks that `find` has found for it, loads included."""
+        """Makes the blocks of a found prefix active, and adds its loads to the planned step."""
         assert isinstance(prefix, TieredPrefix), prefix
         tables = super().take(seq, prefix)
         for group, position, block in prefix.loads:
@@ -211,7 +218,7 @@ class TieredPrefixCache(PrefixCache):
     def _load(self, group: int, prefix: Prefix, block: TierBlock) -> int:
         """Adds a load to the step being planned; returns the device block.
 
-        Why it is indexed at once, as in `register`: a step's loads come before its forward.
+        The block is indexed at once, because a step's loads come before its forward.
         """
         [block_id] = self.pool.allocate(1)
         self.pool.register([block_id], group, [prefix])
@@ -221,7 +228,7 @@ class TieredPrefixCache(PrefixCache):
         return block_id
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
-        """Indexes device blocks and stores those that were not indexed before, unless lazy."""
+        """Indexes device blocks, and stores those that were not indexed before, unless lazy."""
         fresh = super()._index(block_ids, group, prefixes)
         if not self._lazy:
             for block in fresh:
@@ -229,17 +236,17 @@ class TieredPrefixCache(PrefixCache):
         return fresh
 
     def _store(self, block: Block) -> None:
-        """Adds a store to the step being planned, unless the host has this content."""
+        """Adds a store to the step being planned, unless the host has the content already."""
         content = content_of(block)
         if content in self._storing or self.host.lookup(*content) is not None:
             return
-        if self.host.num_free:  # Why: else all of it is being copied; not storing costs a miss.
+        if self.host.num_free:  # Why: else all host blocks are being copied; this one is not kept.
             [host_id] = self.host.allocate(1)
             self._storing.add(content)
             self._planned.stores.append((block.block_id, host_id, content))
 
     def take_transfers(self, plan: StepPlan) -> list[Transfer]:
-        """The loads and stores of a step that has been planned."""
+        """The loads and stores of a step that has been planned, lazy stores included."""
         if self._lazy:
             for block_id in self.pool.next_evicted(LAZY_BLOCKS):
                 self._store(self.pool.blocks[block_id])
@@ -254,7 +261,7 @@ class TieredPrefixCache(PrefixCache):
         return transfers
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has run: its copies, and those of steps before it, have finished."""
+        """Called when a step has run: its copies, and those of earlier steps, have finished."""
         self._cost.observe(plan, result, self.layout.block_bytes)
         for step in [step for step in self._under_way if step <= plan.step]:
             copies = self._under_way.pop(step)
@@ -270,11 +277,12 @@ class TieredPrefixCache(PrefixCache):
         self._collect(0.0)
 
     def wait(self) -> None:
-        """Called when a step has nothing to run: sleeps until the disk has read something."""
+        """Called when no step is under way and none can be planned: waits for a read to end."""
         if self.disk.is_reading:
             self._collect(WAIT_S)
 
     def _collect(self, wait_s: float) -> None:
+        """Ends the disk's finished copies, and starts what waited for that."""
         self.disk.collect(wait_s)
         self._drop_invalid()
         self.disk.write()
@@ -282,13 +290,13 @@ class TieredPrefixCache(PrefixCache):
     # --- drop ---------------------------------------------------------------------------------
 
     def invalidate(self, block_ids: list[int]) -> None:
-        """Drops content that may be wrong in every tier, there as soon as no copy is under way."""
+        """Drops content that may be wrong: on the device now, in tiers when copies have ended."""
         blocks = map(self.pool.blocks.__getitem__, block_ids)
         self._invalid += [content_of(block) for block in blocks if block.prefix is not None]
         super().invalidate(block_ids)
 
     def _drop_invalid(self) -> None:
-        """Drops invalid content from the tiers, once no copy of it is under way."""
+        """Drops invalid content from the tiers, except while a copy of it is under way."""
         waiting = []
         for content in self._invalid:
             host_id = self.host.lookup(*content)
@@ -302,20 +310,20 @@ class TieredPrefixCache(PrefixCache):
         self._invalid = waiting
 
     def reset(self) -> bool:
-        """Drops all content, files too; refuses (False) while blocks are in use or copied."""
+        """Drops all content, files too; refuses (False) while blocks are used or copied."""
         if self.pool.counts()["active"]:
             return False
         self.disk.drain(and_write=False)
         return self.host.reset() and self.disk.reset() and super().reset()
 
     def discard_all(self) -> None:
-        """After a failed step: starts anew from what is on disk, whose files are verified."""
+        """Starts again from what is on disk, whose files are verified when they are read."""
         super().discard_all()
         self.disk.abandon()
         self._start_tiers()
 
     def close(self) -> None:
-        """Writes out what the disk has not got yet, and closes it."""
+        """Writes what waits for the disk, and closes it."""
         self.disk.drain(and_write=True)
         self._drop_invalid()
         self.disk.close()
@@ -323,7 +331,7 @@ class TieredPrefixCache(PrefixCache):
     # --- the rest -----------------------------------------------------------------------------
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Counts of each tier."""
+        """The blocks of each tier, and what was moved."""
         for tier, pool in zip(self._stats, (self.host, self.disk.pool), strict=True):
             counts = pool.counts()
             tier.empty_blocks, tier.cached_blocks = counts["empty"], counts["cached"]
@@ -342,11 +350,11 @@ class TieredPrefixCache(PrefixCache):
 
 
 def _wait_for(seq: Sequence) -> CachedPrefix:
-    """The sequence waits for the disk."""
+    """A prefix that is not ready, because the disk reads blocks of it."""
     reason = f"{seq.num_pending_reads} blocks are read from disk for it"
     return CachedPrefix(is_ready=False, reason=reason)
 
 
 def _count(loads: list[Load]) -> Counter[Level]:
-    """Blocks to load by the tier that holds them."""
+    """How many blocks are loaded from each tier."""
     return Counter(load.block.level for load in loads)
