@@ -1,12 +1,13 @@
-"""The movers of the KV tiers: HostStorage (device and host memory), DiskFiles (host memory, files).
+"""What moves the bytes of KV tiers: HostStorage beside the device, DiskFiles beside the disk.
 
     kv [2, slices, blocks, ...] ── HostStorage ── blocks [host blocks, 2, slices, ...] ── DiskFiles
                                                                 │
     path/<fingerprint>/<group>-<digest>.kv      one file a block: header, checksum, bytes
     path/<fingerprint>/lock                     held by the one process that writes
 
-What moves when is decided in `core.tiers`; this file knows no sequences. On the CPU device host
-memory is plain RAM; beside a GPU it is pinned and copied on side streams, which has not been run.
+`core/tiers/` decides which blocks are moved when; this file knows no sequences. On the CPU device,
+host memory is plain RAM. Beside a GPU it is pinned and copied on side streams, which has not been
+run on one.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ FORMAT_VERSION = 1
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION
 CHECKSUM_BYTES = 16
 MOST_HEADER_BYTES = 2**20
-"""A header longer than this is none of ours: it would hold some 150,000 token ids."""
+"""Most bytes of a header. A longer one is not ours: it would hold some 150,000 token ids."""
 CHUNK_BYTES = 2**30
-"""Largest piece of pinned memory."""
+"""Largest piece of pinned memory that is allocated at once."""
 MAX_DISK_BLOCKS = 2**20
-"""Each costs some 300 bytes of bookkeeping, whatever the size of a block."""
+"""Most blocks of a disk tier: each costs some 300 bytes of host memory, whatever its size."""
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +68,19 @@ log = logging.getLogger(__name__)
 
 
 class HostStorage:
-    """Blocks in host memory, and their way to the device and back. A TierStorage.
+    """Blocks in host memory, copied to the device and back. A TierStorage.
 
-    Beside a GPU the blocks of a step pass through one of two buffers there, in turn:
+    Beside a GPU, copies must neither hold up the steps nor see blocks that a later step overwrites.
+    So a step's blocks pass through one of two buffers on the GPU, in turn:
 
         store   kv ── one kernel, main stream ──► buffer ── copies, a side stream ──► host
         load    kv ◄── one kernel, main stream ── buffer ◄── copies, another one ──── host
 
-    So no later step can overwrite what one stores, and the GPU waits for copies only where a step
-    stores more blocks than the buffers hold. Neighbours among the host's blocks are one copy.
+    The GPU waits for copies only where a step stores more blocks than the buffers hold. Blocks that
+    lie side by side in host memory are one copy.
 
     Args:
-        kv: the device's cache, [2, slices, num_blocks, ...]; may be a view of something larger.
+        kv: the device's cache, [2, slices, num_blocks, ...]; may be a view of a larger tensor.
         num_blocks: of the tier, its null block included.
     """
 
@@ -106,13 +108,13 @@ class HostStorage:
         self._starts = list(itertools.accumulate((len(c) for c in self.chunks[:-1]), initial=0))
 
     def as_bytes(self) -> list[NDArray[np.uint8]]:
-        """The same memory, block by block."""
+        """The tier's memory, block by block: [blocks, bytes of a block]."""
         flat = [chunk.view(len(chunk), -1).view(torch.uint8).numpy() for chunk in self.chunks]
         return [block for blocks in flat for block in blocks]
 
     @torch.inference_mode()
     def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
-        """Copies device blocks to the tier; they are there when what it returns has been called."""
+        """Copies device blocks to the tier; what it returns waits until they are there."""
         if not self._on_gpu:
             # Why one by one: an integer index is a view, which copy_ writes through; indexing by a
             # list makes a temporary, and what is written to it is lost.
@@ -140,8 +142,8 @@ class HostStorage:
 
     @torch.inference_mode()
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
-        """Copies the tier's blocks to the device; returns the seconds that this took, without what
-        the device had to do before."""
+        """Copies the tier's blocks to the device; returns the seconds that the copies took, without
+        the work that the device had to finish before."""
         started, seconds = time.perf_counter(), 0.0
         if not self._on_gpu:
             for src, dst in zip(src_ids, dst_ids, strict=True):
@@ -163,7 +165,7 @@ class HostStorage:
         return seconds
 
     def _pass_on(self, buffer: torch.Tensor, free: torch.cuda.Event) -> None:
-        """The other buffer is the next to take; this one may be written after `free`."""
+        """Makes the other buffer the next one; this one may be written again after `free`."""
         self._staging[0] = (buffer, free)
         self._staging.rotate(-1)
 
@@ -171,13 +173,13 @@ class HostStorage:
         return torch.cuda.current_stream(self._kv.device).record_event()
 
     def _pieces(self, *ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-        """What a buffer can hold, of each."""
+        """Each of the lists in pieces as long as a buffer."""
         size = len(self._staging[0][0])
         for start in range(0, len(ids[0]), size):
             yield [each[start : start + size] for each in ids]
 
     def _runs(self, host_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of the list whose host blocks lie side by side."""
+        """Ranges of the list, as (first, end), whose host blocks lie side by side."""
         first = 0
         for i in range(1, len(host_ids) + 1):
             if (
@@ -189,7 +191,7 @@ class HostStorage:
                 first = i
 
     def _host_blocks(self, first: int, count: int) -> torch.Tensor:
-        """Blocks `first`, ... of the tier, all in one chunk."""
+        """`count` blocks of the tier from `first` on; all lie in one chunk."""
         chunk = bisect.bisect_right(self._starts, first) - 1
         at = first - self._starts[chunk]
         return self.chunks[chunk][at : at + count]
@@ -198,8 +200,8 @@ class HostStorage:
 def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
     """How many blocks each piece of pinned memory has.
 
-    Why pieces: torch rounds each up to a power of two bytes, so 20 GiB would pin 32. Each piece
-    here falls short of a power of two by less than a block.
+    Why pieces: torch rounds each up to a power of two, so 20 GiB would pin 32 GiB. Each piece here
+    is smaller than a power of two by less than one block.
     """
     power = max(CHUNK_BYTES, 1 << (block_bytes - 1).bit_length())
     sizes = []
@@ -216,7 +218,7 @@ def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
 
 
 class Header(NamedTuple):
-    """What a file says of its block; `digest` and `parent` name prefixes."""
+    """What a file says about its block; `digest` and `parent` are those of the block's prefix."""
 
     group: int
     digest: bytes
@@ -225,14 +227,16 @@ class Header(NamedTuple):
 
 
 class DiskFiles:
-    """One file a block in a directory of the model's own. A DiskStorage.
+    """One file for each block, in a directory of the model's own. A DiskStorage.
 
-    A file appears whole, by renaming, and is believed only if header and checksum are right, so a
-    process may be killed at any time. It isn't flushed to the device: after a power failure the
-    checksum tells. The checksum has no key: who can write here can write answers, so only this user
-    can. One process at a time writes and removes, the one that holds the lock; others read what was
-    there when they started. No failure of the disk gets out: it is reported once, and the block is
-    a miss.
+    - A process may be killed at any time. So a file is written under another name and renamed, and
+      it is read only if its header and checksum are right. Files aren't flushed to the device; the
+      checksum finds those that a power failure has torn.
+    - The checksum has no key: whoever can write here decides what the model answers. So the
+      directory belongs to this user alone.
+    - One process at a time writes and removes files, the one that holds the lock. Others read what
+      was there when they started.
+    - No failure of the disk raises: it is logged once, and the block is a miss.
 
     Args:
         path: the directory of all models.
@@ -274,9 +278,9 @@ class DiskFiles:
     # --- the DiskStorage door -----------------------------------------------------------------
 
     def scan(self, prefixes: Prefixes) -> list[Content]:
-        """What is there, least recently used first.
+        """What the directory holds, least recently used first.
 
-        Removed are damaged and half-written files, and those whose prefix isn't there as a whole.
+        Removes damaged and half-written files, and those whose whole prefix is not there.
         """
         found: list[tuple[int, Header, Path]] = []
         try:
@@ -306,11 +310,11 @@ class DiskFiles:
         return contents
 
     def submit(self, copy: DiskCopy) -> None:
-        """Gives a copy to the worker thread, which takes them in this order."""
+        """Gives a copy to the worker thread, which makes them in this order."""
         self._under_way.append(self._worker.submit(self._carry_out, copy))
 
     def collect(self, wait_s: float) -> list[Finished]:
-        """Finished copies; waits up to `wait_s`, if it is infinite until one has finished."""
+        """Finished copies, in order; waits up to `wait_s` for the first one, or without end."""
         if wait_s and self._under_way:
             wait([self._under_way[0]], timeout=wait_s if math.isfinite(wait_s) else None)
         finished = []
@@ -319,7 +323,7 @@ class DiskFiles:
         return finished
 
     def close(self) -> None:
-        """Finishes what is under way and lets another process write."""
+        """Finishes the copies under way and lets another process write."""
         self._worker.shutdown(wait=True)
         self.can_write = False
         if self._release is not None:
@@ -361,10 +365,10 @@ class DiskFiles:
         return True
 
     def _read(self, path: Path, copy: DiskCopy) -> bool:
-        """Reads a file into its host block; the index names that block only if all of it is right.
+        """Reads a file into its host block; False if the file is not exactly what it should be.
 
-        A header that is equal to what it must be says that the content, the format and the model
-        are right.
+        The header is compared with the one that this content must have, so format, model, tokens
+        and parent are right as well.
         """
         header, data = self._header(copy.content), self._host[copy.host_id]
         try:
@@ -384,7 +388,7 @@ class DiskFiles:
         except OSError as error:
             self._report("read", f"can't be read: {error}")
             return False
-        # Why: the order of use then survives a restart, where the directory may be written.
+        # Why: times of files say after a restart which blocks were used last.
         with contextlib.suppress(OSError):
             os.utime(path)
         return True
@@ -410,11 +414,11 @@ class DiskFiles:
         return MAGIC + struct.pack("<I", len(text)) + text
 
     def _read_header(self, path: Path) -> tuple[int, Header]:
-        """When a file was last used [ns], and what it says that it holds.
+        """When a file was last used [ns], and its header.
 
         Raises:
-            Damaged: it can't be one of ours, or is not whole.
-            OSError: it can't be read.
+            Damaged: the file is not one of ours, or not whole.
+            OSError: the file can't be read.
         """
         with _open_regular(path) as file:
             magic, length = file.read(len(MAGIC)), file.read(4)
@@ -445,7 +449,7 @@ class DiskFiles:
         self._unlink(path)
 
     def _unlink(self, path: Path) -> bool:
-        """Removes a file, if this process may."""
+        """Removes a file if this process holds the lock; returns whether it is gone."""
         if self._release is None:
             return False
         try:
@@ -456,23 +460,23 @@ class DiskFiles:
         return True
 
     def _report(self, kind: str, message: str) -> None:
-        """One warning for each kind of trouble."""
+        """Logs one warning for each kind of failure."""
         if kind not in self._reported:
             self._reported.add(kind)
             log.warning("KV disk tier: %s %s", self.directory, message)
 
 
 class Damaged(Exception):
-    """A file is not what it should be."""
+    """A file does not hold what it should."""
 
 
 def _opener(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens for this user alone; neither through a link nor waiting for a FIFO's other end."""
+    """Opens a file for this user alone; does not follow a link, nor wait for a FIFO's other end."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether nobody else has the lock; this process has it then."""
+    """Takes the lock if nobody has it; returns whether this process has it now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -481,7 +485,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """A file to read.
+    """Opens a file to read it.
 
     Raises:
         Damaged: it is a link, a directory or another special file.
@@ -499,9 +503,10 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
-    """The prefixes that headers stand for, by digest, where all that is before them is known too.
+    """The prefixes of these headers, by digest, as far as all of their ancestors are there too.
 
-    A header names its parent by digest; the parent's tokens are in a file of its own.
+    A header has its own block's tokens and its parent's digest; the parent's tokens are in another
+    file.
     """
     by_digest = {header.digest: header for header in headers}
     known: dict[bytes, Prefix] = {}
@@ -522,17 +527,17 @@ def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
 
 
 def checksum(header: bytes, data: NDArray[np.uint8]) -> bytes:
-    """128 bits over header and bytes of a block."""
+    """128 bits over the header and the bytes of a block."""
     digest = xxhash.xxh3_128(header)
     digest.update(data.data)
     return digest.digest()
 
 
 def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str:
-    """Names everything that a block's bytes depend on, in 32 hex digits.
+    """A digest of everything that a block's bytes depend on, in 32 hex digits.
 
-    Files count by all of their bytes, wherever they are: names, sizes and times tell neither that a
-    file is another one nor that it is the same.
+    Files count by all of their bytes: names, sizes and times show neither that two files differ nor
+    that they are equal.
 
     Args:
         files: config.json, and those that the weights were read from.
@@ -540,7 +545,7 @@ def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str
     """
     digest = xxhash.xxh3_128(repr((FORMAT_VERSION, sorted(facts.items()))).encode())
     for path in files:
-        # Perf: 10 GiB/s out of the page cache, where loading has just left them (one Zen 5 core).
+        # Perf: 10 GiB/s from the page cache, where loading has just left them (one Zen 5 core).
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
     return digest.hexdigest()
@@ -556,9 +561,12 @@ def make_tiers(
     files: Sequence[Path],
     facts: Mapping[str, object],
 ) -> tuple[TieredPrefixCache | None, dict[str, TierStorage]]:
-    """What decides for `kv_tiers`, and what the executor moves blocks with, by tier.
+    """The prefix cache with these tiers, None without any; and the executor's TierStorage by tier.
 
     Args:
+        tiers: the value of `kv_tiers`.
+        layout: of the device's KV cache.
+        kv: the device's KV cache.
         files, facts: see `model_fingerprint`.
 
     Raises:
@@ -599,7 +607,7 @@ def make_tiers(
 
 
 def num_blocks(tier: Tier, block_bytes: int) -> int:
-    """Whole blocks of a tier."""
+    """How many whole blocks a tier has room for."""
     count = int(tier.gib * GIB) // block_bytes
     if count < 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""KVEvents: what enters and leaves the prefix cache, in order, for those who mirror it elsewhere.
+"""KVEvents: what enters and leaves the prefix cache, in order, so that others can mirror it.
 
-Enters `BlockPool.observers`. A router, say, that knows which engine holds which prefix sends a
-prompt where most of it is cached. Every event comes before any that depends on it: a block is
-stored before it is removed, a parent before its child in the same request.
+A router, for example, that knows which engine caches which prefix can send a prompt where most of
+it is cached. Each event comes before those that depend on it: a block is stored before it is
+removed, and in one request a parent before its child. Enters `BlockPool.observers`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KVEvents:
         self._events: list[KVEvent] = []
 
     def on_block(self, event: str, block: Block) -> None:
-        """Keeps what concerns content; who uses a block is no event."""
+        """Collects what concerns content; "freed" and "reused" are about references only."""
         prefix = block.prefix
         if event == "cleared":
             self._events.append(AllCleared())

@@ -1,7 +1,10 @@
 """Residency: how long cached content lives, lies idle, and waits for its next use.
 
-Enters `BlockPool.observers`; watches a sample of the blocks. Long idle times before removal say
-that the pool is larger than it need be; reuse gaps as long as lifetimes say that it is too small.
+Is the pool too large or too small? If content lies idle for long before it is removed, a smaller
+pool would do. If reuse gaps are as long as lifetimes, content is often removed just before its next
+use, and a larger pool would find more.
+
+Enters `BlockPool.observers`; watches a sample of the blocks.
 
     stored ──── in use ──── freed ─────────► reused ──── freed ──────────► removed
     │                         └─ reuse gap ─┘              └── idle time ──┘ │
@@ -21,10 +24,11 @@ class Residency:
     """Histograms of seconds in powers of two.
 
     Args:
-        every: watches the blocks whose id it divides; 1 watches all.
-        clock: seconds; tests bring their own.
+        every: watches each block whose id is a multiple of this; 1 watches all.
+        clock: returns seconds.
 
-    A key of a histogram is its upper bound: `{0.5: 3}` counts three times in (0.25, 0.5] seconds.
+    The key of a histogram's entry is its upper bound: `{0.5: 3}` counts three spans of more than
+    0.25 s and at most 0.5 s.
     """
 
     def __init__(self, every: int = 16, clock: Callable[[], float] = time.perf_counter) -> None:
