@@ -57,6 +57,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 with LLM(demo_model_path(), device="cpu", attention_backend="naive", kv_cache_gib=0.1) as llm:
     params = SamplingParams(temperature=0, max_tokens=8)
+    llm.generate("Tom", params, use_tqdm=False)  # kernels that are not on disk yet are compiled
     sys.settrace(on_call)
     llm.generate("Once upon a time", params, use_tqdm=False)
     sys.settrace(None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanoengine import LLM, RequestError, RequestOutput, Row, SamplingParams
+from nanoengine import LLM, BeamSearchParams, RequestError, RequestOutput, Row, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.llm import LOOK_AHEAD
 from tests.support.fake_llm import (
@@ -136,6 +136,31 @@ def test_rows_are_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
             assert output.key == str(output.index)
             assert pulled - finished <= 4 + LOOK_AHEAD
         assert finished == 300
+
+
+def test_each_prompt_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was checked when it was read, and again when it was queued."""
+    checked: list[list[int]] = []
+    check = llm.engine.checker.check
+
+    def counted(token_ids: list[int], *args: Any, **options: Any) -> Any:
+        checked.append(token_ids)
+        return check(token_ids, *args, **options)
+
+    monkeypatch.setattr(llm.engine.checker, "check", counted)
+    prompts = ["one", [5, 6], Row("dog")]
+    generate(llm, prompts, LONG)
+    assert len(checked) == 3
+    list(llm.stream(iter(prompts), LONG))
+    assert len(checked) == 6
+    llm.beam_search(["one", "dog"], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)
+    assert len(checked) == 8
+
+
+def test_ids_that_are_no_integers_are_no_part_of_the_record(llm: LLM) -> None:
+    bad, far = generate(llm, [[5, "6"], [5, 10**6]], LONG, on_error="record")
+    assert (bad.prompt_token_ids, far.prompt_token_ids) == ([], [5, 10**6])
+    assert bad.error == "prompt token ids must be integers, got '6'"
 
 
 # --- progress -------------------------------------------------------------------------------------
