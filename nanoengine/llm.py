@@ -160,6 +160,17 @@ class LLM:
         """Drops the cached content of those given KV blocks that nobody uses; returns how many."""
         return self.engine.evict(block_ids)
 
+    def _load_tokenizer(self) -> Tokenizer | None:
+        from nanoengine.build import resolve_model
+
+        config = self.config
+        if config.skip_tokenizer_init:
+            return None
+        if config.tokenizer is not None:
+            return Tokenizer.load(config.tokenizer, trust_remote_code=config.trust_remote_code)
+        directory = resolve_model(config)
+        return Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
+
     # --- calls --------------------------------------------------------------------------------
 
     def generate(
@@ -319,7 +330,12 @@ class LLM:
             )
         with self._calls.alone():
             shared = make_search(params, self.info, 0).sampling_params
-            read = self._open_reader().read_all(prompt_list(prompts), shared, None, "raise")
+            given = prompt_list(prompts)
+            if any(isinstance(one, Row) and one.sampling_params is not None for one in given):
+                raise RequestError(
+                    "a beam search samples nothing: leave out the sampling_params of its Rows"
+                )
+            read = self._open_reader().read_all(given, shared, None, "raise")
             call = self._calls.begin()
             with showing(use_tqdm, call.engine, len(read)), call:
                 return search_all(
@@ -332,17 +348,6 @@ class LLM:
                 )
 
     # --- the loop -----------------------------------------------------------------------------
-
-    def _load_tokenizer(self) -> Tokenizer | None:
-        from nanoengine.build import resolve_model
-
-        config = self.config
-        if config.skip_tokenizer_init:
-            return None
-        if config.tokenizer is not None:
-            return Tokenizer.load(config.tokenizer, trust_remote_code=config.trust_remote_code)
-        directory = resolve_model(config)
-        return Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
 
     def _run(
         self,

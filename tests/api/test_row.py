@@ -138,6 +138,15 @@ def test_rows_are_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
         assert finished == 300
 
 
+def test_a_beam_search_takes_rows_and_refuses_their_sampling_parameters(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    plain = llm.beam_search("one", params, use_tqdm=False)
+    assert llm.beam_search(Row("one", key="a"), params, use_tqdm=False) == plain
+    with pytest.raises(RequestError, match="a beam search samples nothing"):
+        llm.beam_search([Row("one", sampling_params=LONG)], params, use_tqdm=False)
+    assert_idle(llm)
+
+
 def test_each_prompt_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was checked when it was read, and again when it was queued."""
     checked: list[list[int]] = []
