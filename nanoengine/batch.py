@@ -2,9 +2,8 @@
 
 Legend: T tokens, S sequences, L rows of logits, G KV groups, M blocks of the longest table.
 
-    query_start_loc   0        5  6  7            12        sequences 0..3 with 5, 1, 1, 5 query
-    tokens
-    token_ids         t t t t t  t  t  t t t t t            [T], sequence after sequence
+    query_start_loc   0  1  2           7           12      sequences with 1, 1, 5, 5 query tokens
+    token_ids         t  t  t t t t t   t t t t t           [T], sequence after sequence
     slot_mapping      where each token's key and value go   [G, T]
     block_tables      where the whole context lies          [G, S, M]
 """
@@ -18,8 +17,9 @@ import torch
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The tensors of one step, all on the model's device. Sequences with one query token come
-    first.
+    """The tensors of one step, all on the model's device.
+
+    Sequences with one query token come first, because attention has a kernel of its own for them.
 
     Attributes:
         token_ids: [T] int64.

@@ -1,12 +1,13 @@
 """The fp8 KV cache in plain torch: how a number becomes a byte and comes back.
 
 The format is e4m3: 4 bits of exponent, 3 of mantissa, no infinity. A layer's keys share one scale,
-its values another: stored = number / scale, rounded to nearest, where what passes the format's
-largest number is held there. The scale comes from the checkpoint if it has one, else it is 1.
+its values another. A number is stored as number / scale, rounded to nearest; what is larger than
+the format's largest number is stored as that. The scale comes from the checkpoint if it has one,
+else it is 1.
 
-Rounding is off by at most 1/16 of a number, or 2**-10 scales where that is more. So values move an
-output by at most 1/16 of the greatest one, and keys a score by 1/16 of the sum of its products'
-sizes.
+Rounding changes a number by at most 1/16 of it, or by 2**-10 scales where that is more. So rounded
+values change an output by at most 1/16 of the greatest value, and rounded keys change a score by at
+most 1/16 of the sum of its products' sizes.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); static scales as in
 vLLM's checkpoints.

@@ -1,7 +1,7 @@
 """Norm and rotation of query and key heads, in plain torch: what backends fuse with their store.
 
-A norm's weight of the model's dtype is multiplied after the norm was rounded to it, a wider one
-before, as the checkpoints' own code does.
+Rounding follows the checkpoints' own code. If a norm's weight has the model's dtype, the norm is
+rounded to that dtype before it is multiplied by the weight; if the weight is wider, after.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX; the norm of
 heads is that of Qwen3 (arXiv 2505.09388).

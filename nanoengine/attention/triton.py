@@ -1,19 +1,19 @@
 """TritonBackend: paged attention on CUDA with nanoengine's own kernels. The default backend there.
 
-Chosen by `attention.make_backend`, called by every attention layer. Here are the choices: tile
-sizes, grids, scratch memory; the arithmetic is in `triton_store.py` and `triton_kernels.py`.
+`attention.make_backend` makes it; every attention layer calls it. This file chooses tile sizes,
+grids and scratch memory; the arithmetic is in `triton_store.py` and `triton_kernels.py`.
 
     norm, rotate and store (all tokens) -> decode (first num_decodes sequences)
                                         -> varlen (all others)
 
-Grids come from Python ints of the batch, so nothing waits for the GPU, and the launches of a batch
-of decodes may be captured in a CUDA graph: a graph captured with a greater `max_seq_len` serves
-shorter sequences, whose programs find nothing to do.
+Grids come from Python ints of the batch, so nothing waits for the GPU. The launches of a batch of
+decodes may be captured in a CUDA graph. A graph captured with a greater `max_seq_len` serves
+shorter sequences too: the programs beyond their end find nothing to do.
 
-A row's result does not depend on the sequences beside it: key tiles and splits are laid out by the
-sequence alone, and splits are added up in their order, whichever program comes last. A token
-computed alone takes the decode kernel and in a chunk the varlen kernel; these two agree to
-rounding, not to the bit. With `deterministic` all tokens take the one kernel of
+A row's result does not depend on the sequences beside it, because the sequence alone lays out its
+key tiles and splits, and splits are added up in their order, whichever program comes last. A token
+takes the decode kernel when it is computed alone and the varlen kernel in a chunk. The two agree to
+rounding, not to the bit, so with `deterministic` all tokens take the one kernel of
 `triton_uniform.py`.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and

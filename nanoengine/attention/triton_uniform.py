@@ -12,9 +12,9 @@ they are few, programs share the splits, and the last one merges what all have w
 function. Merging is written with explicit fused multiply-adds, so that both compile to the same
 operations.
 
-A row that a split doesn't show leaves its result as it was, to the bit: so it doesn't matter which
-tokens share a row's tile. What is lost against the default kernels is speed: tiles are a compromise
-between decodes and prompts.
+A split that holds no key which a row may see leaves that row's result as it was, to the bit, so it
+doesn't matter which tokens share a row's tile. The price is speed: tiles are a compromise between
+decodes and prompts, and slower than the default kernels.
 
 It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
 

@@ -5,7 +5,7 @@
         keys,    layer i of every group uses slice i: groups share the pool, never a block
         values
 
-Allocated once at start by the ModelRunner; nothing grows while the engine runs.
+The ModelRunner allocates it once, at its start; nothing grows while the engine runs.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class KVCache:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor; a CPU's system gives it memory only where it is first written.
 
-    Why zeros at all: padding rows read the null block, and numbers of chance might be NaN.
+    Why zeros at all: padding rows read the null block, where uninitialised memory might be NaN.
 
     Raises:
         MemoryError: the machine has not that much.

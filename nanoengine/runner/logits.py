@@ -1,10 +1,10 @@
 """Logits processors: the stages that edit logits before a token is sampled, in the order of
 `standard_processors`.
 
-Called by the sampler, which keeps for each processor the state of every row that uses it. A
-processor is two small classes: the stage, shared by all rows, and the state of one row. So a stage
-costs nothing in a step where no row uses it, and a feature (structured output, say) enters by
-writing the same two classes.
+The Sampler calls them, and keeps for each processor the state of every row that uses it. A
+processor is two small classes: the stage, which all rows share, and the state of one row. So a
+stage costs nothing in a step where no row uses it, and a feature (structured output, say) enters as
+two such classes.
 
     allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─ [sample a token]
 

@@ -5,11 +5,11 @@
     plan ──make_batch──► Batch, SamplingLines              gathered by index, no loop over sequences
     sampled ──keep──► pool         [R + 1]                     on the device: each row's last token
 
-A sampled token goes into the pool at once, and the next step reads it there; the host learns it
-later (`write`), when the device has finished. So a step can be launched before the tokens of the
-one before it are known.
+A sampled token goes into the pool at once, and the next step reads it there. The host learns it
+when the device has finished (`write`). So a step can be launched before the tokens of the step
+before it are known.
 
-Called by the ModelRunner. Legend: R rows, G KV groups, M blocks of the longest table, T tokens,
+The ModelRunner calls it. Legend: R rows, G KV groups, M blocks of the longest table, T tokens,
 S sequences, L rows of logits, E entries of the plan's parallel lists.
 """
 
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLines:
-    """What each row of logits that samples is for. Parallel int64 arrays.
+    """The lines of logits from which a token is sampled, and for whom. Parallel int64 arrays.
 
     Attributes:
         entries: index into `plan.rows`.
@@ -114,7 +114,8 @@ class RowBuffers:
         self.pool_positions[lines.rows] = lines.positions
 
     def write(self, rows: Ints, positions: Ints, token_ids: Ints, owners: Ints) -> None:
-        """Tells the host what was sampled, for rows that still belong to their `owners`."""
+        """Writes sampled tokens [L] into the host's buffers, where a row still belongs to the
+        sequence `owners` [L] that sampled it."""
         still = self.seq_ids[rows] == owners
         self.token_ids[rows[still], positions[still]] = token_ids[still]
 

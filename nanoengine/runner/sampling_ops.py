@@ -1,8 +1,8 @@
 """One token from each line of logits: greedy, drawn, or drawn from the most likely ones.
-Called by the sampler.
 
-It knows tensors and numbers only: no rows, no requests. A sampled token depends on its own line
-alone, bit for bit, whatever the number of lines, threads or neighbours. Three rules give that:
+The Sampler calls these functions. They know tensors and numbers only: no rows, no requests. A
+sampled token depends on its own line alone, bit for bit, whatever the number of lines, threads or
+neighbours. Three rules give that:
 
     random numbers   a hash of (seed, position): no generator whose state others could move
     exact sums       probabilities as whole numbers, which add up to the same in any order

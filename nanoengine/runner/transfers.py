@@ -3,10 +3,10 @@
     ship       numpy ──► pinned buffer ──► device      one transfer, in the order of the step
     Download   device ──► pinned buffer ──► numpy      on a side stream, as soon as it is there
 
-Nothing here makes the host wait, except `Download.wait`. Called by the runner; it knows no plans.
+Only `Download.wait` makes the host wait. The runner calls this file, which knows no plans.
 
-Why a pinned buffer for each transfer: the device reads and writes it later, when the next step is
-already being built. torch hands a freed pinned buffer out again once the copies that used it have
+Why a pinned buffer for each transfer: the device reads and writes it later, when the host already
+builds the next step. torch hands a freed pinned buffer out again once the copies that used it have
 finished, so this costs no allocation after the first steps.
 """
 
@@ -90,7 +90,7 @@ class Download:
 class Stopwatch:
     """Seconds between marks, by the clock of whoever does the work: the host's, or a GPU's own.
 
-    Why: to stop a GPU's work by the host's clock, the host would have to wait for it.
+    Why: to time a GPU's work by the host's clock, the host would have to wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
