@@ -66,15 +66,15 @@ class DecodeStep:
         self._max_model_len = max_model_len
         self._device = device = rows.pool.device
         num_groups, self.num_rows, num_blocks = rows.block_tables.shape
-        lines = self.num_rows + 1
+        with_padding = self.num_rows + 1
         shape = {"num_groups": num_groups, "num_blocks": num_blocks}
         self.held = _rows_class(device)(rows.pool, **shape, block_size=rows.block_size)
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
-        self._query_start_loc = torch.arange(lines, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(with_padding, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
         self._logits_out = torch.zeros(shape, dtype=dtype, device=device)
         # What the device holds: the host compares plans with it, to see what the device lacks.
-        self._held_lengths = np.zeros(lines, np.int64)
+        self._held_lengths = np.zeros(with_padding, np.int64)
         self._held_rows = np.full(self.num_rows, self.num_rows)
         self._stale: dict[tuple[int, int], tuple[int, int]] = {}  # (group, row) -> table entries
 
@@ -117,22 +117,20 @@ class DecodeStep:
         self._rows.pool_positions[rows] = starts + 1
         self._sampler.changed.clear()
         self._stale.clear()
-        at = np.arange(len(rows))
-        device_rows = self.batch_rows[: len(rows)]
         return SamplingLines(
-            entries=at,
+            entries=np.arange(len(rows)),
             rows=rows,
             seq_ids=self._rows.seq_ids[rows],
             positions=starts + 1,
-            device_rows=device_rows,
+            rows_on_device=self.batch_rows[: len(rows)],
         )
 
     def _stale_entries(self) -> tuple[Ints, Ints]:
         """Changed entries of block tables, by their place in `tables`, and what they hold now."""
         places, block_ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for (group, row), (first, last) in self._stale.items():
-            line = group * (self.num_rows + 1) + row
-            places.append(np.arange(first, last) + line * self.held.tables.shape[2])
+            table = group * (self.num_rows + 1) + row
+            places.append(np.arange(first, last) + table * self.held.tables.shape[2])
             block_ids.append(self._rows.block_tables[group, row, first:last])
         return np.concatenate(places), np.concatenate(block_ids)
 

@@ -333,7 +333,7 @@ class ModelRunner:
         ours = [output[: len(plan.rows)] for output in outputs]
         if by_host:
             sampled = self._sample(plan, lines, ours[0])
-            decode.held.advance(lines.device_rows, sampled.token_ids)
+            decode.held.advance(lines.rows_on_device, sampled.token_ids)
         else:
             sampled = SampledTokens(token_ids=ours[0], valid=ours[1])
         tensors = self._await_tokens(plan, step, lines, sampled)

@@ -37,14 +37,14 @@ class SamplingLines:
         rows: the row that samples.
         seq_ids: whose row it was then.
         positions: where the sampled token goes in its sequence.
-        device_rows: `rows` on the device.
+        rows_on_device: `rows` on the device.
     """
 
     entries: Ints
     rows: Ints
     seq_ids: Ints
     positions: Ints
-    device_rows: torch.Tensor
+    rows_on_device: torch.Tensor
 
 
 class RowBuffers:
@@ -110,7 +110,7 @@ class RowBuffers:
 
     def keep(self, lines: SamplingLines, token_ids: torch.Tensor) -> None:
         """Puts sampled tokens [L] into the pool, one a row, where the next step finds them."""
-        self.pool.index_copy_(0, lines.device_rows, token_ids)
+        self.pool.index_copy_(0, lines.rows_on_device, token_ids)
         self.pool_positions[lines.rows] = lines.positions
 
     def write(self, rows: Ints, positions: Ints, token_ids: Ints, owners: Ints) -> None:
@@ -143,7 +143,7 @@ class RowBuffers:
         tokens = self._gather_tokens(seq_rows, starts[order], seq_counts)
         (
             token_ids, positions, slot_mapping, in_pool, pool_rows,
-            query_start_loc, device_seq_lens, block_tables, logits_indices, device_rows,
+            query_start_loc, device_seq_lens, block_tables, logits_indices, rows_on_device,
         ) = ship(
             self._device, *tokens, offsets.astype(np.int32), seq_lens.astype(np.int32),
             self.block_tables[:, seq_rows, :num_blocks], wanted, line_rows,
@@ -168,7 +168,7 @@ class RowBuffers:
             rows=line_rows,
             seq_ids=self.seq_ids[line_rows],
             positions=(starts + counts)[entries] - back + 1,
-            device_rows=device_rows,
+            rows_on_device=rows_on_device,
         )
         return batch, lines
 

@@ -26,7 +26,7 @@ class TritonRows(DeviceRows):
     """As its twin, to the bit."""
 
     def gather(self, rows: torch.Tensor) -> Gathered:
-        num_groups, lines, num_blocks = self.tables.shape
+        num_groups, with_padding, num_blocks = self.tables.shape
         size, device = len(rows), rows.device
         gathered = Gathered(
             token_ids=torch.empty(size, dtype=torch.int64, device=device),
@@ -38,7 +38,7 @@ class TritonRows(DeviceRows):
         kernels.gather_kernel[(size, num_groups)](
             *gathered, self.draw_params,
             rows, self.pool, self.lengths, self.tables, self.columns, self.seeds,
-            LINES=lines, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
+            LINES=with_padding, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
             WIDTH=WIDTH, num_warps=4,
         )  # fmt: skip
         return gathered

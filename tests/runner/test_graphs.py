@@ -298,7 +298,7 @@ def test_a_decode_step_never_asks_its_device(monkeypatch):
             lines = step.load(decodes((0, 1), (1, 1)), 4)
             outputs = step(4, kind)
             assert outputs[0].shape[0] == 4
-            assert lines.device_rows.shape == (2,)
+            assert lines.rows_on_device.shape == (2,)
 
 
 # --- the whole runner over recorded graphs -------------------------------------------------------
