@@ -7,12 +7,18 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test core clients soak test-gpu bench lint loc
+.PHONY: demo test test-all core clients soak test-gpu bench lint loc
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
+	@echo; echo "A batch that is killed half way, and goes on from there"
+	@BIN=$(BIN) bash tools/demo_batch.sh
 
 test: $(READY)  ## everything that a CPU can test
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
+
+test-all: $(READY)  ## the same with the optional packages: Parquet, evaluation
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval]"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
 core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
