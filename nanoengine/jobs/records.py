@@ -100,10 +100,13 @@ def _openai_record(task: Task, response: object, error: object) -> dict[str, Any
     }
 
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 def _line(record: dict[str, Any]) -> bytes:
     """A line of JSON; a lone surrogate stands as JSON's escape, which `backslashreplace` writes."""
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        text = ENCODER.encode(record)
     except (ValueError, TypeError):  # columns of a Parquet file, or numbers beyond a float's
         text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, default=str)
     return text.encode(errors="backslashreplace") + b"\n"

@@ -73,6 +73,9 @@ PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 KNOWN_PARAMS = 1024
 
 
+DEFAULT = SamplingParams()
+
+
 @dataclass(slots=True, kw_only=True)
 class Task:
     """One row on its way.
@@ -95,7 +98,7 @@ class Task:
     custom_id: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     prompt: Any = None
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = DEFAULT
     key: str = ""
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -262,7 +265,7 @@ class RowReader:
 
     def _check_names(self, body: dict[str, Any], kind: str) -> None:
         names = _body_names(kind)
-        for name in [name for name in body if name not in names]:
+        for name in body.keys() - names.keys():
             if not self._options.ignore_unknown:
                 raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")
             del body[name]
@@ -332,8 +335,8 @@ _SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
 
 
 @functools.cache
-def _body_names(kind: str) -> tuple[str, ...]:
-    return (*BODY[kind], *SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
+def _body_names(kind: str) -> dict[str, None]:
+    return dict.fromkeys((*BODY[kind], *SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS))
 
 
 def _token_id(name: object) -> object:

@@ -1,0 +1,337 @@
+"""What `nanoengine batch` costs beside the engine: `python benchmarks/batch.py PART... [--json FILE]`.
+
+    wall      2,000 rows of the demo model: a batch over LLM.generate of the same list, in turn
+    host      time a row with an executor that computes nothing, OpenAI's form; and its parts
+    memory    peak memory at many rows over that at few; each in a process of its own
+    resume    a job that is done but for 1 %: from its start to the first new token, less loading
+    order     prefill tokens of shuffled rows with common prefixes: input order over ours
+
+The executor that computes nothing answers every step with token 1; all else is what a batch runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nanoengine.build
+from nanoengine import LLM, SamplingParams
+from nanoengine.assets import demo_model_path
+from nanoengine.config import EngineConfig
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.inputs import Row
+from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.outputs import CompletionOutput, RequestOutput
+
+BLOCK_SIZE = 16
+NAMES = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "Dan",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Hugo",
+    "Ida",
+    "Jack",
+    "Leo",
+    "Mia",
+)
+PASSAGE = "A cold wind blew over the bridge. Grace and Leo talked about the weather. "
+
+
+class NoExecutor:
+    """Token 1 for every row that wants one."""
+
+    def launch(self, plan: StepPlan) -> NoExecutor:
+        """Nothing runs."""
+        self._result = StepResult(token_ids=[[1] * count for count in plan.num_logits])
+        return self
+
+    def result(self) -> StepResult:
+        """At once."""
+        return self._result
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""
+
+
+@contextmanager
+def llm_without_model(num_blocks: int = 8192) -> Iterator[LLM]:
+    """The demo model's tokenizer, the real engine, and an executor that computes nothing."""
+
+    def build(config: EngineConfig) -> LLMEngine:
+        layout = KVLayout(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            block_bytes=1,
+            groups=(KVGroup(layers=(0,)),),
+        )
+        scheduler = Scheduler(
+            BlockManager(layout), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=8192
+        )
+        info = EngineInfo(
+            model_name="none",
+            vocab_size=2**17,
+            eos_token_ids=(),
+            max_model_len=2048,
+            dtype="float32",
+            device="cpu",
+            attention_backend="none",
+            num_parameters=0,
+            weight_bytes=0,
+            num_kv_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            block_bytes=1,
+            load_s=0.0,
+            start_s=0.0,
+            memory_plan="",
+        )
+        return LLMEngine(NoExecutor(), scheduler, info)
+
+    real, nanoengine.build.build_engine = nanoengine.build.build_engine, build
+    try:
+        with LLM(demo_model_path()) as llm:
+            yield llm
+    finally:
+        nanoengine.build.build_engine = real
+
+
+def write_rows(path: Path, count: int, max_tokens: int = 4) -> None:
+    """Chats in OpenAI's form, some 40 tokens each."""
+    draw = random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            content = f"{i}: {draw.choice(NAMES)} and {draw.choice(NAMES)}. Tell a story of them."
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": content}],
+                "max_completion_tokens": max_tokens,
+                "temperature": 0.7,
+            }
+            row = {"custom_id": f"row-{i}", "method": "POST", "url": "/v1/chat/completions"}
+            file.write(json.dumps({**row, "body": body}) + "\n")
+
+
+def run_job(
+    source: Path,
+    output: Path,
+    stream: Callable[..., Any],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
+) -> float:
+    """Runs a job to its end; returns its time [s], opening it included."""
+    start = clock()
+    job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), {})
+    work = job.work(RowReader(job.options.rows, "demo"), Recorder("demo", job.created))
+    work.run(stream)
+    job.complete()
+    job.close(is_complete=True)
+    return clock() - start
+
+
+def answer_at_once(rows: Iterator[Row]) -> Iterator[RequestOutput]:
+    """No engine at all: what is left is reading, understanding and writing."""
+    answer = CompletionOutput(
+        index=0, text=" once upon a time", token_ids=[1] * 4, finish_reason="length"
+    )
+    for index, _ in enumerate(rows):
+        yield RequestOutput(
+            request_id="0",
+            index=index,
+            prompt="",
+            prompt_token_ids=[1] * 40,
+            outputs=[answer],
+            finished=True,
+        )
+
+
+def measure_wall(directory: Path, count: int, rounds: int) -> dict[str, Any]:
+    """A batch over LLM.generate of the same prompts and parameters."""
+    draw = random.Random(0)
+    prompts = [
+        f"Once upon a time, {draw.choice(NAMES)} and {draw.choice(NAMES)}" for _ in range(count)
+    ]
+    source = directory / "wall.jsonl"
+    source.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    params = {"max_tokens": 32, "ignore_eos": True, "temperature": 0}
+    ratios, times = [], []
+    with LLM(demo_model_path()) as llm:
+        llm.generate(prompts[:256], SamplingParams(**params), use_tqdm=False)
+        for number in range(rounds):
+            llm.reset_prefix_cache()
+            start = time.perf_counter()
+            llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+            generate_s = time.perf_counter() - start
+            llm.reset_prefix_cache()
+            batch_s = run_job(
+                source,
+                directory / f"wall-{number}.out.jsonl",
+                lambda rows: llm.stream(rows, on_error="record"),
+                rows=RowOptions(sampling=params),
+            )
+            ratios.append(batch_s / generate_s)
+            times.append((generate_s, batch_s))
+    return {"rows": count, "ratio": statistics.median(ratios), "ratios": ratios, "seconds": times}
+
+
+def measure_host(directory: Path, count: int) -> dict[str, Any]:
+    """CPU microseconds a row; template and tokenizer, and reading and writing, measured alone."""
+    source = directory / "host.jsonl"
+    write_rows(source, count)
+    with llm_without_model() as llm:
+        whole_s = run_job(
+            source,
+            directory / "host.out.jsonl",
+            lambda rows: llm.stream(rows, on_error="record"),
+            clock=time.process_time,
+        )
+        files_s = run_job(
+            source, directory / "files.out.jsonl", answer_at_once, clock=time.process_time
+        )
+        tokenizer = llm.tokenizer
+        talks = [json.loads(line)["body"]["messages"] for line in source.open()][:20_000]
+        start = time.process_time()
+        for talk in talks:
+            tokenizer.encode(tokenizer.render_chat(talk), add_special_tokens=False)
+        text_s = (time.process_time() - start) * count / len(talks)
+    facts = {
+        "whole": whole_s,
+        "template and tokenizer": text_s,
+        "beside these": whole_s - text_s,
+        "of it reading and writing": files_s,
+    }
+    return {"rows": count, "us a row": {k: 1e6 * v / count for k, v in facts.items()}}
+
+
+def measure_memory(directory: Path, counts: tuple[int, int]) -> dict[str, Any]:
+    """Peak resident memory [MiB] of a job of each size."""
+    peaks = []
+    for count in counts:
+        source = directory / f"memory-{count}.jsonl"
+        write_rows(source, count, max_tokens=1)
+        command = [sys.executable, __file__, "--one-job", str(source)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks.append(float(done.stdout.split()[-1]))
+    return {"rows": counts, "peak MiB": peaks, "ratio": peaks[1] / peaks[0]}
+
+
+def one_job(source: Path) -> None:
+    """Runs a job and prints its peak memory [MiB]."""
+    with llm_without_model() as llm:
+        run_job(
+            source,
+            source.with_suffix(".out.jsonl"),
+            lambda rows: llm.stream(rows, on_error="record"),
+        )
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def measure_resume(directory: Path, count: int) -> dict[str, Any]:
+    """Seconds from the start of a job to its first new token."""
+    source, output = directory / "resume.jsonl", directory / "resume.out.jsonl"
+    write_rows(source, count)
+    run_job(source, output, answer_at_once)
+    lines = output.read_bytes().splitlines(keepends=True)
+    del lines[-count // 100 :]
+    output.write_bytes(b"".join(lines))
+    first: list[float] = []
+    with llm_without_model() as llm:
+
+        def stream(rows: Iterator[Row]) -> Iterator[RequestOutput]:
+            for out in llm.stream(rows, on_error="record"):
+                first.append(time.perf_counter())
+                yield out
+
+        start = time.perf_counter()
+        run_job(source, output, stream)
+    return {"rows": count, "to the first token s": first[0] - start, "new": len(first)}
+
+
+def measure_order(directory: Path, prefix_tokens: int = 512) -> dict[str, Any]:
+    """Prefill tokens of 16 prefixes, 64 rows each, shuffled, in a pool of a quarter of them."""
+    draw, counts = random.Random(0), {}
+    source = directory / "order.jsonl"
+    with LLM(demo_model_path(), num_kv_blocks=64) as llm:
+        ids = llm.tokenizer.encode(PASSAGE * 60)[: prefix_tokens - 4]
+    rows = [
+        {"prompt_token_ids": [100 + i, 7, 7, 7, *ids, *draw.choices(ids, k=16)], "max_tokens": 8}
+        for i in range(16)
+        for _ in range(64)
+    ]
+    draw.shuffle(rows)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for keep in (True, False):
+        with llm_without_model(16 * prefix_tokens // BLOCK_SIZE // 4) as llm:
+            run_job(
+                source,
+                directory / f"order-{keep}.out.jsonl",
+                lambda rows, llm=llm: llm.stream(rows, on_error="record"),
+                keep_input_order=keep,
+            )
+            counts["input order" if keep else "ours"] = llm.stats().prefill_tokens
+    ratio = counts["input order"] / counts["ours"]
+    return {"rows": len(rows), "prefill tokens": counts, "ratio": ratio}
+
+
+def machine() -> str:
+    """The CPU and how many of it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def main() -> None:
+    """Runs the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = ("wall", "host", "memory", "resume", "order")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one-job", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one_job is not None:
+        one_job(args.one_job)
+        return
+    many = int(1_000_000 * args.scale)
+    found: dict[str, Any] = {"machine": machine()}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        ways: dict[str, Callable[[], dict[str, Any]]] = {
+            "wall": lambda: measure_wall(directory, int(2000 * args.scale), args.rounds),
+            "host": lambda: measure_host(directory, many // 10),
+            "memory": lambda: measure_memory(directory, (many // 100, many)),
+            "resume": lambda: measure_resume(directory, many),
+            "order": lambda: measure_order(directory),
+        }
+        for part in args.parts or parts:
+            found[part] = ways[part]()
+            print(f"{part}: {json.dumps(found[part])}", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
