@@ -1,4 +1,4 @@
-"""What `nanoengine batch` costs beside the engine: `python benchmarks/batch.py PART... [--json FILE]`.
+"""What `nanoengine batch` costs beside the engine: `python benchmarks/batch.py [PART...]`.
 
     wall      2,000 rows of the demo model: a batch over LLM.generate of the same list, in turn
     host      time a row with an executor that computes nothing, OpenAI's form; and its parts

@@ -299,6 +299,44 @@ class LLM:
             read = self._open_reader().read_lazily(prompts, sampling_params, priority, on_error)
         return self._run(read, kind=kind, progress=use_tqdm)
 
+    def generate_dataset(
+        self,
+        source: Any,
+        *,
+        output: str | PathLike[str] | None = None,
+        sampling_params: SamplingParams | None = None,
+        prompt_column: str | None = None,
+        template: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+    ) -> Any:
+        """Answers the rows of a table; gives the same kind with columns outputs, usage, error.
+
+        Args:
+            source: a path as `nanoengine batch` takes it; an iterable of dicts or prompts; a
+                `datasets.Dataset` or IterableDataset, a pandas or polars frame, an Arrow table. A
+                row is what docs/batch.md calls a simple one.
+            output: a file of records, from which the same call goes on after a death.
+            sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
+            prompt_column, template, chat, system: as the options of `nanoengine batch`.
+
+        Raises:
+            RequestError, ConfigError: the source is of no such kind; `output` is of another job.
+        """
+        from nanoengine.build import resolve_model
+        from nanoengine.jobs.datasets import Answering, generate_dataset
+
+        answering = Answering(
+            stream=lambda rows: self.stream(rows, on_error="record"),
+            config=self.config,
+            directory=lambda: resolve_model(self.config),
+            defaults=self.info.generation_defaults,
+        )
+        options = {"prompt_column": prompt_column, "template": template, "chat": chat}
+        return generate_dataset(
+            answering, source, output, sampling_params, {**options, "system": system}
+        )
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -23,7 +23,7 @@ from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sam
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job, JobOptions
-from nanoengine.jobs.manifest import describe_model
+from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS = 0, 1, 2, 3
 """Exit codes; a signal's is 128 + its number."""
-
-RESULT_SETTINGS = (
-    "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization",
-    "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype", "deterministic",
-    "attention_backend",
-)  # fmt: skip
-"""Settings of the engine that results depend on: a job is resumed with the same ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +121,7 @@ def job_facts(options: dict[str, Any], name: str) -> dict[str, Any]:
         from nanoengine.build import resolve_model
 
         directory = resolve_model(config)
-    engine = {name: getattr(config, name) for name in RESULT_SETTINGS}
-    return {"model": {"name": name, "xxh3": describe_model(directory)}, "engine": engine}
+    return describe_engine(config, directory, name)
 
 
 def main(args: BatchArgs) -> int:

@@ -1,249 +1,139 @@
-"""`nanoengine generate`: prompts from the command line or a file, text or JSON lines out.
+"""`nanoengine generate`: prompts from the command line, a file or stdin; text or JSON lines out.
 
-One prompt to a terminal is shown as it grows. A file is read lazily and its results are written in
-its order, so a job of any length runs in bounded memory; a bad line becomes a record with its error
-and the line's number.
+Prompts of the command line are answered here: one to a terminal is shown as it grows. A file, or
+stdin, is a job of `nanoengine batch` (cli/batch.py) without most of its options.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 import sys
-from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from nanoengine.cli.options import EngineArgs, engine_options
+from nanoengine.cli import batch
+from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError
-from nanoengine.inputs import read_rows
+from nanoengine.inputs import Row
+from nanoengine.jobs.job import STDOUT
+from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.rows import RowOptions, RowReader, Task
+from nanoengine.jobs.source import STDIN, Input, Line, RowError
 
 if TYPE_CHECKING:
-    from nanoengine.llm import LLM, Prompt
+    from nanoengine.llm import LLM
     from nanoengine.outputs import RequestOutput
-    from nanoengine.sampling_params import SamplingParams
+
+PROMPTS = Input(name="--prompt", form="txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateArgs(EngineArgs):
-    """Completes prompts. All options of the engine may be given too."""
+    """Completes prompts: of the command line, of a file, or of stdin, a line each.
+
+    examples:
+      nanoengine generate demo --prompt "Once upon a time"
+      nanoengine generate demo --chat --prompt "Tell a story." --temperature 0 --n 1
+      nanoengine generate Qwen/Qwen3-0.6B --file prompts.txt --output answers.jsonl
+    """
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """A prompt; may be given several times."""
+    """A prompt; may be given several times. Without any, and without a file, stdin has them."""
     file: Path | None = None
-    """Prompts from a file: .txt with one a line, or .jsonl with strings or prompt dicts."""
+    """Prompts from a file, in any form that `nanoengine batch` takes."""
     output: Path | None = None
-    """Write results to this file as JSON lines, in the order of the prompts; None: show them."""
+    """Write the records of a file to this one, in its order; the same command again resumes."""
+    sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     chat: bool = False
     """Take each prompt as a user's message and apply the model's chat template."""
     system: str | None = None
     """System message before each chat."""
-    max_tokens: int = 256
-    """Most tokens to generate for each prompt."""
-    temperature: float | None = None
-    """0 is greedy; None: the model's own default, as for the other sampling options."""
-    top_k: int | None = None
-    """Sample among the k most likely tokens."""
-    top_p: float | None = None
-    """Sample among the likeliest tokens that reach this probability."""
-    min_p: float | None = None
-    """Drop tokens less likely than this times the likeliest."""
-    repetition_penalty: float | None = None
-    """Above 1 discourages tokens that have occurred."""
-    n: int = 1
-    """Completions for each prompt."""
-    stop: UseAppendAction[tuple[str, ...]] = ()
-    """End at this string; may be given several times."""
 
 
 def main(args: GenerateArgs) -> int:
     """Runs the command; returns 1 if any prompt failed, else 0.
 
     Raises:
-        ConfigError: no prompts, or a file that can't be read or written; before the model loads.
+        ConfigError: no prompts, a file or a value that can't be used; before the model loads.
     """
-    check_prompts(args)
-    with ExitStack() as files:
-        source = files.enter_context(open_source(args.file)) if args.file is not None else None
-        sink = open_sink(args.output, source) if args.output is not None else None
-        if sink is not None:
-            files.callback(_close, sink)
-        from nanoengine.llm import LLM
+    rows = RowOptions(sampling=sampling_fields(args.sampling), chat=args.chat, system=args.system)
+    if not args.prompt:
+        return batch.main(_as_batch(args))
+    if args.file is not None or args.output is not None:
+        raise ConfigError("--file and --output are for files: --prompt is answered on stdout")
+    from nanoengine.llm import LLM
 
-        prompts = Prompts(args, source)
-        with LLM(**engine_options(args)) as llm:
-            params = sampling_params(args, llm.default_sampling_params)
-            if sink is not None:
-                return _write_records(llm, prompts, params, sink)
-            if args.file is None and len(args.prompt) == 1 and args.n == 1:
-                return _show_growing(llm, next(prompts), params)
-            return _show_finished(llm, prompts, params)
-
-
-def sampling_params(args: GenerateArgs, default: SamplingParams) -> SamplingParams:
-    """The model's defaults with what the command line sets."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return replace(default, n=args.n, max_tokens=args.max_tokens, stop=args.stop or None, **given)
+    with LLM(**engine_options(args)) as llm:
+        reader = RowReader(rows, args.model, llm.info.generation_defaults)
+        tasks = [
+            reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
+            for i, prompt in enumerate(args.prompt)
+        ]
+        if not to_a_terminal():
+            return _write(llm, tasks, Recorder(args.model))
+        if len(tasks) == 1 and tasks[0].params.n == 1:
+            return _show_growing(llm, tasks[0])
+        return _show(llm, tasks)
 
 
-def check_prompts(args: GenerateArgs) -> None:
-    """Raises ConfigError unless there are prompts, in a form that is known."""
-    if not args.prompt and args.file is None:
-        raise ConfigError("no prompts: give --prompt TEXT or --file PATH")
-    if args.system is not None and not args.chat:
-        raise ConfigError("--system needs --chat: only a chat template has a place for it")
-    if args.file is not None:
-        if args.file.suffix not in (".txt", ".jsonl"):
-            raise ConfigError(f"file must end in .txt or .jsonl, got {str(args.file)!r}")
-        if not args.file.is_file():
-            raise ConfigError(f"file {str(args.file)!r} does not exist")
+def to_a_terminal() -> bool:
+    """Whether a person reads standard output, and not a program."""
+    return sys.stdout.isatty()
 
 
-def open_source(path: Path) -> BinaryIO:
-    """The file of prompts, opened for `read_rows`."""
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"file {str(path)!r} can't be read: {error.strerror}") from error
+def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
+    """The job that a file, or stdin, is."""
+    if args.file is None and sys.stdin.isatty():
+        raise ConfigError("no prompts: give --prompt TEXT or --file PATH, or lines on stdin")
+    if args.file is None and args.output is not None:
+        raise ConfigError("--output has the records of a file: give --file too")
+    shared = {one.name for one in fields(EngineArgs)} | {"sampling", "chat", "system"}
+    return batch.BatchArgs(
+        **{name: getattr(args, name) for name in shared},
+        inputs=(STDIN if args.file is None else str(args.file),),
+        input_format="txt" if args.file is None else None,
+        output=STDOUT if args.output is None else str(args.output),
+        in_order=args.output is not None,
+    )
 
 
-def open_sink(path: Path, source: BinaryIO | None) -> TextIO:
-    """The file for records, what it held still in it; never the one that is read.
+def _outputs(llm: LLM, tasks: list[Task]) -> list[RequestOutput]:
+    rows = [Row(t.prompt, sampling_params=t.params, key=t.key) for t in tasks]
+    return llm.generate(rows, use_tqdm=False, on_error="record")
 
-    A lone surrogate is written as JSON's escape, which is what `backslashreplace` makes of it.
-    """
-    if source is not None and path.exists() and os.path.samestat(path.stat(), _stat(source)):
-        raise ConfigError(
-            f"--output {str(path)!r} is the file of --file, which it would empty: write to another"
+
+def _write(llm: LLM, tasks: list[Task], recorder: Recorder) -> int:
+    failed = 0
+    for task, output in zip(tasks, _outputs(llm, tasks), strict=True):
+        error = output.error
+        failed += error is not None
+        record = (
+            recorder.answer(task, output)
+            if error is None
+            else recorder.failure(task, RowError("invalid_request", error))
         )
-    try:
-        return path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-    except OSError as error:
-        raise ConfigError(f"--output {str(path)!r} can't be written: {error.strerror}") from error
+        sys.stdout.write(record.decode())
+    return 1 if failed else 0
 
 
-def _close(sink: TextIO) -> None:
-    with suppress(OSError):  # Why: each record is flushed, so this can only fail once more.
-        sink.close()
+def _show(llm: LLM, tasks: list[Task]) -> int:
+    failed = 0
+    for task, output in zip(tasks, _outputs(llm, tasks), strict=True):
+        failed += output.error is not None
+        print(f"[{task.row}] {output.prompt!r}")
+        for completion in output.outputs:
+            error = completion.error
+            print(f"    {completion.text!r}" if error is None else f"    error: {error}")
+    return 1 if failed else 0
 
 
-def _stat(file: BinaryIO | TextIO) -> os.stat_result:
-    return os.fstat(file.fileno())
-
-
-class Prompts:
-    """The prompts of the command line, then those of the file, which is read as they are pulled.
-
-    Attributes:
-        lines: of the prompts pulled and not reported yet, in order: the number of each one's line
-            in the file, None for one of the command line.
-    """
-
-    def __init__(self, args: GenerateArgs, source: BinaryIO | None) -> None:
-        self.lines: deque[int | None] = deque()
-        self._args = args
-        self._rows = self._read(source)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        number, prompt = next(self._rows)
-        self.lines.append(number)
-        return _as_chat(self._args, prompt)
-
-    def _read(self, source: BinaryIO | None) -> Iterator[tuple[int | None, object]]:
-        for prompt in self._args.prompt:
-            yield None, prompt
-        if source is not None and self._args.file is not None:
-            yield from read_rows(source, is_json=self._args.file.suffix == ".jsonl")
-
-
-def _as_chat(args: GenerateArgs, prompt: Any) -> Any:
-    """A string becomes a user's message where chats are asked for; dicts say what they are."""
-    if not args.chat or not isinstance(prompt, str):
-        return prompt
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return {"messages": [*system, {"role": "user", "content": prompt}]}
-
-
-def _in_order(outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
-    """Outputs in the order of their prompts; holds back those that finish before an earlier one."""
-    early: dict[int, RequestOutput] = {}
-    next_index = 0
-    for output in outputs:
-        early[output.index] = output
-        while next_index in early:
-            yield early.pop(next_index)
-            next_index += 1
-
-
-def _show_growing(llm: LLM, prompt: Prompt, params: SamplingParams) -> int:
-    for output in llm.stream(prompt, params, kind="delta"):
+def _show_growing(llm: LLM, task: Task) -> int:
+    row = Row(task.prompt, sampling_params=task.params, key=task.key)
+    for output in llm.stream(row, kind="delta"):
         print(output.outputs[0].text, end="", flush=True)
     print()
     return 0
-
-
-def _show_finished(llm: LLM, prompts: Prompts, params: SamplingParams) -> int:
-    failed = 0
-    for output in _in_order(llm.stream(prompts, params, on_error="record")):
-        failed += output.error is not None
-        line = prompts.lines.popleft()
-        where = f"line {line}: " if line is not None else ""
-        shown = output.prompt if output.prompt is not None else output.prompt_token_ids
-        print(f"[{output.index}] {shown!r}")
-        for completion in output.outputs:
-            error = completion.error
-            text = repr(completion.text) if error is None else f"error: {where}{error}"
-            print(f"    {text}", flush=True)
-    return _report(failed)
-
-
-def _write_records(llm: LLM, prompts: Prompts, params: SamplingParams, sink: TextIO) -> int:
-    if stat.S_ISREG(_stat(sink).st_mode):
-        sink.truncate(0)
-    failed = count = 0
-    for output in _in_order(llm.stream(prompts, params, on_error="record")):
-        failed, count = failed + (output.error is not None), count + 1
-        record = {
-            "index": output.index,
-            "line": prompts.lines.popleft(),
-            "prompt": output.prompt,
-            "num_prompt_tokens": len(output.prompt_token_ids),
-            "outputs": [
-                {
-                    "text": completion.text,
-                    "num_tokens": len(completion.token_ids),
-                    "finish_reason": completion.finish_reason,
-                    "stop_reason": completion.stop_reason,
-                    "error": completion.error,
-                }
-                for completion in output.outputs
-            ],
-            "metrics": asdict(output.metrics),
-        }
-        try:
-            sink.write(json.dumps(record, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"--output {sink.name!r} can't be written: {error.strerror}; it holds"
-                f" {count - 1} whole records"
-            ) from error
-    print(f"{count} records written to {sink.name}", file=sys.stderr)
-    return _report(failed)
-
-
-def _report(failed: int) -> int:
-    if failed:
-        print(f"{failed} prompts failed; their records say why", file=sys.stderr)
-    return 1 if failed else 0

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 COMMANDS = {
     "batch": ("BatchArgs", "answer files of rows; what is finished is kept, and a run resumes"),
-    "generate": ("GenerateArgs", "complete prompts, answer chats, or run a file of either"),
+    "generate": ("GenerateArgs", "complete prompts of the command line, a file or stdin"),
+    "chat": ("ChatArgs", "talk to a model, turn by turn"),
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
     "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),

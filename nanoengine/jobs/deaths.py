@@ -57,7 +57,7 @@ class Deaths:
     def close(self, *, is_complete: bool) -> None:
         """The process ends by itself; nothing is left of a job that is complete."""
         faulthandler.disable()
-        if self._was_enabled:
+        if self._was_enabled and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
         self._write("end\n")
         os.close(self._fd)

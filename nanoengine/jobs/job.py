@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import stat
 import time
@@ -183,6 +184,7 @@ class Job:
             "created": self.created,
             "inputs": manifests.describe_inputs(self.inputs),
         }
+        now = json.loads(json.dumps(now))  # as it will be read back
         if options.restart:
             self._move_aside()
         before = manifests.load(paths.manifest)
@@ -312,8 +314,10 @@ class Job:
         self._close_logs()
 
     def _close_logs(self, *, drop_empty: bool = False) -> None:
-        for log in (*self._logs, *self._pipes):
+        for log in self._logs:
             log.close(drop_empty=drop_empty)
+        for pipe in self._pipes:
+            pipe.close()
 
 
 class Paths:

@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.log import sync_directory
 from nanoengine.jobs.source import STDIN, Input, digest
@@ -18,6 +19,13 @@ FORMAT = 1
 NOT_COMPARED = ("created", "inputs")
 HEADER_BYTES = 8
 """A safetensors file begins with the length of its header."""
+
+RESULT_SETTINGS = (
+    "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization",
+    "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype", "deterministic",
+    "attention_backend",
+)  # fmt: skip
+"""Settings of the engine that results depend on: a job is resumed with the same ones."""
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
@@ -48,6 +56,12 @@ def describe_model(directory: Path) -> str:
         hasher.update(f"{path.name}\0{size}\0".encode())
         hasher.update(content)
     return hasher.hexdigest()
+
+
+def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[str, Any]:
+    """All of model and engine that results depend on."""
+    settings = {setting: getattr(config, setting) for setting in RESULT_SETTINGS}
+    return {"model": {"name": name, "xxh3": describe_model(directory)}, "engine": settings}
 
 
 def save(path: Path, manifest: Mapping[str, Any]) -> None:

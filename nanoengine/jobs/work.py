@@ -92,10 +92,15 @@ class Work:
 
         Raises:
             TooManyErrorsError: and what `finish` raises.
-            Exception: the engine's, under rows that are not the cause of it.
+            Exception: the engine's, if it had no row.
         """
+        for _ in self.steps(stream):
+            pass
+
+    def steps(self, stream: Stream) -> Iterator[None]:
+        """The same, one output after the other."""
         while not self._is_stopping and (group := self._next_group()):
-            self._pump(stream, group)
+            yield from self._pump(stream, group)
 
     def _next_group(self) -> Iterator[Task] | None:
         """Rows that may run together: suspects apart from all others."""
@@ -123,7 +128,7 @@ class Work:
                 return
             yield task
 
-    def _pump(self, stream: Stream, tasks: Iterator[Task]) -> None:
+    def _pump(self, stream: Stream, tasks: Iterator[Task]) -> Iterator[None]:
         running: dict[int, Task] = {}
 
         def rows() -> Iterator[Row]:
@@ -160,6 +165,7 @@ class Work:
                 if output is None:
                     return
                 self._take(running.pop(output.index), output)
+                yield
 
     def _suspect(self, task: Task, deaths: int, why: str) -> None:
         with self._lock:

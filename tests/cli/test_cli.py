@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
-from nanoengine.cli.options import engine_options
+from nanoengine.cli.options import engine_options, sampling_fields
 from nanoengine.config import EngineConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
@@ -75,12 +76,17 @@ def test_the_module_is_an_entry_point() -> None:
     [
         (
             ["generte"],
-            "error: unknown command 'generte'; known: batch, generate, bench, gpu-report",
+            "error: unknown command 'generte'; known: batch, generate, chat, bench, gpu-report",
         ),
-        (["generate", "m"], "error: no prompts: give --prompt TEXT or --file PATH"),
+        (["generate", "m", "--output", "x"], "error: --output has the records of a file: give"),
+        (["generate", "m", "--prompt", "a", "--file", "b"], "error: --file and --output are for"),
         (["generate", "m", "--prompt", "a", "--system", "b"], "error: --system needs --chat"),
-        (["generate", "m", "--file", "x.csv"], "error: file must end in .txt or .jsonl"),
-        (["generate", "m", "--file", "none.txt"], "error: file 'none.txt' does not exist"),
+        (["generate", "m", "--prompt", "a", "--top-p", "2"], "error: top_p must be in (0, 1], got"),
+        (
+            ["generate", "m", "--prompt", "a", "--n", "2", "--temperature", "0"],
+            "error: n must be 1",
+        ),
+        (["generate", "demo", "--file", "x.xml"], "error: input 'x.xml' does not exist"),
         (["info", "/no/such/dir"], "error: model directory '/no/such/dir' does not exist"),
         (
             ["info", "m", "--kv-disk", "d"],
@@ -158,50 +164,108 @@ def test_ctrl_c_ends_with_its_own_status(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoengine.cli.generate.to_a_terminal", lambda: True)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_generate_streams_one_prompt(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", str(model), "--prompt", "the dog", *GREEDY]) == 0
     assert capsys.readouterr().out == expected(model, "the dog")[0] + "\n"
 
 
+@pytest.mark.usefixtures("terminal")
 def test_generate_shows_several_prompts_in_order(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["--prompt", "the dog", "--prompt", "User:"]
-    assert cli.main(["generate", str(model), *prompts, *GREEDY]) == 0
+    prompts = ["--prompt", "the dog", "--prompt", "User:", "--prompt", ""]
+    assert cli.main(["generate", str(model), *prompts, *GREEDY]) == 1
     texts = expected(model, "the dog", "User:")
-    lines = [f"[0] 'the dog'\n    {texts[0]!r}", f"[1] 'User:'\n    {texts[1]!r}"]
-    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:4] == ["[0] 'the dog'", f"    {texts[0]!r}", "[1] 'User:'", f"    {texts[1]!r}"]
+    assert "error: the prompt is empty" in shown[5]
+
+
+def test_generate_writes_json_lines_where_no_terminal_is(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--prompt", "the dog", "--prompt", "", "--prompt", "User:"]
+    assert cli.main(["generate", str(model), *prompts, *GREEDY]) == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == ["the dog", "", "User:"]
+    texts = [output["text"] for record in records for output in record["outputs"]]
+    assert texts == expected(model, "the dog", "User:")
+    assert "empty" in records[1]["error"]["message"]
+
+
+def test_every_field_of_sampling_params_is_an_option() -> None:
+    given = {
+        "n": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5,
+        "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "stop": ("a", "b"),
+        "stop_token_ids": (3, 4), "ignore_eos": True, "max_tokens": 7, "min_tokens": 1,
+        "logprobs": 2, "prompt_logprobs": 1, "include_stop_str_in_output": True,
+        "bad_words": ("c",), "logit_bias": {5: 1.5}, "allowed_token_ids": (3, 4, 5),
+        "skip_special_tokens": False, "priority": 3,
+    }  # fmt: skip
+    names = {one.name for one in dataclasses.fields(SamplingParams)} - {"_"}
+    assert names - given.keys() == {"seed", "detokenize"}, "--seed is the engine's"
+    args = []
+    for name, value in given.items():
+        option = "--" + name.replace("_", "-")
+        if name in ("stop", "bad_words"):
+            args += [part for one in value for part in (option, one)]
+        elif isinstance(value, bool):
+            args += [option if value else f"--no-{option[2:]}"]
+        elif isinstance(value, dict):
+            args += [option, *(str(one) for pair in value.items() for one in pair)]
+        else:
+            args += [option, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    parsed = cli.parse(GenerateArgs, "x", ["m", *args])
+    assert sampling_fields(parsed.sampling) == given
+    assert sampling_fields(cli.parse(GenerateArgs, "x", ["m"]).sampling) == {}
+    silent = cli.parse(GenerateArgs, "x", ["m", "--no-detokenize"]).sampling
+    assert sampling_fields(silent) == {"detokenize": False}
 
 
 def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It is a job: the same command again does nothing, and another one is refused."""
     talk = {"messages": [{"role": "user", "content": "go home"}]}
     rows = ["the dog", {"prompt": ""}, talk, {"prompt_token_ids": [5, 6]}]
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
     command = ["generate", str(model), "--file", str(source), "--output", str(sink), *GREEDY]
     assert cli.main(command) == 1
-    assert "1 prompts failed" in capsys.readouterr().err
     records = [json.loads(line) for line in sink.read_text(encoding="utf-8").splitlines()]
-    assert [record["index"] for record in records] == [0, 1, 2, 3]
-    assert records[1]["outputs"][0]["finish_reason"] == "error"
-    assert "empty" in records[1]["outputs"][0]["error"]
+    assert [record["_row"] for record in records] == [0, 1, 2, 3]
+    assert "empty" in records[1]["error"]["message"]
     good = [records[i]["outputs"][0]["text"] for i in (0, 2, 3)]
     assert good == expected(model, "the dog", talk, [5, 6])
-    assert records[2]["prompt"] == "<|user|>go home</s><|assistant|>"
+    kept = sink.read_bytes()
+    assert cli.main(command) == 1
+    assert cli.main([*command, "--top-k", "3"]) == 2
+    assert "top_k: it was null, it is 3" in capsys.readouterr().err
+    assert sink.read_bytes() == kept
 
 
-def test_generate_chats_with_a_system_message(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_generate_chats_with_a_system_message_over_stdin(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in.txt"
     source.write_text("go home\n\nthe dog\n", encoding="utf-8")
-    args = ["--file", str(source), "--chat", "--system", "be kind", *GREEDY]
-    assert cli.main(["generate", str(model), *args]) == 0
-    shown = capsys.readouterr().out
-    assert "<|system|>be kind</s><|user|>go home</s><|assistant|>" in shown
-    assert "<|system|>be kind</s><|user|>the dog</s><|assistant|>" in shown
+    args = ["--chat", "--system", "be kind", *GREEDY]
+    with source.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert cli.main(["generate", str(model), *args]) == 0
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    system = {"role": "system", "content": "be kind"}
+    talks = [[system, {"role": "user", "content": text}] for text in ("go home", "the dog")]
+    texts = {record["prompt"]: record["outputs"][0]["text"] for record in records}
+    assert [texts["go home"], texts["the dog"]] == expected(
+        model, *({"messages": talk} for talk in talks)
+    )
 
 
 def test_info_shows_backends_model_and_plan(
@@ -255,7 +319,7 @@ def test_the_output_may_not_be_the_file_that_is_read(
         os.link(source, sink)
     monkeypatch.setattr("nanoengine.llm.LLM", None)
     assert cli.main(["generate", str(model), "--file", str(source), "--output", str(sink)]) == 2
-    assert "is the file of --file" in capsys.readouterr().err
+    assert "is an input: write to another file" in capsys.readouterr().err
     assert source.read_text(encoding="utf-8") == '"a"\n"b"\n'
 
 
@@ -274,7 +338,7 @@ def test_an_output_that_cant_be_written_is_refused_before_the_model_loads(
     command = ["generate", str(model), "--file", str(source), "--output", str(tmp_path / path)]
     assert cli.main(command) == 2
     captured = capsys.readouterr().err
-    assert captured.startswith("error: --output")
+    assert captured.startswith("error: output")
     assert "can't be written" in captured
 
 
@@ -285,14 +349,13 @@ def test_a_full_disk_and_a_model_that_is_none_are_errors_of_one_line(
     source, kept = tmp_path / "in.jsonl", tmp_path / "kept.jsonl"
     source.write_text('"the dog"\n', encoding="utf-8")
     command = ["generate", str(model), "--file", str(source), *GREEDY, "--output"]
-    assert cli.main([*command, "/dev/full"]) == 2
-    captured = capsys.readouterr().err
-    assert "can't be written: No space left on device; it holds 0 whole records" in captured
+    assert cli.main([*command, "/dev/full"]) == 1
+    assert "error: No space left on device" in capsys.readouterr().err
     kept.write_text("earlier records\n", encoding="utf-8")
     assert cli.main(["generate", "/no/such", *command[2:], str(kept)]) == 2
+    assert cli.main([*command, str(kept)]) == 2
+    assert "no kept.jsonl.job.json beside it" in capsys.readouterr().err
     assert kept.read_text(encoding="utf-8") == "earlier records\n"
-    assert cli.main([*command, str(kept)]) == 0
-    assert kept.read_text(encoding="utf-8").startswith('{"index": 0')
 
 
 @pytest.mark.parametrize(
@@ -343,29 +406,25 @@ def test_a_bad_line_is_its_own_record_with_its_number(
     source.write_bytes(codecs.BOM_UTF8 + b"\r\n".join(lines))
     command = ["generate", str(model), "--file", str(source), *GREEDY]
     assert cli.main([*command, "--output", str(sink)]) == 1
-    assert f"{len(BAD_LINES)} prompts failed" in capsys.readouterr().err
     records = [json.loads(line) for line in sink.read_text(encoding="utf-8").splitlines()]
-    assert [record["index"] for record in records] == list(range(2 * len(BAD_LINES)))
-    assert [record["line"] for record in records] == [
-        number for i in range(len(BAD_LINES)) for number in (3 * i + 1, 3 * i + 2)
-    ]
+    assert [record["_row"] for record in records] == list(range(2 * len(BAD_LINES)))
     (text,) = expected(model, "the dog")
     assert [r["outputs"][0]["text"] for r in records[::2]] == [text] * len(BAD_LINES)
-    for record, message in zip(records[1::2], BAD_LINES.values(), strict=True):
-        assert record["outputs"][0]["finish_reason"] == "error"
-        assert message in record["outputs"][0]["error"]
-    assert cli.main(command) == 1
-    assert "error: line 2: the line is not JSON" in capsys.readouterr().out
+    for i, (record, message) in enumerate(zip(records[1::2], BAD_LINES.values(), strict=True)):
+        assert record["error"]["line"] == 3 * i + 2
+        assert message in record["error"]["message"]
 
 
 def test_a_text_file_may_be_of_windows_and_hold_a_line_that_is_no_text(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """2.5: the byte order mark and the line ends are no part of a prompt."""
     source = tmp_path / "in.txt"
     source.write_bytes(codecs.BOM_UTF8 + b"the dog\r\ncaf\xe9\r\n\r\n go home\n")
     assert cli.main(["generate", str(model), "--file", str(source), *GREEDY]) == 1
-    shown = capsys.readouterr().out
-    assert "[0] 'the dog'\n" in shown
-    assert "error: line 2: the line is not UTF-8" in shown
-    assert "[2] ' go home'\n" in shown
+    records = sorted(
+        (json.loads(line) for line in capfd.readouterr().out.splitlines()),
+        key=lambda record: record["_row"],
+    )
+    assert [record.get("prompt") for record in records] == ["the dog", None, " go home"]
+    assert "the line is not UTF-8" in records[1]["error"]["message"]

@@ -359,12 +359,13 @@ def test_what_needs_pyarrow_says_which_extra_has_it(batch: Batch, monkeypatch: A
 
 def test_the_same_command_goes_on_where_it_was(batch: Batch) -> None:
     source = batch.write([completion(str(i)) for i in range(20)])
-    assert batch.run(source) == 0
+    args = (source, "--stop", "x", "--stop", "y", "--logit-bias", "5", "1.5")
+    assert batch.run(*args) == 0
     lines = batch.output.read_bytes().splitlines(keepends=True)
     for kept in (0, 1, 7, 19, 20):
         for torn in (b"", lines[-1][: len(lines[-1]) // 2], b"\0" * 50):
             batch.output.write_bytes(b"".join(lines[:kept]) + torn)
-            assert batch.run(source) == 0
+            assert batch.run(*args) == 0, batch.told
             assert f"resumed {kept:>27}" in batch.told
             assert len(batch.by_row()) == 20
             assert sorted(batch.output.read_bytes().splitlines()) == sorted(

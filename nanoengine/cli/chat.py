@@ -1,0 +1,161 @@
+"""`nanoengine chat`: a conversation in the terminal, streamed, with the prefix cache kept warm.
+
+/system TEXT   begin anew with this system message     /reset   begin anew
+/save FILE     the conversation as JSON                /stats   what the engine has counted
+Ctrl-C stops an answer and keeps what there is of it; Ctrl-D, or /quit, ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from nanoengine.checks import nearest
+from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
+from nanoengine.errors import ConfigError, NanoEngineError
+
+if TYPE_CHECKING:
+    from nanoengine.llm import LLM
+    from nanoengine.sampling_params import SamplingParams
+
+PROMPT = "> "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatArgs(EngineArgs):
+    """A conversation with a model; /system, /reset, /save and /stats are typed into it.
+
+    examples:
+      nanoengine chat demo
+      nanoengine chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.6
+      nanoengine chat Qwen/Qwen3-0.6B --quantization int4 --max-tokens 2000
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
+    sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
+    system: str | None = None
+    """System message at the beginning."""
+
+
+def main(args: ChatArgs) -> int:
+    """Talks until the end of the input."""
+    given = sampling_fields(args.sampling)
+    if given.get("n", 1) != 1:
+        raise ConfigError(f"--n must be 1: a conversation has one answer, got {given['n']}")
+    with suppress(ImportError):
+        import readline  # noqa: F401  # lines can be edited, and earlier ones come back
+
+    from nanoengine.llm import LLM
+
+    with LLM(**engine_options(args)) as llm:
+        unbounded = replace(llm.default_sampling_params, max_tokens=None)
+        Chat(llm, replace(unbounded, **given), args.system).run()
+    return 0
+
+
+class Chat:
+    """One conversation.
+
+    Args:
+        read: asks for a line; raises EOFError at the end.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None = None,
+        read: Callable[[str], str] = input,
+    ) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._read = read
+        self.messages: list[dict[str, Any]] = []
+        self._reset()
+
+    def run(self) -> None:
+        """Reads lines and answers them. Ctrl-C at the prompt clears the line."""
+        while True:
+            try:
+                line = self._read(PROMPT if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(*line[1:].split(maxsplit=1))
+            elif line:
+                self._answer(line)
+
+    def _answer(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            prompt = {"messages": self.messages}
+            with closing(self._llm.stream(prompt, self._params, kind="delta")) as outputs:
+                for output in outputs:
+                    print(output.outputs[0].text, end="", flush=True)
+                    answer += output.outputs[0].text
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except NanoEngineError as error:
+            print(f"error: {error}", end="")
+            self.messages.pop()
+            answer = ""
+        print()
+        if answer:
+            self.messages.append({"role": "assistant", "content": answer})
+        elif self.messages and self.messages[-1]["role"] == "user":
+            self.messages.pop()
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _command(self, name: str = "", rest: str = "") -> None:
+        commands = {
+            "system": self._set_system,
+            "reset": self._reset,
+            "save": self._save,
+            "stats": self._stats,
+        }
+        if name not in commands:
+            print(f"unknown command {'/' + name!r}; {nearest(name, [*commands, 'quit'])}")
+            return
+        commands[name](rest)
+
+    def _reset(self, rest: str = "") -> None:
+        self.messages.clear()
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
+
+    def _set_system(self, rest: str) -> None:
+        self._system = rest or None
+        self._reset()
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            print("/save needs the name of a file")
+            return
+        try:
+            with open(rest, "w", encoding="utf-8", errors="backslashreplace") as file:
+                json.dump({"messages": self.messages}, file, ensure_ascii=False)
+                file.write("\n")
+        except OSError as error:
+            print(f"{rest} can't be written: {error.strerror}")
+
+    def _stats(self, rest: str) -> None:
+        stats = self._llm.stats()
+        print(
+            f"{stats.prefill_tokens:,} prompt tokens computed, {stats.output_tokens:,} generated;"
+            f" {stats.cache_hit_rate:.0%} of prompt tokens were cache hits"
+        )

@@ -1,0 +1,192 @@
+"""`LLM.generate_dataset`: tables of any kind in, the same kind out with the answers as columns.
+
+    a path            answered as `nanoengine batch` would; gives the path of the output
+    an iterable       of rows, dicts or prompts: a list gives a list, anything lazy an iterator
+    a datasets.Dataset or IterableDataset, a pandas or polars frame, an Arrow table
+
+Which library a source is of is told by the module of its class: none is imported that the caller
+does not use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoengine.config import EngineConfig
+from nanoengine.errors import RequestError
+from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.manifest import describe_engine
+from nanoengine.jobs.order import ordered
+from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.rows import RowOptions, RowReader, Task
+from nanoengine.jobs.source import Input, Line, RowError
+from nanoengine.jobs.work import Stream, Work
+from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.outputs import RequestOutput
+
+ROWS = Input(name="dataset", form="jsonl")
+NEW_COLUMNS = ("outputs", "usage", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """What answers rows: the engine's stream, and what a manifest says of it."""
+
+    stream: Stream
+    config: EngineConfig
+    directory: Callable[[], Path]
+    defaults: Mapping[str, Any]
+
+
+def generate_dataset(
+    answering: Answering,
+    source: Any,
+    output: str | os.PathLike[str] | None,
+    params: SamplingParams | None,
+    row_options: Mapping[str, Any],
+) -> Any:
+    """Answers each row of a source; see `LLM.generate_dataset`."""
+    sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
+    options = RowOptions(sampling=sampling, **row_options)
+    defaults = answering.defaults if params is None else {}
+    reader = RowReader(options, answering.config.model, defaults)
+    if isinstance(source, str | os.PathLike):
+        if output is None:
+            raise RequestError("a file's answers go to a file: give output=...")
+        run_job(answering, os.fspath(source), os.fspath(output), reader, options)
+        return Path(output)
+    rows, rebuild = _taken_apart(source)
+    if output is not None:
+        return rebuild(_resumable(answering, rows, Path(output), reader, options))
+    recorder = Recorder(answering.config.model)
+    return rebuild(_in_order(answers(rows, answering.stream, reader, recorder)))
+
+
+def run_job(
+    answering: Answering, source: str, output: str, reader: RowReader, options: RowOptions
+) -> None:
+    """Runs a job from file to file, resuming what is there."""
+    config = answering.config
+    facts = describe_engine(config, answering.directory(), config.model)
+    job = Job(JobOptions(inputs=(source,), output=output, rows=options), facts)
+    is_complete = False
+    try:
+        job.work(reader, Recorder(config.model, job.created)).run(answering.stream)
+        job.complete()
+        is_complete = True
+    finally:
+        job.close(is_complete=is_complete)
+
+
+def answers(
+    rows: Iterable[Any], stream: Stream, reader: RowReader, recorder: Recorder
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their new columns, as they finish."""
+    done: list[tuple[int, dict[str, Any]]] = []
+
+    def finish(task: Task, result: RequestOutput | RowError) -> None:
+        failed = isinstance(result, RowError)
+        line = recorder.failure(task, result) if failed else recorder.answer(task, result)  # type: ignore[arg-type]
+        record = json.loads(line)
+        new = {name: record.get(name) for name in NEW_COLUMNS}
+        done.append((task.row, {**task.columns, **new}))
+
+    lines = (Line(i, ROWS, i + 1, _as_dict(row)) for i, row in enumerate(rows))
+    work = Work(ordered(map(reader.task, lines)), finish)
+    for _ in work.steps(stream):
+        yield from done
+        done.clear()
+    yield from done
+
+
+def _as_dict(row: Any) -> Any:
+    if isinstance(row, Mapping):
+        return dict(row)
+    is_ids = isinstance(row, Sequence) and not isinstance(row, str)
+    return {"prompt_token_ids": list(row)} if is_ids else {"prompt": row}
+
+
+def _in_order(found: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Rows in the order of the source; those that finish before an earlier one wait."""
+    early: dict[int, dict[str, Any]] = {}
+    following = 0
+    for row, answer in found:
+        early[row] = answer
+        while following in early:
+            yield early.pop(following)
+            following += 1
+
+
+def _resumable(
+    answering: Answering, rows: Iterable[Any], output: Path, reader: RowReader, options: RowOptions
+) -> Iterator[dict[str, Any]]:
+    """The same by way of a file: the rows beside the output are the input of a job."""
+    source = output.with_name(output.name + ".rows.jsonl")
+    beside = source.with_name(source.name + ".tmp")
+    kept = []
+    with beside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in rows:
+            value = _as_dict(row)
+            kept.append(value)
+            file.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+    os.replace(beside, source)
+    run_job(answering, str(source), str(output), reader, options)
+    found: dict[int, dict[str, Any]] = {}
+    with output.open(encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            found[record["_row"]] = {name: record[name] for name in NEW_COLUMNS}
+    for i, row in enumerate(kept):
+        yield {**row, **found[i]}
+
+
+# --- kinds of tables ------------------------------------------------------------------------------
+
+Rebuild = Callable[[Iterator[dict[str, Any]]], Any]
+
+
+class _Once:
+    """Rows for a library that names what it is given by pickling it, which no generator allows."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        yield from self._rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return uuid.uuid4, ()
+
+
+def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
+    """The rows of a source, and what makes its kind of rows with more columns."""
+    library = type(source).__module__.partition(".")[0]
+    name = type(source).__name__
+    if library == "datasets" and name == "Dataset":
+        return source, lambda rows: type(source).from_list(list(rows))
+    if library == "datasets" and name == "IterableDataset":
+        return source, lambda rows: type(source).from_generator(_Once(rows))
+    if library == "pandas" and name == "DataFrame":
+        records = source.to_dict("records")
+        return records, lambda rows: type(source)(list(rows), index=source.index)
+    if library == "polars" and name == "DataFrame":
+        return source.iter_rows(named=True), lambda rows: type(source)(
+            list(rows), infer_schema_length=None
+        )
+    if library == "pyarrow" and name == "Table":
+        rows = (row for batch in source.to_batches() for row in batch.to_pylist())
+        return rows, lambda made: type(source).from_pylist(list(made))
+    if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
+        raise RequestError(
+            "source must be a path, an iterable of rows, a Dataset, a data frame or an Arrow table,"
+            f" got {type(source).__name__}"
+        )
+    return source, list if isinstance(source, Sequence) else iter

@@ -1,0 +1,136 @@
+"""`LLM.generate_dataset`: the kind that goes in comes out, with the answers as columns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine import LLM, ConfigError, RequestError, SamplingParams
+from tests.support.fake_llm import ANSWERS, MakeLLM, make_llm_fixture
+
+__all__ = ["make_llm_fixture"]
+
+ROWS = [{"prompt": "one", "id": 1}, {"prompt": "", "id": 2}, {"prompt": "dog", "id": 3}]
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM, tmp_path: Path) -> Iterator[LLM]:
+    (tmp_path / "model").mkdir()
+    with make_llm(ANSWERS) as llm:
+        object.__setattr__(llm.config, "model", str(tmp_path / "model"))
+        yield llm
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    assert [row["id"] for row in rows] == [1, 2, 3]
+    texts = [[output["text"] for output in row["outputs"]] for row in rows]
+    assert [list(one) for one in texts] == [[ANSWERS["one"]], [], [ANSWERS["dog"]]]
+    assert [row["error"] is None for row in rows] == [True, False, True]
+    assert "empty" in rows[1]["error"]["message"]
+
+
+def test_a_list_gives_a_list_and_a_generator_an_iterator(llm: LLM) -> None:
+    found = llm.generate_dataset(ROWS, sampling_params=GREEDY)
+    assert isinstance(found, list)
+    check(found)
+    lazy = llm.generate_dataset(iter(ROWS), sampling_params=GREEDY)
+    assert iter(lazy) is lazy
+    check(list(lazy))
+    (one, other) = llm.generate_dataset(["one", [5, 6]], sampling_params=GREEDY)
+    assert one["outputs"][0]["text"] == ANSWERS["one"]
+    assert other["prompt_token_ids"] == [5, 6]
+
+
+def test_a_lazy_source_is_pulled_as_it_is_answered(llm: LLM) -> None:
+    pulled = 0
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal pulled
+        for i in range(20_000):
+            pulled += 1
+            yield {"prompt": "one", "id": i}
+
+    found = iter(llm.generate_dataset(rows(), sampling_params=GREEDY))
+    assert next(found)["id"] == 0
+    assert pulled < 10_000
+
+
+def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, monkeypatch: Any) -> None:
+    output = tmp_path / "out.jsonl"
+    check(llm.generate_dataset(ROWS, output=output, sampling_params=GREEDY))
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(lines[0] + lines[1][:10])
+    seen = []
+    stream = LLM.stream
+    monkeypatch.setattr(
+        LLM,
+        "stream",
+        lambda self, rows, **o: stream(self, (seen.append(r) or r for r in rows), **o),
+    )
+    check(llm.generate_dataset(ROWS, output=output, sampling_params=GREEDY))
+    assert len(seen) == 2
+    with pytest.raises(ConfigError, match=r"rows\.sampling\.temperature"):
+        llm.generate_dataset(ROWS, output=output, sampling_params=SamplingParams(temperature=1))
+    with pytest.raises(ConfigError, match="its content has changed"):
+        llm.generate_dataset(ROWS[:2], output=output, sampling_params=GREEDY)
+
+
+def test_a_path_gives_the_path_of_the_answers(llm: LLM, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
+    source.write_text("word,n\none,5\n")
+    found = llm.generate_dataset(
+        source, output=output, sampling_params=GREEDY, prompt_column="word"
+    )
+    assert found == output
+    assert ANSWERS["one"] in output.read_text()
+    with pytest.raises(RequestError, match="give output="):
+        llm.generate_dataset(source)
+    with pytest.raises(RequestError, match="source must be a path"):
+        llm.generate_dataset(5)
+
+
+def test_an_arrow_table(llm: LLM) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    found = llm.generate_dataset(pyarrow.Table.from_pylist(ROWS), sampling_params=GREEDY)
+    assert isinstance(found, pyarrow.Table)
+    check(found.to_pylist())
+
+
+def test_a_pandas_frame(llm: LLM) -> None:
+    pandas = pytest.importorskip("pandas")
+    found = llm.generate_dataset(pandas.DataFrame(ROWS, index=[7, 8, 9]), sampling_params=GREEDY)
+    assert list(found.index) == [7, 8, 9]
+    check(found.astype(object).where(found.notna(), None).to_dict("records"))
+
+
+def test_a_polars_frame(llm: LLM) -> None:
+    polars = pytest.importorskip("polars")
+    found = llm.generate_dataset(polars.DataFrame(ROWS), sampling_params=GREEDY)
+    assert isinstance(found, polars.DataFrame)
+    check(found.to_dicts())
+
+
+def test_datasets_of_hugging_face(llm: LLM) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS)
+    found = llm.generate_dataset(table, sampling_params=GREEDY)
+    assert isinstance(found, datasets.Dataset)
+    check(found.to_list())
+    lazy = llm.generate_dataset(table.to_iterable_dataset(), sampling_params=GREEDY)
+    assert isinstance(lazy, datasets.IterableDataset)
+    check(list(lazy))
+
+
+def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
+    code = (
+        "import sys, nanoengine.jobs.datasets;"
+        "print([m for m in ('pandas', 'polars', 'datasets', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
