@@ -68,7 +68,6 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         config.quantization,
         model_config.quantization,
         device=device.type,
-        has_experts=model_config.moe is not None,
     )
     runner = ModelRunner(
         config,

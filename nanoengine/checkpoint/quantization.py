@@ -113,7 +113,7 @@ class Quantization:
 
 
 def resolve_quantization(
-    option: str | None, stored: StoredQuantization | None, *, device: str, has_experts: bool
+    option: str | None, stored: StoredQuantization | None, *, device: str
 ) -> Quantization | None:
     """What `EngineConfig.quantization` means for this checkpoint; None: plain floats.
 
@@ -146,12 +146,6 @@ def resolve_quantization(
         raise ConfigError(
             f"{what} runs on the CPU only, got device={device!r}: use device='cpu', or a"
             " checkpoint and options without quantization"
-        )
-    if has_experts:
-        kind = ConfigError if option else UnsupportedModelError
-        raise kind(
-            f"{what} is not implemented for mixtures of experts: use quantization=None and a"
-            " checkpoint of floats"
         )
     if option is None:
         assert stored is not None

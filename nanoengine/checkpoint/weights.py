@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, listed, read_tensors
+from nanoengine.checkpoint.names import TensorNames
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
 
@@ -23,7 +24,7 @@ HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)")
 """Tensors that old checkpoints carry and that are computed here."""
 
 
-def check_sizes(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
+def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: TensorNames) -> None:
     """Compares config.json with the tensors' shapes, before anything of its sizes is made.
 
     `load_weights` compares every shape; by then the model has been allocated.
@@ -37,7 +38,8 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
             f" {len(stored)} tensors"
         )
 
-    def check(key: str, size: int, axis: int, name: str) -> None:
+    def check(key: str, size: int, axis: int, ours: str) -> None:
+        name = names(ours)
         shape = stored[name].shape if name in stored else ()
         if len(shape) > axis and shape[axis] != size:
             raise WeightLoadError(f"config.json has {key}={size}, but {name} is {list(shape)}")
@@ -54,11 +56,16 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
     ):
         name = f"model.layers.0.self_attn.{part}"
         check_outputs(f"{key} * head_dim", heads * config.head_dim, name)
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    name = "model.layers.0.self_attn.qkv_proj"
+    check_outputs("heads of q, k and v * head_dim", heads * config.head_dim, name)
     sparse = config.moe.layers if config.moe else ()
     for layer in range(config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"
         if config.moe is None or layer not in sparse:
-            check_outputs("intermediate_size", config.intermediate_size, f"{mlp}.gate_proj")
+            for matrix, count in (("gate_proj", 1), ("up_proj", 1), ("gate_up_proj", 2)):
+                size = count * config.intermediate_size
+                check_outputs("intermediate_size", size, f"{mlp}.{matrix}")
             continue
         size = config.moe.intermediate_size
         check("num_experts", config.moe.num_experts, 0, f"{mlp}.gate.weight")
@@ -66,21 +73,23 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored]) -> None:
         check_outputs("moe_intermediate_size", size, f"{mlp}.experts.0.gate_proj")
 
 
-def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored], *, tied: bool) -> None:
+def load_weights(
+    slots: dict[str, WeightSlot], stored: Mapping[str, Stored], *, harmless: Collection[str] = ()
+) -> None:
     """Fills a model's slots from the stored tensors, each by exactly one.
 
     float32, float16, bfloat16 and float64 tensors are converted to the model's dtype. Peak memory
     is the model's own plus one tensor and `MAPPED_BYTES`.
 
     Args:
-        tied: the head is the embedding; a tensor of its own is left out then.
+        harmless: tensors that may be left out: a tied head is the embedding once more.
 
     Raises:
         WeightLoadError: names or shapes don't match the model, which the message names, or a file
             can't be read.
     """
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    slots = _matched(slots, shapes, tied=tied)
+    slots = _matched(slots, shapes, harmless)
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
     for name in stored:
         if name in slots:
@@ -122,23 +131,24 @@ def dummy_weights(slots: Mapping[str, WeightSlot], seed: int) -> None:
 
 
 def _matched(
-    slots: dict[str, WeightSlot], stored: Mapping[str, tuple[int, ...]], *, tied: bool
+    slots: dict[str, WeightSlot],
+    stored: Mapping[str, tuple[int, ...]],
+    harmless: Collection[str],
 ) -> dict[str, WeightSlot]:
     """The slots to fill, after checking that they and the stored tensors are the same set."""
-    for name, slot in list(slots.items()):
-        if slot.absent and name not in stored:
-            slots.pop(name)
+    waiting = list(slots.items())
+    for name, slot in waiting:
+        if slot.pieces_only or (slot.pieces and name not in stored):
+            slots.pop(name, None)
+            waiting += slot.pieces.items()
+        elif slot.absent and (name not in stored or slots.get(name, slot) is not slot):
+            # Why the second: a layer's own slot, say of its bias, goes before a piece of that name.
+            if slots.get(name) is slot:
+                slots.pop(name)
             slot.absent()
-        elif slot.pieces_only or (slot.pieces and name not in stored):
-            slots.pop(name)
-            for piece_name, piece in slot.pieces.items():
-                if piece.absent and (piece_name in slots or piece_name not in stored):
-                    piece.absent()  # Why: a layer's own slot, say of its bias, goes before a piece
-                else:
-                    slots[piece_name] = piece
-    # Why: a tied checkpoint may hold the head too; it is the embedding once more.
-    harmless = {"lm_head.weight"} if tied else set()
-    unexpected = stored.keys() - slots.keys() - harmless
+        else:
+            slots[name] = slot
+    unexpected = stored.keys() - slots.keys() - set(harmless)
     problems = {
         "missing": sorted(slots.keys() - stored.keys()),
         "unexpected": sorted(name for name in unexpected if not HARMLESS.fullmatch(name)),

@@ -3,6 +3,8 @@
     x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
+Some families have norms behind o and down too, or only there (`LayerPlan.norms`).
+
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Why
 one function, not one of halves: numba optimizes all code below a function with it, so that each
 level costs seconds at the first start. Each kernel is the one that the layer's parts call by
@@ -31,7 +33,13 @@ from numba import types
 from numba.extending import overload
 
 from nanoengine.kernels.cpu_attention import attend, combine
-from nanoengine.kernels.cpu_layers import FASTMATH, add_rms_norm, gate, rotate_and_store
+from nanoengine.kernels.cpu_layers import (
+    FASTMATH,
+    add_rms_norm,
+    gate,
+    rms_norm,
+    rotate_and_store,
+)
 from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
 from nanoengine.kernels.cpu_quantized import linear4, linear8
 from nanoengine.kernels.jit import compiled
@@ -62,6 +70,29 @@ def _multiply(x, weight, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
+def _enter(x, residual, norm, eps, before, workers):
+    """In place: residual += x, and x becomes the norm of it, or without a norm the same."""
+    if before:
+        add_rms_norm(x, residual, norm, eps, workers)
+    else:
+        for t in range(len(x)):
+            for i in range(x.shape[1]):
+                residual[t, i] += x[t, i]
+                x[t, i] = residual[t, i]
+
+
+@compiled(fastmath=FASTMATH)
+def _leave(x, norm, eps, behind, scale, workers):
+    """In place: what attention or MLP adds, normed where a norm is behind it, times the scale."""
+    if behind:
+        rms_norm(x, norm, eps, x, workers)
+    if scale != 1:
+        for t in range(len(x)):
+            for i in range(x.shape[1]):
+                x[t, i] *= scale
+
+
+@compiled(fastmath=FASTMATH)
 def decoder_layer(
     x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, first, second, workers
 ):  # fmt: skip
@@ -77,18 +108,20 @@ def decoder_layer(
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
         first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], and attention's
-            operand; (H, K, D, P), the window, whether heads are normed; the epsilons of the layer's
-            and the heads' norms, the scale and softcap of scores.
-        second: three groups: the weights o, norm [N], gate_up, down; I, whether the gate is GELU;
-            the norm's epsilon.
+            operand; (H, K, D, P), the window, whether heads are normed, whether norms are before
+            attention and MLP; the epsilons of the layer's and the heads' norms, the scale and
+            softcap of scores.
+        second: three groups: the weights o, norm behind attention, norm before the MLP, gate_up,
+            down, norm behind the MLP; I, whether the gate is GELU, whether norms are behind; the
+            norms' epsilon and the factor on what is added. Norms that are not there are any array.
     """
-    (norm, qkv, head_norm, operand), (heads_and_dims, window, normed), numbers = first
+    (norm, qkv, head_norm, operand), (heads_and_dims, window, normed, before), numbers = first
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
     tokens = len(x)
 
-    add_rms_norm(x, residual, norm, eps, workers)
+    _enter(x, residual, norm, eps, before, workers)
     projected = np.empty((tokens, (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
     multiply(x, qkv, projected, workers)
     q = np.empty((tokens, num_heads, head_dim), x.dtype)
@@ -114,11 +147,14 @@ def decoder_layer(
             for d in range(x.shape[1]):
                 residual_on[i, d] = residual[rows[i], d]
         attended = kept
-    (o, mlp_norm, gate_up, down), (inner, gelu), mlp_eps = second
+    weights, (inner, gelu, behind), (mlp_eps, factor) = second
+    o, attention_output_norm, mlp_norm, gate_up, down, mlp_output_norm = weights
     multiply(attended, o, x_on, workers)
-    add_rms_norm(x_on, residual_on, mlp_norm, mlp_eps, workers)
+    _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
+    _enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
     both = np.empty((tokens, 2 * inner), x.dtype)
     multiply(x_on, gate_up, both, workers)
     gated = np.empty((tokens, inner), x.dtype)
     gate(both, gelu, gated, workers)
     multiply(gated, down, x_on, workers)
+    _leave(x_on, mlp_output_norm, mlp_eps, behind, factor, workers)

@@ -29,21 +29,30 @@ NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """What a pre-norm decoder layer with a gated MLP is made of."""
+    """What a decoder layer with a gated MLP is made of: norms before attention and MLP, behind
+    them, or both; `scale` is the factor on what either adds."""
 
-    norm: RMSNorm
+    norm: RMSNorm | None
     qkv: QKVLinear
     head_norm: HeadNormWeights | None
     attention: Attention
     o: RowParallelLinear
-    mlp_norm: RMSNorm
+    attention_output_norm: RMSNorm | None
+    mlp_norm: RMSNorm | None
     gate_up: MergedLinear
     down: RowParallelLinear
+    mlp_output_norm: RMSNorm | None
     activation: str
+    scale: float
 
     @property
     def linears(self) -> tuple[MergedLinear | RowParallelLinear, ...]:
         return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        found = self.norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm
+        return [norm for norm in found if norm is not None]
 
 
 class FusedLayer:
@@ -54,8 +63,8 @@ class FusedLayer:
         """Whether a kernel exists for each part: packed weights on one rank, plain norms."""
         return (
             isinstance(parts.attention.backend, CPUBackend)
-            and isinstance(parts.norm.ops, CPUOps)
-            and all(type(norm) is RMSNorm for norm in (parts.norm, parts.mlp_norm))
+            and all(type(norm) is RMSNorm for norm in parts.norms)
+            and all(isinstance(norm.ops, CPUOps) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
             and all(_has_kernel(linear) for linear in parts.linears)
         )
@@ -71,20 +80,31 @@ class FusedLayer:
                 weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
             )
         qkv, o, gate_up, down = (linear.method.operands(linear.bias) for linear in parts.linears)
-        norms = parts.norm.weight, head_norm.weight, parts.mlp_norm.weight
-        norm, of_heads, mlp_norm = (weight.detach().numpy() for weight in norms)
+        any_norm = parts.norms[0]
+        before, behind = parts.norm is not None, parts.mlp_output_norm is not None
+
+        def weight_of(norm: RMSNorm | None) -> np.ndarray:
+            return (norm or any_norm).weight.detach().numpy()
+
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
         self.first: tuple[Any, ...] = (
-            (norm, qkv, of_heads, backend.operand),
-            (heads_and_dims, window, parts.head_norm is not None),
-            (real(parts.norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
+            (weight_of(parts.norm), qkv, head_norm.weight.detach().numpy(), backend.operand),
+            (heads_and_dims, window, parts.head_norm is not None, before),
+            (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
         inner = sum(parts.gate_up.parts.values()) // 2
         self.second: tuple[Any, ...] = (
-            (o, mlp_norm, gate_up, down),
-            (inner, parts.activation == "gelu_pytorch_tanh"),
-            real(parts.mlp_norm.eps),
+            (
+                o,
+                weight_of(parts.attention_output_norm),
+                weight_of(parts.mlp_norm),
+                gate_up,
+                down,
+                weight_of(parts.mlp_output_norm),
+            ),
+            (inner, parts.activation == "gelu_pytorch_tanh", behind),
+            (real(any_norm.eps), real(parts.scale)),
         )
 
     def __call__(

@@ -16,6 +16,7 @@ import torch
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.linear_method import ordered
 from nanoengine.layers.ops import LayerOps
 from nanoengine.parallel.shard import Shard
 
@@ -27,6 +28,9 @@ class MergedLinear(Layer):
     The output is [..., sum of this rank's parts], part after part. `parts` maps each matrix's name
     beside this layer in the checkpoint to its full number of outputs, `shards` those to their shard
     that are split in another way than by rank.
+
+    Args:
+        merged: the checkpoint holds them as one tensor, of this layer's own name.
     """
 
     def __init__(
@@ -36,11 +40,13 @@ class MergedLinear(Layer):
         parts: Mapping[str, int],
         *,
         bias: bool = False,
+        merged: bool = False,
         context: ModelContext,
         shards: Mapping[str, Shard] | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.parts, self.shard = in_features, dict(parts), context.shard
+        self.merged = merged
         self.shards = shards or dict.fromkeys(parts, self.shard)
         out_features = sum(self.shards[part].split(size, part) for part, size in parts.items())
         self.method = context.linear_method_factory(name)
@@ -55,23 +61,55 @@ class MergedLinear(Layer):
         return self.method.apply(x, self.bias)
 
     def gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
-        """act(first part) * second part, of two parts without bias: [T, in_features] -> [T, I]."""
+        """act(first part) * second part, of two parts: [T, in_features] -> [T, I]."""
+        if self.bias is not None:
+            return ops.gate(self.method.apply(x, self.bias), activation)
         return self.method.apply_gated(x, activation, ops)
 
+    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
+        """Which of the `num_rows` outputs that this rank has of a matrix comes first, second, ...:
+        [num_rows] int64; None: they stay in the checkpoint's order."""
+        return None
+
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        slots, start = {}, 0
         beside = path.rpartition(".")[0]
+        if self.merged:
+            rows = slice(0, sum(self.shards[part].split(size) for part, size in self.parts.items()))
+            whole = sum(self.parts.values())
+            return self._slots(path, whole, slice(0, whole), rows, self._merged_order())
+        slots, start = {}, 0
         for name, size in self.parts.items():
             part = self.shards[name].slice(size, name)
             rows = slice(start, start + part.stop - part.start)
-            slots[f"{beside}.{name}.weight"] = self.method.weight_slot(
-                f"{beside}.{name}", shape=(size, self.in_features), part=(part,), rows=rows
-            )
-            if self.bias is not None:
-                slots[f"{beside}.{name}.bias"] = WeightSlot(
-                    shape=(size,), part=(part,), store=self.bias[rows].copy_
-                )
+            order = self.row_order(name, rows.stop - rows.start)
+            slots |= self._slots(f"{beside}.{name}", size, part, rows, order)
             start = rows.stop
+        return slots
+
+    def _merged_order(self) -> torch.Tensor:
+        """Which rows of the one tensor this rank has: a part of each matrix."""
+        first, found = 0, []
+        for name, size in self.parts.items():
+            part = self.shards[name].slice(size, name)
+            rows = torch.arange(first + part.start, first + part.stop)
+            found.append(ordered(rows, self.row_order(name, len(rows))))
+            first += size
+        return torch.cat(found)
+
+    def _slots(
+        self, name: str, size: int, part: slice, rows: slice, order: torch.Tensor | None
+    ) -> dict[str, WeightSlot]:
+        """Slots of one tensor of `size` outputs, of which `part` goes to `rows`, and its bias."""
+        slots = {
+            f"{name}.weight": self.method.weight_slot(
+                name, shape=(size, self.in_features), part=(part,), rows=rows, order=order
+            )
+        }
+        if self.bias is not None:
+            store = self.bias[rows].copy_
+            slots[f"{name}.bias"] = WeightSlot(
+                shape=(size,), part=(part,), store=lambda bias: store(ordered(bias, order))
+            )
         return slots
 
 
@@ -80,6 +118,10 @@ class QKVLinear(MergedLinear):
 
     A rank holds whole heads; `CausalLM` has refused rank counts that don't divide them. Where ranks
     are more than KV heads, several hold the same one.
+
+    Args:
+        head_order: how the dimensions of a query or key head are ordered here, [D]; see
+            `rotary.head_order`. None: as in the checkpoint.
     """
 
     def __init__(
@@ -92,6 +134,8 @@ class QKVLinear(MergedLinear):
         head_dim: int,
         bias: bool,
         context: ModelContext,
+        merged: bool = False,
+        head_order: torch.Tensor | None = None,
     ) -> None:
         parts = {
             "q_proj": num_heads * head_dim,
@@ -100,7 +144,16 @@ class QKVLinear(MergedLinear):
         }
         kv = context.shard.of_heads(num_kv_heads)
         shards = {"q_proj": context.shard, "k_proj": kv, "v_proj": kv}
-        super().__init__(name, hidden_size, parts, bias=bias, context=context, shards=shards)
+        super().__init__(
+            name, hidden_size, parts, bias=bias, merged=merged, context=context, shards=shards
+        )
+        self.head_order = head_order
+
+    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
+        if self.head_order is None or name == "v_proj":
+            return None
+        heads = torch.arange(num_rows).view(-1, len(self.head_order))
+        return heads[:, self.head_order].flatten()
 
 
 class RowParallelLinear(Layer):

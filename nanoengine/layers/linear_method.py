@@ -69,16 +69,30 @@ class LinearMethod(nn.Module, ABC):
         embedding that it is tied to."""
 
     def weight_slot(
-        self, name: str, *, shape: tuple[int, int], part: tuple[slice, ...], rows: slice
+        self,
+        name: str,
+        *,
+        shape: tuple[int, int],
+        part: tuple[slice, ...],
+        rows: slice,
+        order: torch.Tensor | None = None,
     ) -> WeightSlot:
-        """The slot of the checkpoint's matrix `name`, of which `part` goes to `rows` here.
+        """The slot of the checkpoint's matrix `name`, of which `part` goes to `rows` here; `order`
+        [rows] int64 says which row of the part each of them is, None: they follow each other.
 
         A method that reads a matrix stored in another form overrides this.
         """
-        return WeightSlot(shape=shape, part=part, store=lambda weight: self.load(weight, rows))
+        return WeightSlot(
+            shape=shape, part=part, store=lambda weight: self.load(ordered(weight, order), rows)
+        )
 
     def finish(self) -> None:
         """Called once when all weights are loaded; a method may repack them here."""
+
+
+def ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """The rows in this order; None: as they are."""
+    return rows if order is None else rows[order]
 
 
 class UnquantizedLinear(LinearMethod):

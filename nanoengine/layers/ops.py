@@ -40,7 +40,10 @@ GATES = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
 }
-"""`hidden_act` of a config -> the function on the gate."""
+"""`hidden_act` of a config -> the function on the gate, which every `LayerOps` computes."""
+
+ACTIVATIONS = {**GATES, "relu2": lambda x: F.relu(x).square_()}
+"""`hidden_act` of a config -> the function of an MLP without a gate, in plain torch everywhere."""
 
 
 class TorchOps:

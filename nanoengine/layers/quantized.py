@@ -157,14 +157,22 @@ class QuantizedLinear(LinearMethod):
         return 0 if self.tied is not None else self.in_features * self.out_features
 
     def weight_slot(
-        self, name: str, *, shape: tuple[int, int], part: tuple[slice, ...], rows: slice
+        self,
+        name: str,
+        *,
+        shape: tuple[int, int],
+        part: tuple[slice, ...],
+        rows: slice,
+        order: torch.Tensor | None = None,
     ) -> WeightSlot:
-        slot = super().weight_slot(name, shape=shape, part=part, rows=rows)
+        slot = super().weight_slot(name, shape=shape, part=part, rows=rows, order=order)
         if self.stored is None:
             return slot
-        cut = (*part, slice(None))[:2]
+        cut = (*part, slice(None), slice(None))[:2]
         pieces = self.stored.slots(
-            name, shape, lambda weight: self.load_quantized(weight.part(*cut), rows)
+            name,
+            shape,
+            lambda weight: self.load_quantized(weight.part(*cut).in_order(order), rows),
         )
         return replace(slot, pieces=pieces, pieces_only=True)
 

@@ -83,6 +83,13 @@ class QuantizedWeight:
             group_size=size,
         )
 
+    def in_order(self, order: torch.Tensor | None) -> QuantizedWeight:
+        """The rows [N] in this order; None: as they are."""
+        if order is None:
+            return self
+        zeros = None if self.zeros is None else self.zeros[order]
+        return replace(self, values=self.values[order], scales=self.scales[order], zeros=zeros)
+
     @staticmethod
     def stacked(parts: Sequence[QuantizedWeight], name: str) -> QuantizedWeight:
         """The rows of all parts as one matrix; `name` is for the message.

@@ -1,4 +1,4 @@
-"""The decoder that all families share.
+"""The decoder that all families share; `LayerPlan` says what theirs differs in.
 
     token_ids ─ embed_tokens ─┐
       per layer:              ├─ input_layernorm ─ self_attn ─────────┐
@@ -8,26 +8,25 @@
                      residual └────────────────────────────────────── + ┐
       norm ─ lm_head ─ logits ──────────────────────────────────────────┘
 
+That is Llama. Other families have norms behind attention and MLP too, or only there, or one norm
+before both.
+
 T tokens go in and L rows come out: in the last layer only rows that give logits go on from
 attention, since behind it no row looks at another.
 
-A family is a subclass of `CausalLM` that says which attention and which MLP a layer has. Module
-names are the checkpoint's, so weights find their place by name. Called by the runner; knows neither
-blocks nor sampling.
+Module names are Llama's, so weights find their place by name; `ModelConfig.tensor_names` has what a
+family calls otherwise. Called by the runner; knows neither blocks nor sampling.
 
-Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
+Legend: T tokens, L rows of logits.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import nn
 
-from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.rotate import Rotation
 from nanoengine.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
@@ -36,98 +35,20 @@ from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.layer import Layer
-from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
-from nanoengine.layers.norm import HeadNorm, RMSNorm
+from nanoengine.layers.norm import LayerNorm, RMSNorm, make_norm
 from nanoengine.layers.rotary import RotaryEmbedding
+from nanoengine.models.attention import SelfAttention, taken
+from nanoengine.models.mlp import make_mlp
+
+Norm = RMSNorm | LayerNorm | None
 
 
-def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """The rows [L] of x [T, ...]; None: all of them, without a copy."""
-    return x if rows is None else x.index_select(0, rows)
-
-
-class SelfAttention(Layer):
-    """Projects to heads, norms them where the family does, rotates, attends, projects back."""
-
-    def __init__(
-        self,
-        path: str,
-        layer: int,
-        config: ModelConfig,
-        context: ModelContext,
-        *,
-        qkv_bias: bool,
-        output_bias: bool,
-        head_norm: bool,
-    ) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.qkv_proj = QKVLinear(
-            f"{path}.qkv_proj",
-            config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            bias=qkv_bias,
-            context=context,
-        )
-        self.o_proj = RowParallelLinear(
-            f"{path}.o_proj",
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
-            bias=output_bias,
-            context=context,
-        )
-        self.num_heads = context.shard.split(config.num_attention_heads)
-        num_kv_heads = config.num_key_value_heads
-        self.num_kv_heads = context.shard.of_heads(num_kv_heads).split(num_kv_heads)
-        self.head_norm = (
-            HeadNorm(
-                self.num_heads,
-                self.num_kv_heads,
-                config.head_dim,
-                config.rms_norm_eps,
-                context=context,
-            )
-            if head_norm
-            else None
-        )
-        spec = AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
-            sliding_window=config.sliding_windows[layer],
-        )
-        self.attention = Attention(spec, context.attention_backend)
-
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        """All rows store keys and values and attend; those that `rows` names come out."""
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 K, D]
-        norm = None if self.head_norm is None else self.head_norm.weights
-        attended = taken(self.attention(heads, rotation, norm, batch), rows)
-        return self.o_proj(attended.flatten(1))
-
-
-class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)), with the `act` that the config names."""
-
-    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation, self.ops = config.hidden_act, context.ops
-        self.gate_up_proj = MergedLinear(
-            f"{path}.gate_up_proj",
-            hidden,
-            {"gate_proj": inner, "up_proj": inner},
-            context=context,
-        )
-        self.down_proj = RowParallelLinear(f"{path}.down_proj", inner, hidden, context=context)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x, self.activation, self.ops))
+def model_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
+    """A norm over the hidden size, of the family's kind."""
+    plan = config.plan
+    return make_norm(
+        plan.norm, config.hidden_size, config.rms_norm_eps, bias=plan.norm_bias, context=context
+    )
 
 
 class DecoderLayer(Layer):
@@ -137,10 +58,18 @@ class DecoderLayer(Layer):
         self, self_attn: SelfAttention, mlp: nn.Module, config: ModelConfig, context: ModelContext
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn, self.mlp = self_attn, mlp
-        self.input_layernorm = RMSNorm(size, eps, context=context)
-        self.post_attention_layernorm = RMSNorm(size, eps, context=context)
+        norms, self.scale = config.plan.norms, config.plan.residual_scale
+        self.is_parallel = norms == "parallel"
+        before, behind = norms != "behind", norms in ("behind", "both")
+
+        def norm(wanted: bool) -> Norm:
+            return model_norm(config, context) if wanted else None
+
+        self.input_layernorm = norm(before)
+        self.attention_output_norm = norm(behind)
+        self.post_attention_layernorm = norm(before and not self.is_parallel)
+        self.mlp_output_norm = norm(behind)
 
     def forward(
         self,
@@ -152,13 +81,29 @@ class DecoderLayer(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what the layer before added, the residual before it) -> the same pair of this layer,
         for the rows that go on from attention; None: all of them."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, batch, rows)
-        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
-        return self.mlp(x), residual
+        x, residual = summed(self.input_layernorm, x, residual)
+        attended = self.self_attn(x, rotation, batch, rows)
+        residual = taken(residual, rows)
+        if self.is_parallel:
+            return self._added(None, attended + self.mlp(taken(x, rows))), residual
+        attended = self._added(self.attention_output_norm, attended)
+        x, residual = summed(self.post_attention_layernorm, attended, residual)
+        return self._added(self.mlp_output_norm, self.mlp(x)), residual
+
+    def _added(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        """What attention or MLP adds to the residual."""
+        x = x if norm is None else norm(x)
+        return x if self.scale == 1 else x * self.scale
+
+
+def summed(
+    norm: Norm, x: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of x + residual, x + residual); no norm: the sum twice; no residual: x alone."""
+    if norm is None:
+        total = x if residual is None else x + residual
+        return total, total
+    return (norm(x), x) if residual is None else norm(x, residual)
 
 
 class Decoder(Layer):
@@ -173,12 +118,23 @@ class Decoder(Layer):
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, context=context)
-        self.rotary = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_position_embeddings, context=context
+        # Why rounded: Gemma's own code keeps the factor in the model's dtype.
+        self.scale = torch.tensor(config.plan.embedding_scale).to(context.dtype).item()
+        kinds = list(dict.fromkeys(config.ropes))
+        self.rotaries = nn.ModuleList(
+            RotaryEmbedding(
+                rope,
+                config.head_dim,
+                config.max_position_embeddings,
+                rotary_dim=config.plan.rotary_dim,
+                context=context,
+            )
+            for rope in kinds
         )
+        self.kind_of_layer = [kinds.index(rope) for rope in config.ropes]
         self.layers = nn.ModuleList(layers)
         self.stack: list[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = list(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+        self.norm = model_norm(config, context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x, residual, last = self.embed(batch.token_ids), None, self.stack[-1]
@@ -190,44 +146,43 @@ class Decoder(Layer):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]."""
-        return self.embed_tokens(token_ids)
+        x = self.embed_tokens(token_ids)
+        return x if self.scale == 1 else x * self.scale
 
     def rotations(self, positions: torch.Tensor) -> list[Rotation]:
         """How each layer turns its heads."""
-        return [self.rotary(positions)] * len(self.layers)
+        kinds = [rotary(positions) for rotary in self.rotaries]
+        return [kinds[kind] for kind in self.kind_of_layer]
 
 
-class CausalLM(Layer, ABC):
-    """A language model of one family, on one rank. Subclasses implement the two `make_` methods.
+class CausalLM(Layer):
+    """A language model of any family, on one rank.
 
-    Parameters are uninitialised until `load_weights` or `dummy_weights` fills them.
+    Parameters are uninitialised until `load_model` fills them.
 
     Attributes:
         graph_safe: a forward decides nothing on the host, so it may be captured in a CUDA graph.
-        layer_class, decoder_class: what a family with other norms or another frame replaces.
 
     Raises:
         ConfigError: the ranks don't divide the heads, the MLP or the vocabulary.
     """
 
-    graph_safe: ClassVar[bool] = True
-    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
-    decoder_class: ClassVar[type[Decoder]] = Decoder
-
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.config = config
         self.check_ranks(config, context.shard.world_size)
+        # Why: the loop over experts needs the group sizes on the host.
+        self.graph_safe = config.moe is None
         layers = [
-            self.layer_class(
-                self.make_attention(f"model.layers.{layer}.self_attn", layer, config, context),
-                self.make_mlp(f"model.layers.{layer}.mlp", layer, config, context),
+            DecoderLayer(
+                SelfAttention(f"model.layers.{layer}.self_attn", layer, config, context),
+                make_mlp(f"model.layers.{layer}.mlp", layer, config, context),
                 config,
                 context,
             )
             for layer in range(config.num_hidden_layers)
         ]
-        self.model = self.decoder_class(layers, config, context)
+        self.model = Decoder(layers, config, context)
         self.lm_head = OutputHead(
             "lm_head", self.model.embed_tokens, tied=config.tie_word_embeddings, context=context
         )
@@ -241,6 +196,7 @@ class CausalLM(Layer, ABC):
             "intermediate_size": config.intermediate_size,
             "vocab_size": config.vocab_size,
             "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
+            "shared_expert_intermediate_size": config.moe.shared_size if config.moe else 0,
         }
         for name, size in sizes.items():
             if size % ranks:
@@ -252,30 +208,26 @@ class CausalLM(Layer, ABC):
                 " multiple of it"
             )
 
-    @abstractmethod
-    def make_attention(
-        self, path: str, layer: int, config: ModelConfig, context: ModelContext
-    ) -> SelfAttention:
-        """The attention of layer `layer`, whose full name is `path`."""
-
-    def make_mlp(
-        self, path: str, layer: int, config: ModelConfig, context: ModelContext
-    ) -> nn.Module:
-        """The MLP of layer `layer`: [T, hidden_size] -> [T, hidden_size]."""
-        return GatedMLP(path, config, context)
-
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states of the rows of a step that give logits, [L, hidden_size]."""
         return self.model(batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, hidden_size] -> [L, vocab_size]."""
-        return self.lm_head(hidden)
+        logits, cap = self.lm_head(self._scaled(hidden)), self.config.plan.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest of each row's logits without all of them, where that can be: token ids [L]
         and their logits [L]; None: ask for `logits`."""
-        return self.lm_head.argmax(hidden)
+        if self.config.plan.logit_softcap is not None:
+            return None  # Why: rounding behind the cap may make two logits equal
+        return self.lm_head.argmax(self._scaled(hidden))
+
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Why the hidden states, and not the logits: they are fewer."""
+        scale = self.config.plan.logit_scale
+        return hidden if scale == 1 else hidden * scale
 
     @property
     def attention_layers(self) -> list[Attention]:

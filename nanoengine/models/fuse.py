@@ -7,7 +7,8 @@ knows nothing of it.
 from __future__ import annotations
 
 from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
-from nanoengine.models.decoder import Decoder, DecoderLayer, GatedMLP
+from nanoengine.models.decoder import Decoder, DecoderLayer
+from nanoengine.models.mlp import GatedMLP
 
 
 def fuse_layers(decoder: Decoder) -> None:
@@ -21,7 +22,7 @@ def fuse_layers(decoder: Decoder) -> None:
 def _parts(layer: DecoderLayer) -> LayerParts | None:
     """What the layer is made of; None where it is not of the kernel's form."""
     attention, mlp = layer.self_attn, layer.mlp
-    if type(layer) is not DecoderLayer or type(mlp) is not GatedMLP:
+    if layer.is_parallel or type(mlp) is not GatedMLP or attention.needs_torch:
         return None
     return LayerParts(
         norm=layer.input_layernorm,
@@ -29,8 +30,11 @@ def _parts(layer: DecoderLayer) -> LayerParts | None:
         head_norm=None if attention.head_norm is None else attention.head_norm.weights,
         attention=attention.attention,
         o=attention.o_proj,
+        attention_output_norm=layer.attention_output_norm,
         mlp_norm=layer.post_attention_layernorm,
         gate_up=mlp.gate_up_proj,
         down=mlp.down_proj,
+        mlp_output_norm=layer.mlp_output_norm,
         activation=mlp.activation,
+        scale=layer.scale,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,6 +12,7 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, stored_tensors
+from nanoengine.checkpoint.names import TensorNames
 from nanoengine.checkpoint.slots import OwnsWeights, WeightSlot
 from nanoengine.checkpoint.weights import check_sizes, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
@@ -19,7 +22,8 @@ from nanoengine.layers.linear_method import LinearMethod
 from nanoengine.layers.placement import place_buffers, place_parameters
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.models.decoder import CausalLM
-from nanoengine.models.registry import model_class
+
+log = logging.getLogger(__name__)
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """How safetensors names what weights are kept in."""
@@ -59,18 +63,21 @@ def load_model(
         )
     stored: dict[str, Stored] = {}
     if load_format == "auto":
-        stored = stored_tensors(Path(directory))
-        check_sizes(config, stored)
+        stored = _tensors_to_run(config, stored_tensors(Path(directory)))
+    names = TensorNames(config.tensor_names, stored)
+    if load_format == "auto":
+        check_sizes(config, stored, names)
         kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
         wider = (kinds & FLOATS) - {DTYPES.get(context.stored_dtype)}
         if context.keeps_weights and wider:
             context = replace(context, weight_dtype=None)
-    model = model_class(config.architecture)(config, context).eval()
+    model = CausalLM(config, context).eval()
     place_parameters(model)
     if load_format == "dummy":
-        dummy_weights(weight_slots(model), seed)
+        dummy_weights(names.of(weight_slots(model)), seed)
     else:
-        load_weights(weight_slots(model), stored, tied=config.tie_word_embeddings)
+        tied_head = {names("lm_head.weight")} if config.tie_word_embeddings else set()
+        load_weights(names.of(weight_slots(model)), stored, harmless=tied_head)
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
@@ -84,8 +91,22 @@ def load_model(
     return model
 
 
+def _tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors but those for images or drafts."""
+    if not config.left_out:
+        return stored
+    left_out = {name: re.match(config.left_out, name) for name in stored}
+    parts = sorted({match[0] for match in left_out.values() if match})
+    kept = {name: tensor for name, tensor in stored.items() if not left_out[name]}
+    log.warning(
+        "not all of this checkpoint is run: %d of its %d tensors are left out (%s)",
+        len(stored) - len(kept), len(stored), ", ".join(parts),
+    )  # fmt: skip
+    return kept
+
+
 def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
-    """All slots of a model by checkpoint name."""
+    """All slots of a model by their names here."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, OwnsWeights):

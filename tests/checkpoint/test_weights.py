@@ -19,8 +19,8 @@ from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.models import loader
+from nanoengine.models.decoder import CausalLM
 from nanoengine.models.loader import weight_slots
-from nanoengine.models.registry import model_class
 from nanoengine.parallel.shard import Shard
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_helpers import all_logits, build, make_context, random_prompts
@@ -305,7 +305,7 @@ def test_a_size_that_the_tensors_lack_is_named_before_anything_is_built(
     make_checkpoint(tmp_path, family, fused_experts=stacked, head_dim=16)
     raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}), encoding="utf-8")
-    monkeypatch.setattr(loader, "model_class", None)  # nothing is built
+    monkeypatch.setattr(loader, "CausalLM", None)  # nothing is built
     with pytest.raises(WeightLoadError) as error:
         build(tmp_path)
     assert f"config.json has {message}" in str(error.value)
@@ -316,7 +316,7 @@ def test_a_context_beyond_all_models_makes_no_tables(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1000000000 tokens \(max_position_.*max_model_len="):
         build(tmp_path)
     model = build(tmp_path, max_positions=600)
-    assert model.model.rotary.table.shape == (600, 16)
+    assert model.model.rotaries[0].table.shape == (600, 16)
 
 
 def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -363,9 +363,7 @@ def test_loading_peaks_far_below_two_copies(
     raw |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     raw |= {"vocab_size": 4096, "num_attention_heads": 8, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    empty = model_class("LlamaForCausalLM")(
-        load_model_config(tmp_path), make_context(device=torch.device("meta"))
-    )
+    empty = CausalLM(load_model_config(tmp_path), make_context(device=torch.device("meta")))
     tensors = {
         name: torch.ones(slot.shape, dtype=torch.bfloat16)
         for name, slot in weight_slots(empty).items()

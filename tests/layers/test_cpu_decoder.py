@@ -15,7 +15,10 @@ from nanoengine.layers.cpu_decoder import FusedLayer
 from nanoengine.models.decoder import DecoderLayer
 from tests.support.engines import checkpoint, random_prompts
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # plain; biases; norms of heads; windows
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "exaone4", "glm4",
+            "ernie4_5", "phi3", "seed_oss", "smollm3")  # fmt: skip
+"""Plain; biases; norms of heads; windows; norms on both sides and softcaps; factors; norms behind
+only; neighbours turned; merged tensors; biases of the MLP; layers that are not turned."""
 QUANTIZATIONS = (None, "int8", "int4", "int8_weight_only", "int4_weight_only")
 
 
@@ -82,7 +85,9 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("gemma3", {}),  # norms behind attention and MLP
+        ("olmo2", {}),  # a norm over all heads
+        ("cohere2", {}),  # LayerNorm; attention and MLP side by side
+        ("arcee", {}),  # no gate
         ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
         ("llama", {"attention_backend": "naive"}),
     ],

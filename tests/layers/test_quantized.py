@@ -25,7 +25,7 @@ from nanoengine.checkpoint.quantization import (
 from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
-from nanoengine.errors import UnsupportedModelError, WeightLoadError
+from nanoengine.errors import WeightLoadError
 from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
@@ -60,7 +60,7 @@ def method(
     weight: torch.Tensor, option: str, *, dtype: torch.dtype = torch.float32
 ) -> QuantizedLinear:
     """A layer made and filled as a model does it, in two parts."""
-    quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+    quantization = resolve_quantization(option, None, device="cpu")
     made = linear_method_for(CPU, dtype, quantization)("model.layers.0.mlp.down_proj")
     made.create(weight.shape[1], weight.shape[0], dtype=dtype, device=CPU)
     half = weight.shape[0] // 2
@@ -250,7 +250,7 @@ def test_which_layers_are_quantized_and_how() -> None:
         return linear_method_for(CPU, torch.float32, quantization)(name)
 
     for option, bits in (("int8", 8), ("int4", 4)):
-        quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+        quantization = resolve_quantization(option, None, device="cpu")
         inner, head = (
             make("model.layers.0.mlp.down_proj", quantization),
             make("lm_head", quantization),
@@ -259,7 +259,7 @@ def test_which_layers_are_quantized_and_how() -> None:
         assert (head.bits, head.group_size) == (8, None), "the head has int8 in either case"
     assert isinstance(make("lm_head", None), PackedLinear)
     stored = StoredQuantization(format="gptq", bits=4, group_size=128, skipped=("lm_head$",))
-    quantization = resolve_quantization(None, stored, device="cpu", has_experts=False)
+    quantization = resolve_quantization(None, stored, device="cpu")
     assert isinstance(make("lm_head", quantization), PackedLinear)
     assert make("model.layers.3.self_attn.qkv_proj", quantization).group_size == 128
 
@@ -271,7 +271,7 @@ def test_a_model_computes_with_the_dequantized_weights(
 ) -> None:
     make_checkpoint(tmp_path, family)
     prompts = token_prompts(9, 3)
-    quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+    quantization = resolve_quantization(option, None, device="cpu")
     factory = linear_method_for(CPU, torch.float64, quantization)
     model = build(tmp_path, torch.float64, linear_method_factory=factory)
     plain = build(tmp_path, torch.float64)
@@ -302,7 +302,7 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
     plain, plain_bytes = model_size(build(tmp_path))
     assert plain_bytes == 4 * plain
     for option, share in (("int8", 8), ("int4", 4 + 16 / 32)):
-        quantization = resolve_quantization(option, None, device="cpu", has_experts=False)
+        quantization = resolve_quantization(option, None, device="cpu")
         factory = linear_method_for(CPU, torch.float32, quantization)
         model = build(tmp_path, linear_method_factory=factory)
         count, num_bytes = model_size(model)
@@ -317,7 +317,7 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
 
 def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", intermediate_size=128)
-    quantization = resolve_quantization("int4", None, device="cpu", has_experts=False)
+    quantization = resolve_quantization("int4", None, device="cpu")
     # Why float64: there the plain form is kept, which can be read.
     factory = linear_method_for(CPU, torch.float64, quantization)
     whole = build(tmp_path, torch.float64, linear_method_factory=factory).model.layers[0]
@@ -347,7 +347,7 @@ STORED = StoredQuantization(format="awq", bits=4, group_size=128)
 
 def test_options_choose_activations_and_may_not_contradict_the_checkpoint() -> None:
     def resolve(option: str | None, stored: StoredQuantization | None) -> Quantization | None:
-        return resolve_quantization(option, stored, device="cpu", has_experts=False)
+        return resolve_quantization(option, stored, device="cpu")
 
     assert resolve(None, None) is None
     assert resolve("int4", None) == Quantization(bits=4, activations="int8")
@@ -361,7 +361,7 @@ def test_options_choose_activations_and_may_not_contradict_the_checkpoint() -> N
 
 def test_an_option_may_name_the_format_that_the_checkpoint_has() -> None:
     def resolve(option: str | None, stored: StoredQuantization | None) -> Quantization | None:
-        return resolve_quantization(option, stored, device="cpu", has_experts=False)
+        return resolve_quantization(option, stored, device="cpu")
 
     gptq = dataclasses.replace(STORED, format="gptq")
     packed = dataclasses.replace(STORED, format="pack-quantized")
@@ -373,17 +373,46 @@ def test_an_option_may_name_the_format_that_the_checkpoint_has() -> None:
             resolve(option, other)
 
 
-def test_a_gpu_and_experts_are_refused() -> None:
+def test_a_gpu_is_refused() -> None:
     for option, stored in itertools.product(("int8", None), (None, STORED)):
         if (option is None) == (stored is None):
             continue
         with pytest.raises(ConfigError, match="runs on the CPU only, got device='cuda'"):
-            resolve_quantization(option, stored, device="cuda", has_experts=False)
-        error = ConfigError if option else UnsupportedModelError
-        with pytest.raises(error, match="not implemented for mixtures of experts"):
-            resolve_quantization(option, stored, device="cpu", has_experts=True)
-    with pytest.raises(ConfigError, match="mixtures of experts"):
-        make_engine(checkpoint("qwen3_moe"), quantization="int8")
+            resolve_quantization(option, stored, device="cuda")
+
+
+@pytest.mark.parametrize("option", ["int8", "int4", "int8_weight_only"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_mixture_of_experts_is_quantized_while_it_loads(
+    option: str, stacked: bool, tmp_path: Path
+) -> None:
+    """Each expert's matrices are those of a layer that is quantized alone, stacked or not."""
+    make_checkpoint(tmp_path, "qwen3_moe", fused_experts=stacked)
+    resolved = resolve_quantization(option, None, device="cpu")
+    factory = linear_method_for(CPU, torch.float32, resolved)
+    model, plain = build(tmp_path, linear_method_factory=factory), build(tmp_path)
+    expert, floats = (one.model.layers[0].mlp.experts.experts[5] for one in (model, plain))
+    alone = factory("model.layers.0.mlp.experts.5.down_proj")
+    alone.create(32, 64, dtype=torch.float32, device=CPU)
+    alone.load(floats.down.weight.detach(), slice(0, 64))
+    inner = torch.randn(3, 32)
+    assert torch.equal(expert.down.apply(inner, None), alone.apply(inner, None))
+    exact = floats.down.apply(inner, None)
+    assert 0 < (alone.apply(inner, None) - exact).abs().mean() < 0.2 * exact.abs().mean()
+    assert model_size(model)[0] == model_size(plain)[0]
+    assert model_size(model)[1] < 0.6 * model_size(plain)[1]
+
+
+def test_a_quantized_mixture_of_experts_generates() -> None:
+    options = {"dtype": "float32", "attention_backend": "cpu", "block_size": 8}
+    prompts = random_prompts(3, (20, 7))
+    engine = make_engine(checkpoint("qwen3_moe"), quantization="int8", **options)
+    first = tokens(run(engine, prompts, greedy(6)))
+    chunked = make_engine(
+        checkpoint("qwen3_moe"), quantization="int8", max_num_batched_tokens=7, max_num_seqs=4,
+        **options,
+    )  # fmt: skip
+    assert tokens(run(chunked, prompts, greedy(6))) == first
 
 
 @pytest.mark.parametrize("value", ["int3", "fp8", 4, True])

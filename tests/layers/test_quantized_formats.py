@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoengine.checkpoint.config import load_model_config, parse_model_config
+from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import (
     StoredQuantization,
     parse_quantization,
@@ -28,6 +27,7 @@ from nanoengine.parallel.shard import Shard
 from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.model_helpers import all_logits, build, random_prompts
 from tests.support.quantized_checkpoints import (
+    PROJECTIONS,
     Drawn,
     Tensors,
     awq,
@@ -126,7 +126,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Drawn], Tensors], dict[str, Any
 def load(directory: Path, option: str | None = None, **fields: Any) -> CausalLM:
     """The model of a checkpoint, in float64."""
     stored = load_model_config(directory).quantization
-    quantization = resolve_quantization(option, stored, device="cpu", has_experts=False)
+    quantization = resolve_quantization(option, stored, device="cpu")
     factory = linear_method_for(torch.device("cpu"), torch.float64, quantization)
     return build(directory, torch.float64, linear_method_factory=factory, **fields)
 
@@ -358,12 +358,19 @@ def test_what_is_not_read_is_refused_by_name_and_value(message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_stored_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    write_quantized(tmp_path, "qwen3", AWQ, awq)
-    raw = json.loads((tmp_path / "quantized" / "config.json").read_text(encoding="utf-8"))
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    raw |= {"architectures": ["Qwen3MoeForCausalLM"], **experts}
-    assert parse_model_config(raw).quantization is not None
-    (tmp_path / "quantized" / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    with pytest.raises(UnsupportedModelError, match="not implemented for mixtures of experts"):
-        make_engine(str(tmp_path / "quantized"))
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_moe", PROJECTIONS),  # matrices of experts
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),  # merged, half heads turned
+        ("ernie4_5", PROJECTIONS),  # neighbours turned
+    ],
+)
+def test_families_with_other_matrices_are_read_too(
+    family: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    floats = write_quantized(tmp_path, family, AWQ, awq, names=names)
+    prompts = random_prompts(12, 3)
+    expected = all_logits(build(floats, torch.float64), prompts)
+    got = all_logits(load(tmp_path / "quantized"), prompts)
+    assert (got - expected).abs().max() < 1e-9

@@ -192,10 +192,12 @@ def logits_of_ranks(models: Sequence[CausalLM], prompts: list[list[int]]) -> lis
 
 
 @pytest.mark.parametrize(
-    "case", ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral", "gemma3"]
-)
+    "case",
+    ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral", "gemma3", "cohere2",
+     "dots1", "exaone4", "glm4", "hunyuan", "minimax_m2", "olmo2", "phi3", "qwen2_moe"],
+)  # fmt: skip
 def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
-    family, overrides = CASES[case]
+    family, overrides = CASES.get(case, (case, {}))
     make_checkpoint(tmp_path, family, **overrides)
     prompts = random_prompts(17, 5)
     expected = all_logits(build(tmp_path, torch.float64), prompts)
@@ -209,7 +211,7 @@ def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(1, 2), (1, 4), (2, 4)])
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo2", "phi3"])
 def test_ranks_share_kv_heads_where_they_are_more(
     family: str, kv_heads: int, ranks: int, tmp_path: Path
 ) -> None:
@@ -268,7 +270,7 @@ def test_positions_past_the_models_context_are_refused_at_start(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"max_model_len=513 must be in \[1, 512\]"):
         build(tmp_path, max_positions=513)
     short = build(tmp_path, max_positions=20)
-    assert short.model.rotary.table.shape == (20, 16)
+    assert short.model.rotaries[0].table.shape == (20, 16)
     prompts = random_prompts(20)
     assert torch.equal(all_logits(short, prompts), all_logits(build(tmp_path), prompts))
 

@@ -10,17 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -36,56 +27,190 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.down_proj")
+"""Ends of the names of what a mixture of experts adds."""
+
+MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LOCAL_MOE: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+ROUTED_MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": (
+        "Cohere2Config",
+        {"layer_types": [SLIDING, FULL], "sliding_window": 16, "logit_scale": 0.25},
+    ),
+    "dots1": ("Dots1Config", {**ROUTED_MOE, "layer_types": [FULL, FULL, SLIDING],
+                              "sliding_window": 16}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
+    "exaone4": (
+        "Exaone4Config",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 32,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
     "gemma3": (
-        Gemma3TextConfig,
+        "Gemma3TextConfig",
         {
             "head_dim": 32,
             "num_hidden_layers": 3,
             "sliding_window": 16,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "layer_types": [SLIDING, SLIDING, FULL],
             "query_pre_attn_scalar": 24,
         },
     ),
-    "llama": (LlamaConfig, {}),
-    "mistral": (MistralConfig, {"sliding_window": 16}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
+    "gemma3_vision": ("Gemma3Config", {"text": "gemma3", "mm_tokens_per_image": 4}),
+    "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4_moe": ("Glm4MoeConfig", {**ROUTED_MOE, "use_qk_norm": True, "head_dim": 16}),
+    "granite": (
+        "GraniteConfig",
         {
-            "head_dim": 32,
-            "num_hidden_layers": 3,
-            "moe_intermediate_size": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
         },
     ),
-}
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            **LOCAL_MOE,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "attention_bias": True}),
+    "llama": ("LlamaConfig", {}),
+    "minimax_m2": ("MiniMaxM2Config", {**LOCAL_MOE, "head_dim": 32, "rotary_dim": 16}),
+    "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 16, "layer_types": [FULL, SLIDING]}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "mistral3_vision": ("Mistral3Config", {"text": "mistral"}),
+    "mixtral": ("MixtralConfig", {**LOCAL_MOE, "sliding_window": 16}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {**MOE, "moe_intermediate_size": None}),
+    "phi3": (
+        "Phi3Config",
+        {"partial_rotary_factor": 0.5, "sliding_window": 16, "pad_token_id": 0},
+    ),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**MOE, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3_vision": ("Qwen3VLConfig", {"text": "qwen3"}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 32, "mlp_bias": True}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+}  # fmt: skip
+"""Name -> the class of its config in transformers, and what differs from `COMMON`. "text" names the
+family that a multimodal checkpoint's text part is of."""
+
+
+def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
+    """The config of a tiny model; `overrides` are fields of it, or of its text part."""
+    kind, fields = FAMILIES[family]
+    fields = dict(fields)
+    if "text" not in fields:
+        given = {**COMMON, **fields, **overrides}
+        return getattr(transformers, kind)(**given)
+    _, text = FAMILIES[fields.pop("text")]
+    vision = dict(VISION)
+    if kind == "Qwen3VLConfig":
+        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+        vision |= {"deepstack_visual_indexes": [0]}
+    text = {**COMMON, **text, **overrides}
+    return getattr(transformers, kind)(text_config=text, vision_config=vision, **fields)
 
 
 def make_model(
     family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """A random model of `family` in transformers; `overrides` are fields of its config."""
-    config_class, defaults = FAMILIES[family]
-    config = config_class(**{**COMMON, **defaults, **overrides})
+    config = make_config(family, **overrides)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
+    kind = AutoModelForImageTextToText if family.endswith("_vision") else AutoModelForCausalLM
+    model = kind.from_config(
         config,
         dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation="eager" if family == "gemma2" else "sdpa",  # the only one it has
         experts_implementation="eager",
     ).eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith(".bias"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
-            elif name.endswith(("mlp.gate.weight", "experts.gate_up_proj", "experts.down_proj")):
+            elif name.endswith(ROUTED):
                 parameter.copy_(0.15 * torch.randn_like(parameter))
     return model.to(dtype).requires_grad_(False)
 

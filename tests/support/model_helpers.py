@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nanoengine.attention.base import AttentionBackend, LayerCache
 from nanoengine.batch import Batch
@@ -36,9 +35,13 @@ class DenseAttention(AttentionBackend):
             distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
             mask = (distance >= 0) & (distance < (spec.sliding_window or end))
             heads = [x[start:end].transpose(0, 1) for x in (q, *self.stored)]
-            attended = F.scaled_dot_product_attention(
-                *heads, attn_mask=mask, scale=spec.scale, enable_gqa=True
-            )
+            q_heads, k_heads, v_heads = heads
+            groups = len(q_heads) // len(k_heads)
+            scores = q_heads @ k_heads.repeat_interleave(groups, 0).mT * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            attended = weights @ v_heads.repeat_interleave(groups, 0)
             out.append(attended.transpose(0, 1))
         return torch.cat(out)
 

@@ -1,0 +1,92 @@
+"""LayerPlan and MoEConfig: what the layers of a family compute, as data; the defaults are Llama's.
+
+`families.py` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
+field here and a few lines there; a family is a choice of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Norms = Literal["before", "behind", "both", "parallel"]
+NormKind = Literal["rms", "wide", "centered", "layer"]
+HeadNormKind = Literal["head", "width", "rotated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One decoder layer, and what stands before the first and behind the last.
+
+    Attributes:
+        norms: where they stand: "before" attention and MLP, "behind" them, "both"; "parallel": one
+            norm before, from which attention and MLP both start.
+        norm: "rms"; "wide": its weight is multiplied before rounding to the model's dtype;
+            "centered": wide, and the factor is 1 + weight; "layer": LayerNorm.
+        norm_bias: LayerNorm adds a bias.
+        head_norm: query and key heads are normed each ("head"), over all heads together ("width"),
+            or each behind the rotation ("rotated"); None: not at all.
+        qkv_bias, output_bias, mlp_bias: which projections have biases.
+        gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
+        activation: a key of `layers.ops.GATES`, of an MLP without a gate one of `ACTIVATIONS`.
+        merged: q, k and v are one tensor of the checkpoint, and so are gate and up.
+        merged_gate: gate and up alone are.
+        rotary_dim: how many of a head's first dimensions are turned; None: all.
+        interleaved: neighbours are turned together, not the halves of a head.
+        embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and
+            MLP add, and on logits.
+        attention_scale: factor on q.k; None: head_dim ** -0.5.
+        attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
+    """
+
+    norms: Norms = "before"
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    head_norm: HeadNormKind | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    gated: bool = True
+    activation: str = "silu"
+    merged: bool = False
+    merged_gate: bool = False
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts: in `layers` the MLP is `num_experts` small ones, of which a token takes
+    `num_experts_per_tok`.
+
+    Attributes:
+        intermediate_size: of each expert.
+        score: what router logits become; sums of "softmax" are 1 over all experts.
+        norm_topk_prob: the weights of a token's experts are divided by their sum.
+        correction_bias: the checkpoint has a bias that is added where experts are chosen, and not
+            to their weights.
+        num_groups, groups_per_token: experts are chosen from the best groups only.
+        scaling_factor: on the weights.
+        shared_size: inner size of the MLP that every token takes besides; 0: none.
+        shared_gate: a learned sigmoid weighs it.
+        layers: which layers have experts.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+    norm_topk_prob: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scaling_factor: float = 1.0
+    shared_size: int = 0
+    shared_gate: bool = False

@@ -1,0 +1,109 @@
+"""SelfAttention: the attention of a decoder layer, from hidden states to hidden states.
+
+Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.rotate import Rotation, rotate
+from nanoengine.batch import Batch
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.layers.attention import Attention
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer
+from nanoengine.layers.linear import QKVLinear, RowParallelLinear
+from nanoengine.layers.norm import HeadNorm, WidthNorm
+from nanoengine.layers.rotary import head_order
+
+
+def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The rows [L] of x [T, ...]; None: all of them, without a copy."""
+    return x if rows is None else x.index_select(0, rows)
+
+
+class SelfAttention(Layer):
+    """Projects to heads, norms them where the family does, rotates, attends, projects back."""
+
+    def __init__(self, path: str, layer: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        plan, self.head_dim = config.plan, config.head_dim
+        order = head_order(config.head_dim, plan.rotary_dim, interleaved=plan.interleaved)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = QKVLinear(
+            f"{path}.qkv_proj",
+            config.hidden_size,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=config.head_dim,
+            bias=plan.qkv_bias,
+            merged=plan.merged,
+            head_order=order,
+            context=context,
+        )
+        self.o_proj = RowParallelLinear(
+            f"{path}.o_proj",
+            heads * config.head_dim,
+            config.hidden_size,
+            bias=plan.output_bias,
+            context=context,
+        )
+        self.num_heads = context.shard.split(heads)
+        self.num_kv_heads = context.shard.of_heads(kv_heads).split(kv_heads)
+        norm = config.head_dim, config.rms_norm_eps, plan.norm, order
+        self.head_norm = self.width_norm = None
+        if plan.head_norm == "width":
+            self.width_norm = WidthNorm(heads, kv_heads, *norm, context=context)
+        elif plan.head_norm:
+            self.head_norm = HeadNorm(self.num_heads, self.num_kv_heads, *norm, context=context)
+        self.norm_is_last = plan.head_norm == "rotated"
+        spec = AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=plan.attention_scale or config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[layer],
+            softcap=plan.attention_softcap,
+        )
+        self.attention = Attention(spec, context.attention_backend)
+        rope = config.ropes[layer]
+        self.growth = rope.llama_4_scaling_beta if rope else 0.0
+        self.original_len = rope.original_max_position_embeddings if rope else 0
+
+    @property
+    def needs_torch(self) -> bool:
+        """Between projection and attention stands what no backend does."""
+        return self.width_norm is not None or self.norm_is_last or self.growth != 0
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All rows store keys and values and attend; those that `rows` names come out."""
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 K, D]
+        if self.width_norm is not None:
+            heads = self.width_norm(heads)
+        if self.growth:
+            heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
+        if self.norm_is_last:
+            attended = self._attend_normed_last(heads, rotation, batch)
+        else:
+            norm = None if self.head_norm is None else self.head_norm.weights
+            attended = self.attention(heads, rotation, norm, batch)
+        return self.o_proj(taken(attended, rows).flatten(1))
+
+    def _attend_normed_last(
+        self, heads: torch.Tensor, rotation: Rotation, batch: Batch
+    ) -> torch.Tensor:
+        """Heads are turned in plain torch, then normed, stored and attended."""
+        assert self.head_norm is not None
+        counts = self.num_heads, self.num_kv_heads
+        qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
+        q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
+        return self.attention.backend.forward(q, k, v, self.attention.cache, batch)
+
+    def _query_scale(self, positions: torch.Tensor) -> torch.Tensor:
+        """How much queries grow with their positions: [T] -> [T, 1, 1]. Source: Llama 4."""
+        periods = torch.floor(positions / self.original_len)
+        return (1 + self.growth * torch.log(1 + periods)).view(-1, 1, 1)

@@ -1,0 +1,106 @@
+"""The MLP of a decoder layer: gated, plain, or a mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.moe import Experts, Router
+from nanoengine.layers.ops import ACTIVATIONS
+
+
+def make_mlp(path: str, layer: int, config: ModelConfig, context: ModelContext) -> Layer:
+    """The MLP of layer `layer`, whose full name is `path`: [T, hidden_size] -> the same."""
+    if config.moe is not None and layer in config.moe.layers:
+        return SparseMLP(path, config, context)
+    kind = GatedMLP if config.plan.gated else PlainMLP
+    return kind(path, config.intermediate_size, config, context)
+
+
+class GatedMLP(Layer):
+    """down(act(gate(x)) * up(x)), with the `act` that the plan names; `inner` is its inner size."""
+
+    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        plan, hidden = config.plan, config.hidden_size
+        self.activation, self.ops = plan.activation, context.ops
+        self.gate_up_proj = MergedLinear(
+            f"{path}.gate_up_proj",
+            hidden,
+            {"gate_proj": inner, "up_proj": inner},
+            bias=plan.mlp_bias,
+            merged=plan.merged or plan.merged_gate,
+            context=context,
+        )
+        self.down_proj = RowParallelLinear(
+            f"{path}.down_proj", inner, hidden, bias=plan.mlp_bias, context=context
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj.gated(x, self.activation, self.ops))
+
+
+class PlainMLP(Layer):
+    """down(act(up(x)))."""
+
+    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        plan, hidden = config.plan, config.hidden_size
+        self.activation = ACTIVATIONS[plan.activation]
+        self.up_proj = MergedLinear(
+            f"{path}.up_proj", hidden, {"up_proj": inner}, bias=plan.mlp_bias, context=context
+        )
+        self.down_proj = RowParallelLinear(
+            f"{path}.down_proj", inner, hidden, bias=plan.mlp_bias, context=context
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class SharedGate(Layer):
+    """How much of the shared expert a token takes: [T, hidden_size] -> [T, 1]."""
+
+    def __init__(self, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = empty_parameter((1, hidden_size), context.dtype, context.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight).sigmoid()
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        shape = tuple(self.weight.shape)
+        return {f"{path}.weight": WeightSlot(shape=shape, store=self.weight.copy_)}
+
+
+class SparseMLP(Layer):
+    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes."""
+
+    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        moe, hidden = config.moe, config.hidden_size
+        assert moe is not None
+        self.gate = Router(hidden, moe, context=context)
+        self.experts = Experts(
+            f"{path}.experts", moe.num_experts, hidden, moe.intermediate_size, context=context
+        )
+        self.shared_experts = self.shared_expert_gate = None
+        if moe.shared_size:
+            shared = f"{path}.shared_experts"
+            self.shared_experts = GatedMLP(shared, moe.shared_size, config, context)
+        if moe.shared_gate:
+            self.shared_expert_gate = SharedGate(hidden, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.experts(x, *self.gate(x))
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x)
+        return out + shared

@@ -1,0 +1,245 @@
+"""Every family that is data: a tiny checkpoint of transformers gives the same greedy tokens here,
+whatever the prefix cache, chunks and a pool too small do to its steps."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanoengine.checkpoint.config import load_model_config, parse_model_config
+from nanoengine.checkpoint.families import FAMILIES as ROWS
+from nanoengine.checkpoint.families import TEXT_PARTS
+from nanoengine.errors import UnsupportedModelError, WeightLoadError
+from nanoengine.layers.rotary import head_order
+from tests.support.checkpoints import FAMILIES, make_checkpoint, make_model
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import random_prompts as plain_prompts
+
+PROMPTS = random_prompts(4, (26, 19, 3, 26))
+PROMPTS[3] = PROMPTS[0][:17] + PROMPTS[3][17:]  # a prefix that two have
+NUM_TOKENS = 8
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2 bias": ("cohere2", {"attention_bias": True}),
+    "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "llama mlp bias": ("llama", {"mlp_bias": True}),
+    "mixtral full": ("mixtral", {"sliding_window": None}),
+    "olmo2 bias": ("olmo2", {"attention_bias": True}),
+    "qwen2_moe norm": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "seed_oss out": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
+    "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+}
+"""Name -> a family and keys of its config that it makes optional."""
+
+CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
+
+
+@functools.cache
+def expected_tokens(case: str) -> list[list[list[int]]]:
+    """Greedy tokens of transformers in float64, each prompt alone, without a cache."""
+    family, overrides = CASES[case]
+    model, found = make_model(family, **overrides).to(torch.float64), []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = list(prompt)
+            for _ in range(NUM_TOKENS):
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+                ids.append(int(logits.argmax()))
+            found.append([ids[len(prompt) :]])
+    return found
+
+
+@functools.cache
+def directory(case: str) -> str:
+    """The checkpoint of a case, made once a test run."""
+    family, overrides = CASES[case]
+    if not overrides:
+        return checkpoint(family)
+    path = Path(checkpoint(family)).with_name(case.replace(" ", "-"))
+    make_checkpoint(path, family, **overrides)
+    return str(path)
+
+
+def engine_tokens(case: str, **options: Any) -> list[list[list[int]]]:
+    """Tokens of an engine that computes chunks of 7 in a pool that does not hold all prompts, which
+    run twice, the second time from the prefix cache."""
+    windows = set(load_model_config(directory(case)).sliding_windows)
+    options |= {"max_num_batched_tokens": 7, "max_num_seqs": 4, "max_model_len": 48}
+    options |= {"block_size": 8, "num_kv_blocks": 11 if len(windows) == 1 else 17}
+    engine = make_engine(directory(case), **options)
+    first = tokens(run(engine, PROMPTS, greedy(NUM_TOKENS)))
+    again = run(engine, PROMPTS, greedy(NUM_TOKENS))
+    assert first == tokens(again)
+    return first
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_those_of_transformers(case: str) -> None:
+    assert len({token for (ids,) in expected_tokens(case) for token in ids}) > 3
+    assert engine_tokens(case) == expected_tokens(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_on_cpu_kernels(case: str) -> None:
+    found = engine_tokens(case, dtype="float32", attention_backend="cpu")
+    assert found == expected_tokens(case)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "gemma2", "glm4_moe", "hunyuan", "olmo2", "phi3"])
+def test_greedy_tokens_in_tritons_interpreter(family: str) -> None:
+    options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 4}
+    engine = make_engine(directory(family), block_size=16, num_kv_blocks=20, **options)
+    found = tokens(run(engine, PROMPTS[1:3], greedy(3)))
+    assert found == [[ids[:3]] for (ids,) in expected_tokens(family)[1:3]]
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    made = {load_model_config(checkpoint(name)).architecture for name in FAMILIES}
+    assert made == set(ROWS)
+    written = [json.loads((Path(checkpoint(name)) / "config.json").read_text("utf-8"))
+               for name in FAMILIES]  # fmt: skip
+    assert {one["architectures"][0] for one in written} == set(ROWS) | set(TEXT_PARTS)
+
+
+# --- rotation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "interleaved", "expected"),
+    [
+        (None, False, None),
+        (4, False, [0, 1, 4, 5, 2, 3, 6, 7]),
+        (None, True, [0, 2, 4, 6, 1, 3, 5, 7]),
+        (4, True, [0, 2, 4, 5, 1, 3, 6, 7]),
+    ],
+)
+def test_the_order_of_a_heads_dimensions(
+    size: int | None, interleaved: bool, expected: Sequence[int] | None
+) -> None:
+    order = head_order(8, size, interleaved=interleaved)
+    assert (None if order is None else order.tolist()) == expected
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.5, 2.0, 4.0, 8.0],
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(("length", "max_positions"), [(30, 32), (40, 64)])
+def test_longrope_is_long_where_the_engines_longest_sequence_is(
+    length: int, max_positions: int, tmp_path: Path
+) -> None:
+    fields = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}
+    reference = make_checkpoint(tmp_path, "phi3", **fields)
+    prompts = plain_prompts(length)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor(prompts)).logits[0]
+    got = all_logits(build(tmp_path, max_positions=max_positions), prompts)
+    assert (got - expected).abs().max() < 1e-4
+    if length <= 32:
+        longer = all_logits(build(tmp_path, max_positions=64), prompts)
+        assert (longer - expected).abs().max() > 1e-2
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
+def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
+    renamed = {
+        name.replace("model.", prefix, 1).replace("lm_head.", head): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file)
+    prompts = plain_prompts(9)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(prompts)).logits[0]
+    assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
+
+
+def test_tensors_of_a_vision_tower_are_left_out_and_said_to_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        build(Path(checkpoint("gemma3_vision")))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "not all of this checkpoint is run" in said
+    assert "34 of its 75 tensors are left out (multi_modal_projector., vision_tower.)" in said
+
+
+def test_layers_for_drafts_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_checkpoint(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(4, 8)}, file)
+    raw = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    build(tmp_path)
+    assert "1 of its" in caplog.text
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(WeightLoadError, match=r"unexpected: model\.layers\.3\.eh_proj"):
+        build(tmp_path)
+
+
+def test_a_gemma_3_text_part_leaves_out_what_is_as_in_the_class() -> None:
+    """Published configs of the 4B model name five sizes only."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    config = parse_model_config(raw)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.tie_word_embeddings) == (262_208, True)
+    assert config.sliding_windows[:6] == (1024,) * 5 + (None,)
+    assert [rope.factor for rope in config.ropes[:6]] == [1.0] * 5 + [8.0]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qk_layernorm=True": ("stablelm", {"qk_layernorm": True}),
+    "clip_qkv=8.0": ("olmoe", {"clip_qkv": 8.0}),
+    "hidden_act='gelu'": ("granite", {"hidden_act": "gelu"}),
+    "n_group=3 and topk_group=2 must make equal groups": ("glm4_moe", {"n_group": 3}),
+    "no_rope_layers has 1 entries": ("smollm3", {"no_rope_layers": [1]}),
+    "rope type 'dynamic'": (
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0, "rope_theta": 1e4}},
+    ),
+    "turns 3 of head_dim=16": ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": None}),
+    "first_k_dense_replace=1": ("llama", {"first_k_dense_replace": 1}),
+    "kv_lora_rank=8": ("llama", {"kv_lora_rank": 8}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_family_does_not_implement_is_refused_by_key_and_value(
+    message: str, tmp_path: Path
+) -> None:
+    family, keys = REFUSED[message]
+    raw = json.loads((Path(checkpoint(family)) / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | keys), "utf-8")
+    with pytest.raises(UnsupportedModelError) as error:
+        load_model_config(tmp_path)
+    assert message in str(error.value)

@@ -1,0 +1,105 @@
+"""Tries every causal model type of the installed transformers, and writes the table of
+docs/models.md: python tools/model_table.py [TYPE ...]
+
+For each type whose config is taken here, it makes a tiny random checkpoint with transformers, loads
+it in float64, and compares the most likely token at each position of three prompts. A type that
+transformers can't configure in this size is listed as such. tests/docs/test_model_table.py holds
+the committed table to the families that are supported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nanoengine.checkpoint.config import parse_model_config  # noqa: E402
+from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS  # noqa: E402
+from nanoengine.errors import NanoEngineError  # noqa: E402
+from tests.support import checkpoints  # noqa: E402
+from tests.support.model_helpers import all_logits, build, random_prompts  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- table: python tools/model_table.py -->", "<!-- end of the table -->"
+KNOWN = {
+    getattr(transformers, kind).model_type: name for name, (kind, _) in checkpoints.FAMILIES.items()
+}
+"""Model type -> the tests' family of it, whose config shows more of it than common sizes do."""
+
+
+def tried(model_type: str, architecture: str) -> str:
+    """What comes of a tiny checkpoint of this type: "equal", or why not.
+
+    A config alone shows what is refused, since nothing else is looked at then.
+    """
+    name = KNOWN.get(model_type, model_type)
+    try:
+        if name == model_type:
+            kind = transformers.AutoConfig.for_model(model_type).__class__.__name__
+            checkpoints.FAMILIES.setdefault(name, (kind, {"pad_token_id": 0}))
+        raw = checkpoints.make_config(name).to_dict()
+    except Exception as error:  # whatever another library raises
+        return f"not written in this size: {type(error).__name__}"
+    try:
+        raw |= {"architectures": [architecture]}
+        parse_model_config(json.loads(json.dumps(raw, default=str)))
+    except NanoEngineError as error:
+        return "refused: " + str(error).partition("; supported: ")[0]
+    with tempfile.TemporaryDirectory() as directory:
+        reference = checkpoints.make_checkpoint(directory, name).to(torch.float64)
+        prompts = random_prompts(40, 1, 23)
+        with torch.inference_mode():
+            expected = torch.cat(
+                [reference(input_ids=torch.tensor([ids])).logits[0] for ids in prompts]
+            )
+        found = all_logits(build(Path(directory), torch.float64), prompts)
+    return "equal" if torch.equal(found.argmax(-1), expected.argmax(-1)) else "NOT EQUAL"
+
+
+def table(rows: dict[str, tuple[str, str]]) -> str:
+    """Markdown of model type -> (architecture, result)."""
+    lines = ["| model type | architecture | result |", "|---|---|---|"]
+    lines += [
+        f"| `{kind}` | {architecture} | {result} |" for kind, (architecture, result) in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names |= {kind: multimodal[kind] for kind in KNOWN if kind in multimodal}
+    wanted = sys.argv[1:] or sorted(names)
+    rows = {}
+    for model_type in wanted:
+        architecture = names[model_type]
+        architecture = architecture if isinstance(architecture, str) else architecture[-1]
+        rows[model_type] = (architecture, tried(model_type, architecture))
+        print(model_type, *rows[model_type], flush=True)
+    supported = {architecture for architecture, result in rows.values() if result == "equal"}
+    print(len(supported), "architectures equal;", "not tried:",
+          sorted({*FAMILIES, *TEXT_PARTS} - supported))  # fmt: skip
+    if not sys.argv[1:]:
+        text = PAGE.read_text("utf-8")
+        before, rest = text.split(BEGIN)
+        after = rest.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
