@@ -81,6 +81,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def linear_inputs(self) -> dict[str, int]:
+        """How many inputs the linear layers of attention's output and the MLPs have, by key."""
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        if self.moe is not None:
+            sizes["moe_intermediate_size"] = self.moe.intermediate_size
+        return sizes
+
 
 def load_model_config(directory: str | Path) -> ModelConfig:
     """Reads `config.json` and, where there is one, `generation_config.json`.

@@ -59,13 +59,12 @@ def make_context(
 def _weight_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """What weights on a CPU are stored in: 16 bits where they come so, since kernels read those."""
     # Why even: weights of 16 bits are read in pairs of inputs.
-    if config.hidden_size % 2 or config.intermediate_size % 2:
+    if any(size % 2 for size in config.linear_inputs.values()):
         if dtype == torch.bfloat16:
+            sizes = " and ".join(f"{key}={size}" for key, size in config.linear_inputs.items())
             raise ConfigError(
                 f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
-                f" hidden_size={config.hidden_size} and"
-                f" intermediate_size={config.intermediate_size}, which must be even: set"
-                " dtype='float32'"
+                f" {sizes}, which must be even: set dtype='float32'"
             )
         return dtype
     stored = getattr(torch, config.dtype)

@@ -173,6 +173,17 @@ def test_an_odd_number_of_inputs_keeps_float32(tmp_path):
         outputs(tmp_path, dtype="bfloat16")
 
 
+def test_experts_of_16_bits_and_of_an_odd_size(tmp_path):
+    """A mixture of experts in a 16-bit checkpoint stays 16-bit, unless experts have an odd size."""
+    for size, kept in ((32, True), (33, False)):
+        directory = tmp_path / str(size)
+        make_checkpoint(directory, "qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=size)
+        *_, info = outputs(directory, dtype="float32")
+        assert (info.weight_bytes < 3 * info.num_parameters) == kept
+    with pytest.raises(ConfigError, match=r"moe_intermediate_size=33, which must be even"):
+        outputs(tmp_path / "33", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):

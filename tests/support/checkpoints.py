@@ -123,7 +123,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "attention_bias": True}),
     "llama": ("LlamaConfig", {}),
     "minimax_m2": ("MiniMaxM2Config", {**LOCAL_MOE, "head_dim": 32, "rotary_dim": 16}),
-    "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 16, "layer_types": [FULL, SLIDING]}),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 32, "sliding_window": 16, "layer_types": [FULL, SLIDING]},
+    ),
     "ministral3": (
         "Ministral3Config",
         {
