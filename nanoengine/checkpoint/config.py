@@ -12,14 +12,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, FULL, SLIDING, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
-from nanoengine.checkpoint.rope import RopeConfig, read_rotary_dim
+from nanoengine.checkpoint.readers import FULL, SLIDING
+from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_rotary_dim
 from nanoengine.checks import check_value, shown
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.json_file import read_object
@@ -130,7 +132,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         turned = read_rotary_dim(keys, head_dim, family.partial)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
     windows = _sliding_windows(architecture, family, keys)
-    ropes = family.ropes(keys, family, [window is not None for window in windows])
+    read = partial(read_rope, keys, extra=family.rope_extra, partial=family.partial is not None)
+    ropes = family.ropes(keys, read, [window is not None for window in windows])
     tied = keys.get("tie_word_embeddings", False)
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
