@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from nanoengine.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from nanoengine.config import EngineConfig as EngineConfig
     from nanoengine.errors import CapacityError as CapacityError
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from nanoengine.tier_config import DiskTier as DiskTier
     from nanoengine.tier_config import HostTier as HostTier
 
-__version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",

@@ -19,7 +19,15 @@ CORE = sorted(
     if path.stem != "__init__"
 )
 
-EVERYONE = {"nanoengine", "errors", "checks", "json_file", "sampling_params", "vllm_names"}
+EVERYONE = {
+    "nanoengine",
+    "errors",
+    "checks",
+    "json_file",
+    "sampling_params",
+    "version",
+    "vllm_names",
+}
 """What anyone may import: the package's own name, the exceptions, the checks of values, the reader
 of small files, the sampling parameters, and what vLLM's names mean."""
 
@@ -28,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "checks": set(),
     "json_file": set(),
+    "version": set(),
     "vllm_names": set(),
     "sampling_params": set(),
     "tier_config": set(),
@@ -76,6 +85,7 @@ STANDARD_LIBRARY_AND = {
     "errors": set(),
     "checks": set(),
     "json_file": set(),
+    "version": set(),
     "vllm_names": set(),
     "sampling_params": set(),
     "config": set(),

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine import __version__
 from nanoengine.errors import ConfigError
 from nanoengine.jobs import manifest as manifests
 from nanoengine.jobs.deaths import Deaths, last_process
@@ -40,6 +39,7 @@ from nanoengine.jobs.source import (
     survey,
 )
 from nanoengine.jobs.work import Work
+from nanoengine.version import __version__
 
 if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput
