@@ -206,7 +206,7 @@ def test_every_field_of_sampling_params_is_an_option() -> None:
         "stop_token_ids": (3, 4), "ignore_eos": True, "max_tokens": 7, "min_tokens": 1,
         "logprobs": 2, "prompt_logprobs": 1, "include_stop_str_in_output": True,
         "bad_words": ("c",), "logit_bias": {5: 1.5}, "allowed_token_ids": (3, 4, 5),
-        "skip_special_tokens": False, "priority": 3,
+        "skip_special_tokens": False, "priority": 3, "prompt_logprobs_start": 1,
     }  # fmt: skip
     names = {one.name for one in dataclasses.fields(SamplingParams)} - {"_"}
     assert names - given.keys() == {"seed", "detokenize"}, "--seed is the engine's"
