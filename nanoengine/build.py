@@ -26,6 +26,7 @@ from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
+from nanoengine.parallel.executor import RankedExecutor
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.stats import EngineInfo
 from nanoengine.vllm_names import warn_idle
@@ -69,7 +70,8 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         model_config.quantization,
         device=device.type,
     )
-    runner = ModelRunner(
+    executor = ModelRunner if config.tensor_parallel_size == 1 else RankedExecutor
+    runner = executor(
         config,
         model_config,
         directory,
@@ -79,36 +81,38 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         quantization=quantization,
     )
     layout = runner.start()
-    memory = runner.memory
+    try:
+        engine = _engine_on(runner, config, layout, backend, directory, started)
+    except BaseException:
+        runner.shutdown()
+        raise
+    logger.info("%s: %s on %s, attention %s", config.model, dtype, device, backend)
+    if quantization is not None:
+        logger.info("quantization: %s", quantization)
+    logger.info("%s", runner.memory)
+    return engine
+
+
+def _engine_on(
+    runner: ModelRunner | RankedExecutor,
+    config: EngineConfig,
+    layout: KVLayout,
+    backend: str,
+    directory: Path,
+    started: float,
+) -> LLMEngine:
+    """The engine over an executor that has started."""
+    device, memory = runner.device, runner.memory
     budget = config.step_budget(device.type)
     if not config.enable_chunked_prefill and budget < memory.max_model_len:
         raise ConfigError(
             f"without chunked prefill a prompt runs in one step: max_num_batched_tokens="
             f"{budget} must be at least max_model_len={memory.max_model_len}"
         )
-    files = [directory / "config.json"]
-    if config.kv_tiers and config.load_format == "auto":
-        files += checkpoint_files(directory)
-    tiered_cache, runner.tier_storage = make_tiers(
-        config.kv_tiers,
-        layout,
-        runner.kv_cache.kv,
-        files,
-        # Why: whatever changes the bytes of a block must be named here.
-        facts={
-            "weights": config.load_format,
-            "seed": config.seed if config.load_format == "dummy" else None,
-            "dtype": dtype,
-            "quantization": quantization,
-            "kv_dtype": runner.kv_dtype,
-            "deterministic": config.deterministic,
-            "attention_backend": backend,
-            "layout": runner.backend.kv_layout,
-            "block_size": layout.block_size,
-            "groups": layout.groups,
-        },
-    )
-    prefix_cache = tiered_cache or PrefixCache(layout, enabled=config.enable_prefix_caching)
+    prefix_cache = PrefixCache(layout, enabled=config.enable_prefix_caching)
+    if config.kv_tiers:
+        assert isinstance(runner, ModelRunner), "refused with ranks"
+        prefix_cache = _tiered_cache(runner, config, layout, backend, directory)
     try:
         manager = BlockManager(
             layout,
@@ -126,10 +130,6 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
             policy=make_policy(config.admission, config.preempt_above, config.admit_below),
         )
         info = _info(config, runner, layout, backend, time.perf_counter() - started)
-        logger.info("%s: %s on %s, attention %s", config.model, info.dtype, info.device, backend)
-        if quantization is not None:
-            logger.info("quantization: %s", quantization)
-        logger.info("%s", memory)
         return LLMEngine(
             runner,
             scheduler,
@@ -144,8 +144,42 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         raise
 
 
+def _tiered_cache(
+    runner: ModelRunner, config: EngineConfig, layout: KVLayout, backend: str, directory: Path
+) -> PrefixCache:
+    """The cache that `kv_tiers` asks for; the runner learns what moves its blocks."""
+    files = [directory / "config.json"]
+    if config.load_format == "auto":
+        files += checkpoint_files(directory)
+    cache, runner.tier_storage = make_tiers(
+        config.kv_tiers,
+        layout,
+        runner.kv_cache.kv,
+        files,
+        # Why: whatever changes the bytes of a block must be named here.
+        facts={
+            "weights": config.load_format,
+            "seed": config.seed if config.load_format == "dummy" else None,
+            "dtype": runner.dtype,
+            "quantization": runner.quantization,
+            "kv_dtype": runner.kv_dtype,
+            "deterministic": config.deterministic,
+            "attention_backend": backend,
+            "layout": runner.backend.kv_layout,
+            "block_size": layout.block_size,
+            "groups": layout.groups,
+        },
+    )
+    assert cache is not None
+    return cache
+
+
 def _info(
-    config: EngineConfig, runner: ModelRunner, layout: KVLayout, backend: str, start_s: float
+    config: EngineConfig,
+    runner: ModelRunner | RankedExecutor,
+    layout: KVLayout,
+    backend: str,
+    start_s: float,
 ) -> EngineInfo:
     """What was discovered at start."""
     model_config, quantization = runner.model_config, runner.quantization

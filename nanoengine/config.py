@@ -58,7 +58,8 @@ class EngineConfig:
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
-    """Ranks that share each layer."""
+    """Ranks that share each layer: processes of this machine, each with a GPU of its own, or with
+    its part of the CPU's threads."""
     seed: int = 0
     """Seeds requests that bring no seed of their own, and dummy weights."""
 
@@ -143,7 +144,7 @@ class EngineConfig:
         sizings = [self.num_kv_blocks, self.kv_cache_gib, fraction, share]
         rules = (
             ("model", bool(self.model), "a directory or hub id"),
-            ("tensor_parallel_size", self.tensor_parallel_size == 1, "1: only one rank runs"),
+            ("tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),

@@ -9,7 +9,7 @@
     │  └─ PromptTooLongError
     ├─ CapacityError                  this request can never fit the KV pool
     ├─ MissingDependencyError         an optional package; names the extra to install
-    └─ EngineDeadError                closed, or used in a process forked after it started
+    └─ EngineDeadError                closed, used in a forked process, or a rank has failed
 
 A message says what was wrong, the value, what is allowed, and what to do. `assert` stays for
 internal invariants.
@@ -54,5 +54,6 @@ class MissingDependencyError(NanoEngineError, ImportError):
 
 
 class EngineDeadError(NanoEngineError):
-    """No call is possible: the engine is closed, or this process was forked from one that has had
-    an engine. A step that fails raises its own error and leaves the engine usable."""
+    """No call is possible: the engine is closed, this process was forked from one that has had an
+    engine, or a rank raised or died, which the message tells. Without ranks a step that fails
+    raises its own error and leaves the engine usable."""

@@ -66,7 +66,6 @@ def _asks_for_no_media(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and all(count == 0 for count in counts))
 
 
-ONE_RANK = "one process computes"
 LORA = "LoRA adapters are not implemented"
 TEXT_ONLY = "prompts are text; images, audio and video are not implemented"
 GENERATES = "models generate text; embeddings, classes and scores are not implemented"
@@ -99,9 +98,9 @@ LLM_OPTIONS: Table = {
     # --- without effect
     "disable_log_stats": Idle("nothing is logged while it runs; llm.stats() has the counters"),
     "swap_space": Idle("what is preempted is recomputed; kv_tiers keeps blocks in host memory"),
-    "disable_custom_all_reduce": Idle(ONE_RANK),
-    "distributed_executor_backend": Idle(ONE_RANK),
-    "max_parallel_loading_workers": Idle("weights are read by one process"),
+    "disable_custom_all_reduce": Idle("ranks sum by NCCL, on a CPU by gloo"),
+    "distributed_executor_backend": Idle("ranks are processes of this machine"),
+    "max_parallel_loading_workers": Idle("each rank reads its part of the weights"),
     "max_seq_len_to_capture": Idle("CUDA graphs serve decodes of every length"),
     "compilation_config": Idle("torch.compile is not used; enforce_eager turns CUDA graphs off"),
     "disable_async_output_proc": Idle("overlap says whether steps overlap"),
@@ -124,9 +123,9 @@ LLM_OPTIONS: Table = {
     ),
     "preemption_mode": Idle("what is preempted is recomputed", among(None, "recompute")),
     # --- refused
-    "pipeline_parallel_size": Refused(ONE_RANK, (None, 1)),
-    "data_parallel_size": Refused(ONE_RANK, (None, 1)),
-    "enable_expert_parallel": Refused(ONE_RANK),
+    "pipeline_parallel_size": Refused("set tensor_parallel_size: ranks share layers", (None, 1)),
+    "data_parallel_size": Refused("an LLM is one replica", (None, 1)),
+    "enable_expert_parallel": Refused("each rank holds a part of every expert"),
     "enable_lora": Refused(LORA),
     "max_loras": Refused(LORA),
     "max_lora_rank": Refused(LORA),
@@ -213,13 +212,13 @@ LLM_METHODS: Mapping[str, str] = {
     "wake_up": "make a new LLM",
     "start_profile": "use torch.profiler around a call",
     "stop_profile": "use torch.profiler around a call",
-    "collective_rpc": ONE_RANK,
+    "collective_rpc": "ranks take plans and nothing else",
     "apply_model": "llm.engine.executor.model is the model",
     "enqueue": "llm.stream takes prompts as they come",
     "wait_for_completion": "llm.stream yields outputs as they finish",
     "preprocess_chat": "llm.tokenizer.render_chat gives the text of a conversation",
     "reset_mm_cache": TEXT_ONLY,
-    "get_world_size": ONE_RANK,
+    "get_world_size": "it is the tensor_parallel_size that was given",
 }
 """Attributes of vLLM's `LLM` that this one lacks, and why or what to write instead."""
 

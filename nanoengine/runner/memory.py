@@ -24,6 +24,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.core.layout import KVGroup
 from nanoengine.errors import ConfigError
 from nanoengine.models.decoder import CausalLM
+from nanoengine.parallel.collectives import Collectives
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.transfers import staging_size
 
@@ -81,6 +82,7 @@ def plan_memory(
     weight_bytes: int,
     device: torch.device,
     measure: Callable[[], tuple[int, int]],
+    ranks: Collectives,
 ) -> MemoryPlan:
     """Decides the number of blocks and the effective max_model_len.
 
@@ -89,6 +91,7 @@ def plan_memory(
         context_len: the model's longest context [tokens].
         measure: returns the bytes that activations and CUDA graphs take; called only on a GPU, and
             only where no setting gives the size of the pool.
+        ranks: all of them take the least of their numbers of blocks.
 
     Raises:
         ConfigError: a setting asks for more memory than there is, or `max_model_len` for more
@@ -106,7 +109,7 @@ def plan_memory(
         num_blocks = num_blocks_for_bytes(int(config.kv_cache_gib * GIB), block_bytes)
     else:
         if device.type == "cpu":
-            budget = _cpu_budget(config)
+            budget = _cpu_budget(config) // ranks.shard.world_size
         else:
             activation_bytes, graph_bytes = measure()
             budget = _gpu_budget(config, device) - activation_bytes - graph_bytes - staging_bytes
@@ -114,6 +117,7 @@ def plan_memory(
         # Why the bound: with these blocks every row has the longest sequence.
         most = config.max_num_seqs * longest + 1
         num_blocks = min(num_blocks_for_bytes(budget, block_bytes), most)
+    num_blocks = ranks.least(num_blocks)
     return MemoryPlan(
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,

@@ -35,6 +35,7 @@ from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import ConfigError
 from nanoengine.models.loader import load_model, model_size
+from nanoengine.parallel.collectives import Collectives
 from nanoengine.runner import kv_cache
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, graph_bytes
@@ -74,6 +75,7 @@ class ModelRunner:
         model_config: of the checkpoint in `directory`.
         device, dtype, backend: as resolved from "auto".
         quantization: of linear layers; None: floats of `dtype`.
+        ranks: with whom this one shares each layer; None: with nobody.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class ModelRunner:
         dtype: torch.dtype,
         backend: str,
         quantization: Quantization | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
+        self.ranks = ranks or Collectives()
         self.config = config
         self.model_config = model_config
         self.device = device
@@ -129,7 +133,7 @@ class ModelRunner:
         self._load()
         block_bytes = kv_cache.block_bytes(
             block_size=self.block_size,
-            num_kv_heads=self.model_config.num_key_value_heads,
+            num_kv_heads=self._num_kv_heads,
             head_dim=self.model_config.head_dim,
             num_layers=max(len(group.layers) for group in self.groups),
             dtype=self.kv_dtype,
@@ -147,6 +151,7 @@ class ModelRunner:
             weight_bytes=self.weight_bytes,
             device=self.device,
             measure=self._measure,
+            ranks=self.ranks,
         )
         self.kv_cache = self._allocate(self.memory.num_blocks)
         self.rows = self._make_rows(self.memory.max_model_len)
@@ -177,6 +182,7 @@ class ModelRunner:
             self.backend,
             device=self.device,
             dtype=self.dtype,
+            ranks=self.ranks,
         )
         self.model = load_model(
             self.model_config,
@@ -187,6 +193,11 @@ class ModelRunner:
         )
         self.load_s = time.perf_counter() - started
         self.num_parameters, self.weight_bytes = model_size(self.model)
+
+    @property
+    def _num_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.model.attention_layers[0].spec.num_kv_heads
 
     @property
     def _uses_graphs(self) -> bool:
@@ -228,7 +239,7 @@ class ModelRunner:
             groups=self.groups,
             num_blocks=num_blocks,
             block_size=self.block_size,
-            num_kv_heads=self.model_config.num_key_value_heads,
+            num_kv_heads=self._num_kv_heads,
             head_dim=self.model_config.head_dim,
             layout=self.backend.kv_layout,
             dtype=self.kv_dtype,

@@ -15,8 +15,10 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.choose import linear_method_for, make_ops
-from nanoengine.layers.context import ModelContext
+from nanoengine.layers.context import ModelContext, one_rank
 from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.parallel.collectives import Collectives
+from nanoengine.parallel.shard import Shard
 
 
 def make_context(
@@ -27,6 +29,7 @@ def make_context(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    ranks: Collectives,
 ) -> ModelContext:
     """What the layers of a model of `dtype` need.
 
@@ -37,7 +40,9 @@ def make_context(
     # The CPU's kernels round to bfloat16 only what they multiply: between two products is float32.
     rounds = by_kernels and dtype == torch.bfloat16
     activation_dtype = torch.float32 if rounds else dtype
-    weight_dtype = _weight_dtype(model_config, dtype) if by_kernels else activation_dtype
+    weight_dtype = activation_dtype
+    if by_kernels:
+        weight_dtype = _weight_dtype(model_config, dtype, ranks.shard)
     if config.deterministic:
         linear_methods = _deterministic_methods(model_config, quantization)
     else:
@@ -53,18 +58,25 @@ def make_context(
         ops=make_ops(device, activation_dtype),
         linear_method_factory=linear_methods,
         max_positions=config.max_model_len,
+        shard=ranks.shard,
+        all_reduce=ranks.all_reduce if ranks.group else one_rank,
+        all_gather=ranks.all_gather if ranks.group else one_rank,
     )
 
 
-def _weight_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+def _weight_dtype(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> torch.dtype:
     """What weights on a CPU are stored in: 16 bits where they come so, since kernels read those."""
     # Why even: weights of 16 bits are read in pairs of inputs.
-    if any(size % 2 for size in config.linear_inputs.values()):
+    sizes = {
+        key: size if key == "hidden_size" else shard.split(size)
+        for key, size in config.linear_inputs.items()
+    }
+    if any(size % 2 for size in sizes.values()):
         if dtype == torch.bfloat16:
-            sizes = " and ".join(f"{key}={size}" for key, size in config.linear_inputs.items())
+            given = " and ".join(f"{key}={size}" for key, size in sizes.items())
             raise ConfigError(
                 f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
-                f" {sizes}, which must be even: set dtype='float32'"
+                f" {given}, which must be even on each rank: set dtype='float32'"
             )
         return dtype
     stored = getattr(torch, config.dtype)

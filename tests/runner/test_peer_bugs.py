@@ -84,12 +84,6 @@ class _Fetched:
         return self
 
 
-def test_peer_bug_20_21_more_ranks_than_run_are_refused_before_anything_starts():
-    """No ranks that could disagree, and no channel between them: one rank is all there is."""
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
-        EngineConfig(model="anything", tensor_parallel_size=2)
-
-
 def test_peer_bug_22_two_engines_live_in_one_process():
     prompts = random_prompts(3, [5, 20])
     first, second = make_engine(checkpoint("qwen3")), make_engine(checkpoint("llama"))

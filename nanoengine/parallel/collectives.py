@@ -1,0 +1,76 @@
+"""Collectives: what the ranks of one model compute together.
+
+The process group of torch.distributed is a value in here, never the global one, so several engines
+with ranks live beside each other. Made by `rank.py`, used by the ModelRunner and, by way of the
+`ModelContext`, by the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanoengine.parallel.shard import Shard
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Sums and joins over ranks. All ranks must call the same ones in the same order.
+
+    Attributes:
+        shard: which of how many ranks this is.
+        device: where the tensors are.
+        group: a process group of gloo or NCCL; None for a single rank.
+    """
+
+    shard: Shard = field(default_factory=Shard)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: Any = None
+
+    @classmethod
+    def connect(
+        cls, shard: Shard, device: torch.device, *, port: int, listener: int | None
+    ) -> Collectives:
+        """Waits for the other ranks of this machine.
+
+        Args:
+            device: a CPU, where ranks speak by gloo, or this rank's own GPU: by NCCL.
+            port: on the loopback interface, where the ranks find each other.
+            listener: rank 0's file descriptor of a socket that listens there.
+        """
+        store = dist.TCPStore(
+            LOOPBACK, port, shard.world_size, shard.rank == 0,
+            wait_for_workers=False, master_listen_fd=listener,
+        )  # fmt: skip
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            group = dist.ProcessGroupNCCL(store, shard.rank, shard.world_size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            # Why named: gloo's own choice is the host's name, which may lead out to a network.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            group = dist.ProcessGroupGloo(store, shard.rank, shard.world_size, options)
+        return cls(shard, device, group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, in place."""
+        self.group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors joined along the last dimension, in rank order."""
+        parts = [torch.empty_like(tensor) for _ in range(self.shard.world_size)]
+        self.group.allgather([parts], [tensor]).wait()
+        return torch.cat(parts, dim=-1)
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        if self.group is None:
+            return number
+        return int(self.all_gather(torch.tensor([number], device=self.device)).min())

@@ -1,0 +1,344 @@
+"""RankedExecutor: an Executor whose model is split over ranks, a process each.
+
+    this process                                    rank 0         rank 1
+    launch(plan)     ─ sender ── (step, plan) ─────> launch ─sums─ launch
+    Launched.result  ─ sender ── (step, None) ─────> result        result
+                     <─ receiver ─ (step, result) ──┘
+
+Every rank is a child, and this process computes nothing. So a Ctrl-C never stops one rank amid a
+sum that the others wait for: the ranks end the step that they are in, and take the next plan.
+
+All pipes are served by two threads. Why: signals interrupt the main thread alone, so no message is
+ever cut off, or sent to some of the ranks, by an exception.
+
+A rank that raises or dies takes the others with it, and every call then raises EngineDeadError. No
+rank outlives this process: each has a pipe that closes with it (`rank.py`).
+
+Called by LLMEngine through the Executor door. Made by `build.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.config import EngineConfig
+from nanoengine.core.layout import KVLayout
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.errors import ConfigError, EngineDeadError
+from nanoengine.layers.quantized_weight import GROUP_SIZE
+from nanoengine.models.decoder import CausalLM
+from nanoengine.parallel.collectives import LOOPBACK
+from nanoengine.parallel.rank import Answer, Failure, Order, Setup, Started, pickled
+
+PROGRAM = (
+    "import sys; fixed, sys.path[:] = sys.argv[1:4], sys.argv[4:];"
+    " from nanoengine.parallel.rank import main; main(*map(int, fixed))"
+)
+"""What a rank runs. Why not by multiprocessing's spawn: it would run the caller's script again."""
+
+LAST_WORDS_S = 1.0
+"""Time for the other ranks to say what they saw, once one has ended."""
+
+
+def require_ranks(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    device: torch.device,
+    quantization: Quantization | None,
+) -> None:
+    """Raises ConfigError for what can't be split over ranks, or not be had together with them."""
+    ranks = config.tensor_parallel_size
+    CausalLM.check_ranks(model_config, ranks)
+    gpu = device.type == "cuda"
+    found = torch.cuda.device_count() if gpu else ranks
+    refused = (
+        (config.kv_tiers, "kv_tiers: blocks of one rank alone would be moved"),
+        (config.deterministic, "deterministic=True: how ranks are summed may depend on the batch"),
+        (
+            gpu and not config.enforce_eager,
+            "CUDA graphs: none that holds sums over ranks has been tried; set enforce_eager=True",
+        ),
+        (gpu and device.index is not None, f"device='{device}': each rank takes a GPU of its own"),
+        (found < ranks, f"fewer GPUs than ranks: torch finds {found}"),
+        (quantization and _why_not(quantization, model_config, ranks), None),
+    )
+    for holds, why in refused:
+        if holds:
+            raise ConfigError(f"tensor_parallel_size={ranks} does not go with {why or holds}")
+
+
+def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
+    """Why a quantized model can't be split without a change of its results; None: it can."""
+    stored = quantization.stored
+    if quantization.activations == "int8":
+        return "int8 activations: a token is scaled by all inputs of a layer, and a rank has a part"
+    group_size = stored.group_size if stored else GROUP_SIZE if quantization.bits == 4 else None
+    if group_size is None and stored is None:
+        return (
+            f"int{quantization.bits} weights made while loading: a scale is that of a whole row,"
+            " and a rank reads a part; set quantization=None or 'int4_weight_only'"
+        )
+    heads = {"num_attention_heads * head_dim": config.num_attention_heads * config.head_dim}
+    for name, size in (heads | config.linear_inputs).items():
+        if name == "hidden_size":  # whole on each rank
+            continue
+        if group_size and size // ranks % group_size:
+            return (
+                f"weights quantized in groups of {group_size} inputs where {name}={size}: a rank's"
+                f" part of {size // ranks} cuts through them"
+            )
+    return None
+
+
+class RankedExecutor:
+    """Runs one model on the `config.tensor_parallel_size` ranks of one machine.
+
+    Args: as `ModelRunner`.
+
+    Attributes:
+        memory, kv_dtype, load_s: what rank 0 has found at its start; the others' are alike.
+        num_parameters, weight_bytes: of all ranks together, copies included.
+
+    Raises:
+        ConfigError: as `require_ranks`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str,
+        quantization: Quantization | None = None,
+    ) -> None:
+        require_ranks(config, model_config, device=device, quantization=quantization)
+        self.model_config, self.quantization = model_config, quantization
+        self.device, self.dtype = device, dtype
+        self._world_size = config.tensor_parallel_size
+        self._arguments: dict[str, Any] = {
+            "config": config,
+            "model_config": model_config,
+            "directory": directory,
+            "dtype": dtype,
+            "backend": backend,
+            "quantization": quantization,
+        }
+        self._num_launched = 0
+
+    def start(self) -> KVLayout:
+        """Starts the ranks; each loads its part and sizes its cache, of as many blocks as all have.
+
+        Raises:
+            ConfigError, ModelError, MemoryError: as a rank's `ModelRunner.start`.
+            EngineDeadError: a rank has failed in another way.
+        """
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            setup = Setup(
+                world_size=self._world_size,
+                device_type=self.device.type,
+                port=listener.getsockname()[1],
+                listener=listener.fileno(),
+                num_threads=max(1, torch.get_num_threads() // self._world_size),
+                runner=self._arguments,
+            )
+            self._ranks = RankProcesses.start(self._world_size, listener)
+        # Why a finalizer: an engine that is dropped is never shut down.
+        self._end = weakref.finalize(self, self._ranks.end)
+        try:
+            self._ranks.orders.put(pickled(setup))
+            found: list[Started] = [self._ranks.answer() for _ in range(self._world_size)]
+        except BaseException:
+            self.shutdown()
+            raise
+        first = min(found, key=lambda started: started.rank)
+        assert {started.layout for started in found} == {first.layout}, found
+        self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
+        self.num_parameters = sum(started.num_parameters for started in found)
+        self.weight_bytes = sum(started.weight_bytes for started in found)
+        return first.layout
+
+    def launch(self, plan: StepPlan) -> RankedStep:
+        """Sends a plan to all ranks; waits for nothing.
+
+        Raises:
+            EngineDeadError: a rank has failed, or the executor is shut down.
+        """
+        self._num_launched += 1
+        self._ranks.give((self._num_launched, plan))
+        return RankedStep(ranks=self._ranks, step=self._num_launched)
+
+    def shutdown(self) -> None:
+        """Ends all ranks, which gives their memory back."""
+        self._end()
+
+
+@dataclass(slots=True, kw_only=True)
+class RankedStep:
+    """A step that the ranks have been sent. The Executor door's `Launched`."""
+
+    ranks: RankProcesses
+    step: int
+    _result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Waits for rank 0.
+
+        Raises:
+            EngineDeadError: a rank has failed.
+        """
+        if self._result is None:
+            self.ranks.give((self.step, None))
+            answer: Answer = self.ranks.answer()
+            while answer[0] != self.step:  # one that was interrupted while it waited
+                answer = self.ranks.answer()
+            self._result = answer[1]
+        return self._result
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankProcesses:
+    """The processes, the threads that serve their pipes, and what has come from them.
+
+    Attributes:
+        processes, pipes: by rank.
+        orders: pickled, for all ranks; None ends the sender.
+        answers: what ranks have sent; None once they have ended.
+        why_dead: what is raised from then on.
+    """
+
+    processes: list[subprocess.Popen[bytes]]
+    pipes: list[Connection]
+    orders: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    why_dead: Exception | None = None
+    parent: int = field(default_factory=os.getpid)
+
+    @classmethod
+    def start(cls, world_size: int, listener: socket.socket) -> RankProcesses:
+        """Starts the processes, and the threads."""
+        ranks = cls(processes=[], pipes=[])
+        try:
+            for rank in range(world_size):
+                ours, theirs = Pipe()
+                with theirs:
+                    fixed = [rank, theirs.fileno(), os.getpid()]
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", PROGRAM, *map(str, [*fixed, *sys.path])],
+                        stdin=subprocess.PIPE,
+                        stdout=2,  # Why: what this process prints may be read by a program
+                        pass_fds=[theirs.fileno(), *([listener.fileno()] if rank == 0 else [])],
+                        start_new_session=True,  # Why: a Ctrl-C at the terminal is for the parent
+                    )
+                ranks.processes.append(process)
+                ranks.pipes.append(ours)
+        except BaseException:
+            ranks.end()
+            raise
+        for serve in (ranks._send, ranks._receive):
+            threading.Thread(target=serve, daemon=True).start()
+        return ranks
+
+    def give(self, order: Order) -> None:
+        """Has an order sent to all ranks. Raises what `answer` does."""
+        if self.why_dead is not None:
+            raise self.why_dead
+        self.orders.put(pickled(order))
+
+    def answer(self) -> Any:
+        """Waits for what a rank sends next.
+
+        Raises:
+            EngineDeadError: the ranks have ended; or a refusal of a rank that could not start.
+        """
+        found = self.answers.get()
+        if found is None:
+            self.answers.put(None)  # for who asks next
+            assert self.why_dead is not None
+            raise self.why_dead
+        return found
+
+    def end(self) -> None:
+        """Ends all ranks, at once: they have nothing to put in order."""
+        if os.getpid() != self.parent:  # a process that was forked from theirs drops its copy
+            return
+        self.why_dead = self.why_dead or EngineDeadError("the ranks are shut down")
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+            process.stdin.close()
+        self.orders.put(None)
+
+    # --- threads ------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Sends orders on, until one is None or a rank is gone."""
+        with contextlib.suppress(OSError):
+            while (order := self.orders.get()) is not None:
+                for pipe in self.pipes:
+                    pipe.send_bytes(order)
+
+    def _receive(self) -> None:
+        """Takes answers in, until a rank has failed or is gone; then ends all."""
+        failures: list[Failure] = []
+        exit_codes: dict[int, int] = {}
+        until = None
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pipes:
+            for rank, pipe in enumerate(self.pipes):
+                selector.register(pipes.enter_context(pipe), selectors.EVENT_READ, rank)
+            while selector.get_map() and (until is None or time.monotonic() < until):
+                for key, _ in selector.select(None if until is None else LAST_WORDS_S / 10):
+                    try:
+                        message = key.fileobj.recv()
+                    except (EOFError, OSError):
+                        selector.unregister(key.fileobj)
+                        exit_codes[key.data] = self.processes[key.data].wait()
+                        message = None
+                    if message is None or isinstance(message, Failure):
+                        until = until or time.monotonic() + LAST_WORDS_S
+                        failures += [message] if message else []
+                    else:
+                        self.answers.put(message)
+            self.why_dead = self.why_dead or why_dead(exit_codes, failures)
+            self.end()
+            self.answers.put(None)
+
+
+def why_dead(exit_codes: Mapping[int, int], failures: Sequence[Failure]) -> Exception:
+    """What to raise, of how ranks have ended and what they have said."""
+    told = {failure.rank for failure in failures}
+    # Why first: what a rank says whose neighbour was killed is that it lost its neighbour.
+    for rank, code in exit_codes.items():
+        if rank not in told:
+            how = f"exited with {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            return EngineDeadError(f"rank {rank} {how}, perhaps for want of memory")
+    first = min(failures, key=lambda failure: failure.time)
+    if first.refusal is not None:
+        return first.refusal
+    return EngineDeadError(f"rank {first.rank} has failed:\n{first.text}")

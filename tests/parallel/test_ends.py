@@ -1,0 +1,239 @@
+"""How ranks end: with their engine, with their parent, and all when one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from nanoengine import HostTier
+from nanoengine.build import build_engine
+from nanoengine.config import EngineConfig
+from nanoengine.engine import LLMEngine
+from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
+from nanoengine.parallel.executor import why_dead
+from nanoengine.parallel.rank import Failure
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60
+"""Far above the second that it takes: a busy machine decides no test."""
+
+
+def make_ranks(**options: object) -> LLMEngine:
+    """Two of them on the CPU, whatever else there is."""
+    ranks = {"tensor_parallel_size": 2, "device": "cpu", "dtype": "float32"}
+    return make_engine(checkpoint("qwen3"), **{"num_kv_blocks": 40} | ranks | options)
+
+
+def processes_of(engine: LLMEngine) -> list[psutil.Process]:
+    found = [psutil.Process(process.pid) for process in engine.executor._ranks.processes]
+    assert len(found) == 2 and all(process.is_running() for process in found)
+    return found
+
+
+def require_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    assert not alive
+
+
+@contextlib.contextmanager
+def soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
+    """Does something while the block runs."""
+    timer = threading.Timer(after_s, action)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def run_on(engine: LLMEngine) -> None:
+    """Steps without an end."""
+    while True:
+        run(engine, random_prompts(4, [5]), greedy(40))
+
+
+def test_an_interrupt_ends_requests_and_no_rank() -> None:
+    """Ctrl-C wherever it comes: the ranks end their step, and the next requests are answered."""
+    engine = make_ranks()
+    work = random_prompts(3, [5, 20]), greedy(12)
+    expected = tokens(run(engine, *work))
+    processes = processes_of(engine)
+    for turn in range(12):
+        interrupt = soon(lambda: os.kill(os.getpid(), signal.SIGINT), 0.01 + 0.003 * turn)
+        with pytest.raises(KeyboardInterrupt), interrupt:
+            run_on(engine)
+        engine.abort_all()
+        assert tokens(run(engine, *work)) == expected
+    assert processes_of(engine) == processes
+    engine.close()
+    engine.close()
+    require_gone(processes)
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.step()
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
+    engine = make_ranks(overlap=True)
+    processes = processes_of(engine)
+    run(engine, random_prompts(2, [5]), greedy(3))
+    second = engine.executor._ranks.pipes[1]
+    told = pytest.raises(EngineDeadError, match=r"(?s)rank 1 .*Traceback.*UnpicklingError")
+    with told, soon(lambda: second.send_bytes(b"no plan"), 0.1):
+        run_on(engine)
+    require_gone(processes)
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        run(engine, random_prompts(1, [5]), greedy(3))
+    engine.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all(rank: int) -> None:
+    engine = make_ranks()
+    processes = processes_of(engine)
+    run(engine, random_prompts(2, [5]), greedy(3))
+    told = pytest.raises(EngineDeadError, match=f"rank {rank} was killed by SIGKILL")
+    with told, soon(processes[rank].kill, 0.1):
+        run_on(engine)
+    require_gone(processes)
+
+
+def test_a_dropped_engine_ends_its_ranks() -> None:
+    engine = make_ranks()
+    processes = processes_of(engine)
+    del engine
+    gc.collect()
+    require_gone(processes)
+
+
+SCRIPT = """
+import os, sys
+from nanoengine import LLM, SamplingParams
+llm = LLM({model!r}, skip_tokenizer_init=True, device="cpu",
+          tensor_parallel_size=2, num_kv_blocks=40)
+if len(sys.argv) > 1:  # a process that holds all pipes open, and lives on
+    if os.fork() == 0:
+        sys.exit()  # which ends nothing but itself
+    os.wait()
+    if os.fork() == 0:
+        import time
+        time.sleep({patience})
+        os._exit(0)
+print(*(process.pid for process in llm.engine.executor._ranks.processes), flush=True)
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+while True:
+    llm.generate([{{"prompt_token_ids": [5, 6, 7]}}] * 3, params, use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork"])
+def test_no_rank_outlives_a_killed_parent(forks: bool, tmp_path: Path) -> None:
+    """The script has no `if __name__ == "__main__"`: a rank doesn't run it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(model=checkpoint("qwen3"), patience=PATIENCE_S))
+    command = [sys.executable, str(script), *(["fork"] if forks else [])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    ranks = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(ranks) == 2
+    children = psutil.Process(parent.pid).children()
+    time.sleep(0.2)  # amid some step
+    parent.kill()
+    parent.wait()
+    require_gone(ranks)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    parent.stdout.close()
+
+
+def test_a_rank_that_cant_start_says_why() -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match="max_model_len=512 does not fit the KV cache"):
+        make_ranks(num_kv_blocks=None, kv_cache_gib=1e-4, max_model_len=512)
+    assert psutil.Process().children() == before
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide num_attention_heads=4"),
+        ({"kv_tiers": [HostTier(gib=0.01)]}, "tensor_parallel_size=2 does not go with kv_tiers"),
+        ({"deterministic": True}, "does not go with deterministic=True"),
+        ({"quantization": "int8"}, "does not go with int8 activations"),
+        ({"quantization": "int4"}, "does not go with int8 activations"),
+        ({"quantization": "int8_weight_only"}, "int8 weights made while loading.*int4_weight_only"),
+        ({"quantization": "int4_weight_only"}, "groups of 32 inputs where intermediate_size=96"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_go_with_ranks_is_refused_before_any_starts(
+    options: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    directory = checkpoint("llama")
+    with pytest.raises(ConfigError, match=why):
+        build_engine(
+            EngineConfig(model=directory, device="cpu", **{"tensor_parallel_size": 2} | options)
+        )
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "found", "why"),
+    [
+        ("cuda", {}, 2, "CUDA graphs.*set enforce_eager=True"),
+        ("cuda", {"enforce_eager": True}, 1, "fewer GPUs than ranks: torch finds 1"),
+        ("cuda:1", {"enforce_eager": True}, 2, "device='cuda:1': each rank takes a GPU of its own"),
+    ],
+)
+def test_what_ranks_on_gpus_need(
+    device: str, options: dict[str, object], found: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    config = EngineConfig(
+        model=checkpoint("llama"), tensor_parallel_size=2, device=device, **options
+    )
+    with pytest.raises(ConfigError, match=why):
+        build_engine(config)
+
+
+# --- which of several causes is told --------------------------------------------------------------
+
+
+def failure(rank: int, time: float, refusal: Exception | None = None) -> Failure:
+    return Failure(rank=rank, time=time, text=f"traceback of {rank}", refusal=refusal)
+
+
+def test_the_first_failure_is_told() -> None:
+    found = why_dead({0: 1, 1: 1}, [failure(0, 2.0), failure(1, 1.0)])
+    assert isinstance(found, EngineDeadError)
+    assert "rank 1 has failed:\ntraceback of 1" in str(found)
+
+
+def test_a_killed_rank_is_told_rather_than_what_its_neighbour_saw() -> None:
+    assert "rank 1 was killed by SIGSEGV" in str(why_dead({0: 1, 1: -11}, [failure(0, 2.0)]))
+    assert "rank 0 exited with 3" in str(why_dead({0: 3}, []))
+
+
+def test_a_refusal_is_told_as_it_is() -> None:
+    refusal = WeightLoadError("missing")
+    assert why_dead({0: 1}, [failure(1, 2.0), failure(0, 1.0, refusal)]) is refusal

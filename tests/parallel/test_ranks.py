@@ -1,0 +1,68 @@
+"""Two ranks, each a process, give the tokens of one: by gloo, on a CPU, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanoengine.sampling_params import SamplingParams
+from tests.support.checkpoints import FAMILIES
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+
+SMALL = {
+    "device": "cpu", "dtype": "float32",
+    "block_size": 8, "num_kv_blocks": 30, "long_prefill_threshold": 7,
+}  # fmt: skip
+"""Chunks, and a pool that is too small for all at once."""
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # name -> family, fields of its config, options of the engine
+    **{family: (family, {}, {"attention_backend": "cpu"}) for family in FAMILIES},
+    "one KV head": ("qwen2", {"num_key_value_heads": 1}, {"attention_backend": "naive"}),
+    "overlapped": ("qwen3", {}, {"overlap": True}),
+    "int4": (
+        "llama",
+        {"intermediate_size": 128},
+        {"quantization": "int4_weight_only", "kv_cache_dtype": "bfloat16"},
+    ),
+}
+
+
+def work() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with common prefixes, greedy ones and seeded ones, with all that is reported."""
+    prefix = random_prompts(1, [24], seed=9)[0]
+    prompts = random_prompts(6, [1, 7, 16, 33]) + [prefix + tail for tail in ([5], [6, 7], [8] * 9)]
+    sampled = [
+        SamplingParams(temperature=0.9, top_p=0.9, seed=1, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=1.2, top_k=20, n=2, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=1.0, min_p=0.05, repetition_penalty=1.3, max_tokens=24),
+    ]
+    return prompts * 2, [greedy(24)] * len(prompts) + (sampled * len(prompts))[: len(prompts)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_the_tokens_of_one(case: str) -> None:
+    family, fields, options = CASES[case]
+    directory, options = checkpoint(family, **fields), SMALL | options
+    one = make_engine(directory, **options)
+    two = make_engine(directory, tensor_parallel_size=2, **options)
+    heads_each = 1 if "num_key_value_heads" in fields else 2
+    assert two.info.block_bytes * heads_each == one.info.block_bytes
+    assert len(two.executor._ranks.processes) == 2
+    expected, found = run(one, *work()), run(two, *work())
+    assert tokens(found) == tokens(expected)
+    stats = two.stats()
+    assert stats.preemptions > 0, "the pool was meant to be too small"
+    assert stats.cache_hit_tokens > 0, "prefixes were meant to be found"
+    assert stats == one.stats(), "the same plans"
+    asked = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
+    (a,), (b,) = (run(engine, [[5, 9, 11]], asked) for engine in (one, two))
+    for ours, theirs in (
+        (a.sequences[0].logprobs, b.sequences[0].logprobs),
+        (a.prompt_logprobs, b.prompt_logprobs),
+    ):
+        flat = [[entry for token in entries for entry in token] for entries in (ours, theirs)]
+        assert [entry.token_id for entry in flat[0]] == [entry.token_id for entry in flat[1]]
+        assert [e.logprob for e in flat[0]] == pytest.approx([e.logprob for e in flat[1]], abs=1e-4)
+    two.close()
