@@ -1,0 +1,86 @@
+"""What ranks cost on one machine: `python benchmarks/ranks.py --model small`.
+
+The same decodes, in turns, by one rank and by two (or `--ranks`) over gloo, in float32. A decoder
+layer is plain in both: a rank of several can't run it as one call, so `one rank` doesn't either.
+Each rank has its share of the CPU's threads, and the machine computes as much in sum, so what comes
+on top is the price of pipes, processes and sums. `fused` is one rank as it runs by default.
+
+A shape whose KV heads the ranks don't divide gets as many of them as query heads: `small` 10 for 5.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from side_by_side import Run, compare, model_options, parser, report
+
+from nanoengine.layers.cpu_decoder import FusedLayer
+from nanoengine.llm import LLM
+from nanoengine.sampling_params import SamplingParams
+
+
+def plain_layers(**options: Any) -> LLM:
+    """An LLM of one rank whose layers are not fused."""
+    with mock.patch.object(FusedLayer, "takes", return_value=False):
+        return LLM(**options)
+
+
+def split_heads(directory: Path, ranks: int) -> None:
+    """Changes a shape's config.json so that the ranks divide its KV heads."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config["num_key_value_heads"] % ranks:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        file.write_text(json.dumps(config), encoding="utf-8")
+
+
+def decodes(llm: LLM, num_seqs: int, num_tokens: int) -> Callable[[], Run]:
+    """Sequences of a short prompt, and the seconds that a step of all of them takes."""
+    prompts = [{"prompt_token_ids": [7 + i, 8, 9, 10]} for i in range(num_seqs)]
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+    def run() -> Run:
+        llm.reset_prefix_cache()
+        steps = llm.stats().steps
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        steps = llm.stats().steps - steps
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        return Run(seconds={"a step": seconds / steps}, tokens=tokens, counts={"steps": steps})
+
+    return run
+
+
+def main() -> None:
+    """Compares at one row a step, and at several."""
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--max-tokens", type=int, default=32)
+    options.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    args = options.parse_args()
+    with model_options(args) as given:
+        if given.get("load_format") == "dummy":
+            split_heads(Path(given["model"]), args.ranks)
+        given |= {"dtype": "float32", "device": "cpu", "num_kv_blocks": 256, "max_num_seqs": 32}
+        ways = {
+            "one rank": plain_layers(**given),
+            f"{args.ranks} ranks": LLM(**given, tensor_parallel_size=args.ranks),
+            "fused": LLM(**given),
+        }
+        found = []
+        for rows in args.rows:
+            each = {way: decodes(llm, rows, args.max_tokens) for way, llm in ways.items()}
+            found.append(compare(f"decodes, {rows} rows a step", each, args.rounds))
+        for llm in ways.values():
+            llm.close()
+    report(args, found)
+
+
+if __name__ == "__main__":
+    main()
