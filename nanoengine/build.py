@@ -268,10 +268,10 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
 def resolve_dtype(
     name: str, stored: str, device: torch.device, *, backend: str = "auto", quantized: bool = False
 ) -> torch.dtype:
-    """The dtype to compute in; "auto" is the stored one, but on a CPU float32 for most 16-bit ones.
+    """The dtype to compute in. "auto" is the stored one, but on a CPU float32 in place of 16 bits.
 
-    There bfloat16 is taken where the CPU multiplies it, by the kernels of the backend "cpu", and
-    linear layers are not quantized. Why not elsewhere: without such products it is no faster.
+    A CPU keeps bfloat16 where one of its instructions multiplies such numbers, the backend is "cpu"
+    and linear layers are not quantized. Elsewhere bfloat16 would be no faster than float32.
     """
     if name != "auto":
         return getattr(torch, name)

@@ -80,7 +80,7 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
 
 def plain(value: Any) -> Any:
     """NumPy's scalars and arrays as Python's numbers and lists; anything else as it is."""
-    numpy = sys.modules.get("numpy")  # Why: who has not imported it can't give a value of it.
+    numpy = sys.modules.get("numpy")  # Why: no value is numpy's before numpy is imported.
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return value.tolist()
     return value
@@ -127,9 +127,9 @@ def checked(
 ) -> Callable[[type[T]], type[T]]:
     """A class decorator: the frozen dataclass checks and normalises what it is built with.
 
-    An unknown name raises `error` with the nearest field, a wrong type does with what is allowed.
-    An assignment names `dataclasses.replace`. Defaults are trusted. A subclass that is a dataclass
-    of its own checks only if it is decorated too.
+    An unknown name raises `error`, which names the nearest field; a value of a wrong type raises it
+    too, with what is allowed. An assignment raises and names `dataclasses.replace`. Defaults are
+    not checked. A subclass that is a dataclass of its own checks only if it is decorated too.
 
     Args:
         translate: makes a caller's options into fields, before anything is checked.

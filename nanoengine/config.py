@@ -1,8 +1,7 @@
 """EngineConfig: every setting of the engine, with its unit and the reason for its default.
 
-Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) is returned by who
-discovers it and
-never written back here. The command line is derived from this class.
+Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) is returned in
+`EngineInfo` and never written back here. The command line is derived from this class.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from nanoengine.vllm_names import LLM_OPTIONS, translate
 class EngineConfig:
     """Settings of one engine.
 
-    Arguments of vLLM's `LLM` that `vllm_names.LLM_OPTIONS` lists are taken too, as it says.
+    The arguments of vLLM's `LLM` in `vllm_names.LLM_OPTIONS` are accepted too, with the meaning
+    given there.
 
     Raises:
         ConfigError: a name is unknown, a value is of another type or out of range, or two settings
@@ -53,8 +53,9 @@ class EngineConfig:
         ]
         | None
     ) = None  # fmt: skip
-    """int8, int4: quantize linear layers while loading; alone with activations in int8 too. None:
-    as the checkpoint stores them; the last three: the same, if it stores them in that format."""
+    """int8, int4: quantize linear layers while loading, and their activations while running; with
+    _weight_only activations stay floats. None: as the checkpoint stores them. gptq, awq and
+    compressed-tensors: the same, but refused if the checkpoint has another format."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
@@ -86,8 +87,8 @@ class EngineConfig:
     """Share of device memory for weights, activations and KV together; None: 0.9 on a GPU. On a CPU
     it is the KV cache's share of free memory, and None is 0.3, at most 4 GiB."""
     gpu_memory_utilization: float | None = None
-    """vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no effect, which is reported: a
-    script says 0.9 of a card that is its own, not of the memory that a machine's programs share."""
+    """vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no effect, and a warning says so,
+    because 0.9 of a card is usual, and 0.9 of the memory that all programs share is not."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prompt prefixes."""
     watermark_frac: float = 0.01
@@ -101,7 +102,7 @@ class EngineConfig:
     admit_below: float | None = None
     """Hysteresis: share of blocks in use under which it starts again; None: 0.80."""
     kv_tiers: tuple[Tier, ...] = ()
-    """Where KV blocks live on below the device: a HostTier, or one and a DiskTier below it."""
+    """Where evicted KV blocks are kept: a HostTier, or one and a DiskTier below it."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
     """auto: the model's dtype. bfloat16: beside float32, half of its memory and traffic, at 7 bits
     of mantissa (backends cpu and naive). fp8: e4m3 with a scale a layer, from the checkpoint or 1;
@@ -118,7 +119,7 @@ class EngineConfig:
     """Do without CUDA graphs; has no effect on a CPU, which has none."""
     overlap: bool | None = None
     """Plan and launch a step while the one before runs; None: on a GPU. A CPU gains nothing by it,
-    as what plans is what computes. The tokens are the same."""
+    because planning and computing share its cores. The tokens are the same."""
 
     def step_budget(self, device_type: str) -> int:
         """Most tokens of one step on this kind of device."""

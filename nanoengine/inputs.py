@@ -41,7 +41,7 @@ TEMPLATE_KEYS = (
 """Options of `Tokenizer.render_chat`; the last one holds variables of the template's own."""
 
 RESERVED_VARIABLES = ("messages", "conversation", "tokenize", *TEMPLATE_KEYS)
-"""Names that no variable of a template may have: they mean something to who renders it."""
+"""Names that no variable of a template may have: they are arguments of what renders it."""
 
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of vLLM's prompts that may be given as long as they hold nothing."""
@@ -70,15 +70,16 @@ class TokensPrompt(TypedDict):
 @checked(RequestError)
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt that brings what else a call has one of for all; None leaves that to the call.
+    """A prompt with parameters, priority and key of its own; None takes what the call gives all.
 
     Attributes:
         prompt: any form of a prompt, or the RequestError that says why it could not be read.
         sampling_params: how this row is sampled.
         priority: lower runs first.
-        key: names the row. A row without a seed draws by the engine's seed and its key, and no more
-            by its order of arrival: it has the same tokens alone, in any order, after any resume.
-            Rows of equal keys draw equal random numbers. `RequestOutput.key` says it again.
+        key: names the row. A row without a seed draws its random numbers from the engine's seed and
+            this key, not from its order of arrival. So it has the same tokens alone, in any order,
+            and after any resume. Rows of equal keys draw equal random numbers.
+            `RequestOutput.key` repeats the key.
 
     Raises:
         RequestError: an option is unknown or of another type; the prompt is checked by the call.
@@ -95,7 +96,7 @@ class Row:
 class PromptInput:
     """One prompt as it was given: exactly one of ids, messages and text counts, in this order.
 
-    Whether ids are integers within the vocabulary is for `RequestChecker` to say.
+    `RequestChecker` checks that ids are integers within the vocabulary.
     """
 
     text: str | None = None
@@ -271,7 +272,8 @@ def join_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
     """True if a chat template takes lists of parts; `render` applies it to a conversation.
 
-    One that takes strings fails, leaves the text out, or prints the list, text in quotes.
+    A template that takes strings alone fails, leaves the text out, or prints the list with the text
+    in quotes.
     """
     part = {"type": "text", "text": MARK}
     try:
@@ -284,8 +286,8 @@ def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
 def read_rows(lines: Iterable[bytes], *, is_json: bool) -> Iterator[tuple[int, object]]:
     """The rows of a file, one a line, each with the number of its line; blank lines are no rows.
 
-    A line that can't be read is a RequestError in its row's place, which makes it the error of that
-    prompt's output.
+    For a line that can't be read, the row is a RequestError. It becomes the error of that prompt's
+    output.
 
     Args:
         lines: a file opened for bytes; UTF-8, with a byte order mark or not.

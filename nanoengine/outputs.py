@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from nanoengine.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the caller's
-wish; error: see `CompletionOutput.error`."""
+"""stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the
+caller ended it; error: see `CompletionOutput.error`."""
 
 OutputKind = Literal["final", "cumulative", "delta"]
 """final: once, when finished; cumulative: whenever it grew, all so far; delta: only what is new."""
@@ -100,12 +100,12 @@ class RequestOutput:
     Attributes:
         request_id: unique within its LLM.
         index: place of the prompt in the call's list, for streams, which yield as things finish.
-        key: that of the prompt's Row, if it has one.
+        key: the key of the prompt's Row; None if it has none.
         prompt: as text, if it was given as text or chat; else None.
         prompt_logprobs: one entry a prompt token; None for the first, which nothing predicts, and
             for those before `SamplingParams.prompt_logprobs_start`.
         outputs: the completions, by index.
-        num_cached_tokens: prompt tokens that the prefix cache spared.
+        num_cached_tokens: prompt tokens found in the prefix cache, so they were not computed.
     """
 
     request_id: str
@@ -201,7 +201,8 @@ class OutputBuilder:
     """Turns one request into RequestOutputs: once at its end, or each time it has grown.
 
     Args:
-        index: place of the prompt in the call; key: of its Row.
+        index: place of the prompt in the call.
+        key: the key of its Row; None if it has none.
         prompt: its text, if it had one.
         tokenizer: None leaves all texts empty.
         end_ids: EOS and stop ids of the request.

@@ -29,7 +29,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.tokenizer import Tokenizer
 
 MAX_TEMPLATES = 64
-"""Chat templates of which is remembered what content they take."""
+"""Chat templates for which a reader remembers whether they take lists of parts."""
 
 OnError = Literal["raise", "record"]
 
@@ -53,7 +53,7 @@ class PromptReader:
         tokenizer: None, where prompts are token ids.
         checker: the engine's.
         request_ids: names for the outputs of bad prompts; the caller draws from it too.
-        default_params: makes those of prompts that come without.
+        default_params: makes the parameters of prompts that have none.
     """
 
     def __init__(

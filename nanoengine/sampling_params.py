@@ -27,8 +27,8 @@ Source: vLLM `_SAMPLING_EPS`.
 class SamplingParams:
     """Sampling parameters of one request.
 
-    Fields of vLLM's that `vllm_names.SAMPLING_PARAMS` lists are taken too, as it says; the first
-    ones, up to `prompt_logprobs`, may be given by position, in vLLM's order.
+    The names of vLLM's in `vllm_names.SAMPLING_PARAMS` are accepted too, with the meaning given
+    there. The fields up to `prompt_logprobs` may be given by position, in vLLM's order.
 
     Attributes:
         n: completions per prompt; the prompt is prefilled once and shared.
@@ -54,8 +54,8 @@ class SamplingParams:
         logprobs: report this many top log-probabilities per generated token (0: only the sampled
             one's; -1: those of the whole vocabulary).
         prompt_logprobs: the same for prompt tokens.
-        prompt_logprobs_start: first prompt token that has them; those before have None. What comes
-            before it may then be found in the prefix cache, as nothing of it is scored.
+        prompt_logprobs_start: first prompt token that is scored; those before it have None. They
+            may be found in the prefix cache, because none of them is scored.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False skips text altogether (stop strings then can't be used).
         priority: lower runs first; `generate(priority=...)` overrides it.
@@ -103,11 +103,11 @@ class SamplingParams:
         self._check_texts_and_ids()
 
     def clone(self) -> SamplingParams:
-        """A copy; as in vLLM, where parameters change. These don't: pass them on as they are."""
+        """A copy. vLLM's scripts make one because parameters change there; these can't."""
         return dataclasses.replace(self)
 
     def for_vocabulary(self, vocab_size: int) -> SamplingParams:
-        """The same where -1 counts out `vocab_size` log-probabilities."""
+        """The same parameters, with `vocab_size` in the place of -1 log-probabilities."""
         if -1 not in (self.logprobs, self.prompt_logprobs):
             return self
         counted = (vocab_size if n == -1 else n for n in (self.logprobs, self.prompt_logprobs))
@@ -115,7 +115,10 @@ class SamplingParams:
 
     @property
     def first_scored_position(self) -> int:
-        """The prompt position whose logits score the first token that `prompt_logprobs` is for."""
+        """The first prompt position whose logits are scored.
+
+        It is the one before `prompt_logprobs_start`, because logits predict the token behind them.
+        """
         return max(self.prompt_logprobs_start - 1, 0)
 
     @property

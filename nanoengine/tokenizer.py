@@ -1,7 +1,7 @@
 """Text in and out: encode, chat templates, incremental detokenization, stop strings.
 
-Called by `llm.py` alone; the engine below sees token ids and an `OutputFollower`. The only file
-that imports transformers, and that only where `tokenizer_file.py` does not do: for chat templates,
+Called by `llm.py` alone; the engine below sees token ids and an `OutputFollower`. No other file
+imports transformers, and this one only where `tokenizer_file.py` is not enough: for chat templates,
 and for tokenizers that are more than a tokenizer.json.
 
 Why decoding token by token is not trivial, and what is done here:
@@ -245,7 +245,10 @@ def _load_backend(
 
 
 def _refuse_special_files(directory: Path) -> None:
-    """Why all: which files transformers opens is its own affair, and a FIFO is waited for."""
+    """Raises for a FIFO, socket or device in the directory, which would block its reader.
+
+    Why all files: transformers decides which of them it opens.
+    """
     for path in sorted(directory.iterdir()):
         try:
             mode = path.stat().st_mode

@@ -5,9 +5,9 @@
     Refused   an error that says why; None, False and values that ask for nothing are accepted
     Values    a field here, some of whose values in vLLM have another name here
 
-`translate` applies a table to what a user gave. A name that is in no table and no field is refused
-by `checks.checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the two
-together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
+`translate` applies a table to what a user gave. A name that is neither in a table nor a field is
+refused by `checks.checked`. docs/moving_from_vllm.md shows the tables to users; a test holds the
+two together. Source: vLLM's `LLM`, `EngineArgs`, `SamplingParams` and `BeamSearchParams`.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ SAMPLING_PARAMS: Table = {
     "logits_processors": Refused(PROCESSORS),
     "logprob_token_ids": Refused("ask for logprobs=-1 and pick from them"),
     "prompt_logprob_token_ids": Refused("ask for prompt_logprobs=-1 and pick from them"),
-    "prompt_logprob_start": Refused("prompt_logprobs reports each token of the prompt"),
+    "prompt_logprob_start": Refused("give prompt_logprobs_start"),
     "flat_logprobs": Refused("logprobs come as one dict a token"),
     "truncate_prompt_tokens": Refused("cut the prompt's token ids before the call"),
     "thinking_token_budget": Refused("max_tokens bounds the whole answer"),

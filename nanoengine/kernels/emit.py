@@ -1,7 +1,8 @@
 """Emit: vector instructions for the register tiles of kernels compiled by numba.
 
-A tile written out does not hang on the loop vectorizer, and the sum of one row never depends on the
-rows beside it. Used by the CPU kernels of attention and of linear layers.
+The compiler's loop vectorizer may or may not find a loop's vectors. A tile whose instructions are
+written out does not depend on it, and the sum of one row never depends on the rows beside it. Used
+by the CPU kernels of attention and of linear layers.
 """
 
 from __future__ import annotations

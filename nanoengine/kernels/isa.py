@@ -2,7 +2,7 @@
 
 A kernel's tiles differ from CPU to CPU: how wide a vector is, how many registers hold sums, and
 whether one instruction multiplies bytes or bfloat16 numbers and adds them up. One description holds
-all of it, and who writes instructions (`emit.py`, the tiles) asks nobody else.
+all of it, and the files that write instructions (`emit.py`, the tiles) ask nothing else.
 
 It is a fact of the process, not of an engine: kernels are compiled once for all engines, and the
 compiler's target is made when the first kernel is declared. It is found from the CPU, and

@@ -2,8 +2,8 @@
 
 numba keeps compiled code on disk and looks at the file of a function alone to tell whether it is
 still good. A kernel that calls one of another file would keep that one's old code, so here the code
-is good as long as no file of this room has changed. Without that cache a kernel works all the same:
-it is compiled at each start.
+is good as long as no file of this room has changed. Where no cache can be written, kernels are
+compiled at each start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NumpyViews: numpy views of tensors that stay, looked up instead of asked for again."""
+"""NumpyViews: keeps the numpy view of each weight and cache, because a lookup is quicker."""
 
 from __future__ import annotations
 

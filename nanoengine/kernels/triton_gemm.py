@@ -5,8 +5,8 @@ the last, in tiles of a fixed size: no split of the sum, no choice by the number
 has the same bits alone and among thousands, which a library that picks its algorithm by shape does
 not promise.
 
-It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run
-on a GPU yet.
+The kernel has run in Triton's interpreter and been compiled to machine code ahead of time; it has
+not run on a GPU yet.
 """
 
 from __future__ import annotations

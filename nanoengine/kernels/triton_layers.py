@@ -1,11 +1,12 @@
 """The Triton kernels between matrix multiplications: RMSNorm, with or without a sum, and gates.
 
-Called by `layers/triton_ops.py` alone, which chooses grids and widths. One program has one row, or
-a part of one where elements don't meet, so a row's result never depends on its neighbours. All
-arithmetic is float32; where plain torch would round to the model's dtype in between, so do these.
+Called by `layers/triton_ops.py` alone, which chooses grids and widths. One program computes one
+row, or a part of a row where elements don't meet, so a row's result never depends on its
+neighbours. All arithmetic is float32; where plain torch would round to the model's dtype in
+between, so do these.
 
-They have been run in Triton's interpreter and compiled to machine code ahead of time; they have not
-run on a GPU yet.
+The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
+have not run on a GPU yet.
 
 Source: fusing the residual sum into the norm, and the activation into the product, is what vLLM and
 TensorRT-LLM do; the code is our own.

@@ -2,7 +2,7 @@
 likeliest.
 
 Called by `runner/triton_sampling.py` alone; the same steps in plain torch are
-`runner/device_sampling.py`. One program has one line and passes over it as often as it must, so
+`runner/device_sampling.py`. One program samples one line and passes over it as often as it must, so
 nothing waits for the host and nothing but the token is written:
 
     greedy      once: the best logit, and which token has it
@@ -23,7 +23,7 @@ Weights are whole numbers, summed in 64-bit integers: exact in any order, so nei
 neighbours change a token. From torch's tokens these differ only where the last bit of an
 exponential decides.
 
-It has been run in Triton's interpreter and compiled ahead of time; it has not run on a GPU yet.
+The kernel has run in Triton's interpreter and been compiled ahead of time, but not on a GPU yet.
 
 Source: threshold search in place of a sort is how FlashInfer samples; drawing by inverse transform
 over whole-number weights is ours.
@@ -67,7 +67,7 @@ def from_key(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def weigh(x, largest, temperature, min_p):
-    """Weights of logits as int64: SCALE for the largest, 0 below min_p; see `draw.draw_weights`."""
+    """Weights of logits as int64: SCALE for the largest, 0 below min_p; as `draw_weights`."""
     relative = tl.exp((x - largest) / temperature)
     relative = tl.where(relative < min_p, 0.0, relative)
     return (relative * SCALE).to(tl.int64)

@@ -28,8 +28,8 @@ def linear_method_for(
 ) -> Callable[[str], LinearMethod]:
     """A factory that makes the method of a linear layer, given its full name.
 
-    Without quantization the fastest method that stores weights exactly; with it the quantized one
-    for all layers, except those that the checkpoint stores as floats.
+    Without quantization it makes the fastest method that stores weights exactly. With quantization
+    it makes the quantized one, except for layers that the checkpoint stores as floats.
 
     Args:
         dtype: of activations.
@@ -73,8 +73,11 @@ def _quantized(
 def _exact_method(
     device: torch.device, dtype: torch.dtype, rounds_inputs: bool
 ) -> Callable[[str], LinearMethod]:
-    """The fastest method that stores weights exactly: packed for float32 on a CPU, the head with a
-    screen, and with gates of our own in 16 bits on a GPU."""
+    """The fastest method that stores weights exactly.
+
+    On a CPU in float32 weights are packed in panels, and the head has a screen. On a GPU in 16 bits
+    one kernel computes the products of a gated MLP and the gate.
+    """
     if device.type == "cpu" and dtype == torch.float32:
         from nanoengine.layers.packed import PackedLinear, ScreenedHead
 
@@ -89,8 +92,8 @@ def _exact_method(
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """The fastest ops for a device: fused by numba on a CPU, by Triton on CUDA, where they know the
-    dtype.
+    """The fastest ops for a device: kernels by numba on a CPU, by Triton on CUDA; plain torch for
+    dtypes that these don't compute.
 
     Raises:
         MissingDependencyError: a CUDA device without the package triton.

@@ -1,5 +1,5 @@
-"""int8 and int4 weights on the CPU: with int8 activations by kernels of their own, with float ones
-by those of float32.
+"""int8 and int4 weights on the CPU: kernels of their own multiply them by int8 activations, and
+those of float32 by float ones.
 
 What they compute is `QuantizedLinear`, which packs and multiplies in plain torch;
 `tests/kernels/test_cpu_kernels.py` holds them to it. Chosen by `linear_method_for`.

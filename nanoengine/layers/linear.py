@@ -25,9 +25,9 @@ class MergedLinear(Layer):
     """Several matrices of the same input as one, e.g. gate_proj and up_proj; outputs split over
     ranks.
 
-    The output is [..., sum of this rank's parts], part after part. `parts` maps each matrix's name
-    beside this layer in the checkpoint to its full number of outputs, `shards` those to their shard
-    that are split in another way than by rank.
+    The output is [..., sum of this rank's parts], part after part. `parts` maps the name of each
+    matrix, beside this layer in the checkpoint, to its number of outputs over all ranks. `shards`
+    names the matrices that are split in another way than by rank, each with its Shard.
 
     Args:
         merged: the checkpoint holds them as one tensor, of this layer's own name.

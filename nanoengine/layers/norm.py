@@ -26,7 +26,7 @@ from nanoengine.layers.linear_method import ordered
 
 
 def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
-    """What a norm's weight is kept in: float32 or wider where rounding comes behind it."""
+    """The dtype of a norm's weight: float32 or wider where the norm is rounded behind it."""
     return dtype if kind == "rms" else torch.promote_types(dtype, torch.float32)
 
 

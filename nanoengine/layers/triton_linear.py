@@ -7,8 +7,7 @@
 cuBLAS picks its algorithm by the number of rows, and with it the order of a sum, so the same token
 may get other bits in another batch. With TritonLinear a row's bits follow from the row.
 
-They have been run in Triton's interpreter and compiled ahead of time; they have not run on a GPU
-yet.
+Both have run in Triton's interpreter and been compiled ahead of time; neither has run on a GPU yet.
 """
 
 from __future__ import annotations

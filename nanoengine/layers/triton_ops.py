@@ -1,11 +1,11 @@
 """TritonOps: the norms and gates of a decoder layer as one kernel each. Made by `make_ops`.
 
-Here are the choices: grids, widths, warps; the arithmetic is in `kernels/triton_layers.py`. What a
-kernel saves is memory traffic: plain torch reads and writes a row once for each operation, and
-launches a kernel for it.
+Plain torch reads and writes a row once for each operation, and launches a kernel for it; one kernel
+for all of them saves that memory traffic. This file chooses grids, widths and warps; the arithmetic
+is in `kernels/triton_layers.py`.
 
-They have been run in Triton's interpreter and compiled ahead of time for sm_80, sm_89 and sm_90.
-They have not run on a GPU yet.
+The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
+sm_90. They have not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Metrics:
         self.records: list[StepRecord] = []
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Keeps what the step did. Lengths are taken now: a sequence's token list grows later."""
+        """Keeps what the step did; lengths as numbers, because a sequence's tokens grow later."""
         admitted = [
             AdmissionRecord(a.row, a.seq_id, len(a.token_ids), a.num_cached_tokens)
             for a in plan.admitted

@@ -1,4 +1,4 @@
-"""The hardware's peaks as this machine shows them now: memory bandwidth and products.
+"""Measures what this machine reaches at best: memory bandwidth, and products of numbers.
 
 A throughput says little without what the hardware could do, and a data sheet knows neither the
 machine's other users nor its memory channels. So the benchmark measures both in the same run: on a

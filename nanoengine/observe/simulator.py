@@ -65,8 +65,8 @@ class TimeModel:
     ) -> TimeModel:
         """Least squares over measured steps, no term below zero.
 
-        Why by trying: with three terms there are seven choices of those that are not zero, and the
-        best of them that has no negative one is the answer.
+        Why by trying: three terms leave seven choices of those that are not zero. Each is fitted,
+        and the best fit without a negative term is the answer.
 
         Raises:
             ValueError: fewer than three steps.

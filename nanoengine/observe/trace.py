@@ -34,8 +34,8 @@ from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 class Trace:
     """Writes the record of each step to a JSON-lines file. A context manager; `close` flushes it.
 
-    Rows are places that sequences take and leave, so the trace follows who has which row and names
-    sequences only: it must watch from the engine's first step.
+    A plan names rows, which sequences take and leave. The trace follows which sequence holds which
+    row, because its records name sequences; so it must watch from the engine's first step.
 
     >>> import tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "trace.jsonl")

@@ -214,7 +214,7 @@ def mixed_seeds(seeds: np.ndarray) -> np.ndarray:
 
 
 def row_uniforms(mixed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The numbers of `draw.uniforms` on the device: float64 [L] from int64 [L], bit for bit.
+    """`sampling_ops.uniforms` on the device: float64 [L] from int64 [L], the same bits.
 
     Integers wrap as unsigned ones do; only shifts to the right must leave the sign behind.
     """
