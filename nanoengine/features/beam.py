@@ -156,7 +156,7 @@ class BeamSearch:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """What the beams run with: this search ends them, and reads their choices."""
+        """The parameters that its beams run with: greedy, and with their candidates' logprobs."""
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,
