@@ -9,6 +9,7 @@ given and names what is wrong with it.
     {"prompt_token_ids": [1, 2, 3]}            "prompt" beside it is only repeated in the output
     {"messages": [{"role": ..., ...}, ...]}    a conversation, and any of TEMPLATE_KEYS
     RequestError("...")                        a row that could not be read: its output's error
+    PAUSE                                      from an iterator: no prompt at present
     Row(any of these, key=..., ...)            the same with parameters, priority and key of its own
     [any of these, mixed]                      several prompts; also an array of strings or objects,
                                                or a column of a data frame
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import enum
 import json
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,6 +92,19 @@ class Row:
     sampling_params: SamplingParams | None = None
     priority: int | None = None
     key: str | None = None
+
+
+class Pause(enum.Enum):
+    """What a lazily pulled iterator yields in the place of a prompt that is not there yet.
+
+    The engine goes on with what runs, and asks again after the step. Where nothing runs the stream
+    ends, so an iterator that knows this waits by itself.
+    """
+
+    PAUSE = "PAUSE"
+
+
+PAUSE = Pause.PAUSE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

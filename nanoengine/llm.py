@@ -25,7 +25,15 @@ from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
-from nanoengine.inputs import Row, conversation_list, is_single_prompt, plain_column, prompt_list
+from nanoengine.inputs import (
+    PAUSE,
+    Pause,
+    Row,
+    conversation_list,
+    is_single_prompt,
+    plain_column,
+    prompt_list,
+)
 from nanoengine.observe.progress import showing
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.prompts import CheckedPrompt, OnError, PromptReader
@@ -261,7 +269,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt | Pause],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         kind: OutputKind = "final",
@@ -274,7 +282,8 @@ class LLM:
         A list of prompts is checked before anything runs, as in `generate`. Any other iterable is
         pulled lazily, at most max_num_seqs + LOOK_AHEAD prompts ahead of the last finished one: a
         job of any length runs in bounded memory. Its prompts are checked as they are pulled, and
-        share one SamplingParams, unless they are Rows with their own.
+        share one SamplingParams, unless they are Rows with their own. An iterator that has no
+        prompt at present yields `inputs.PAUSE`, so that those that run go on.
 
         Closing the iterator aborts what is left. So does any other call on this LLM, be it from
         another thread or from the generator of prompts; the iterator then raises instead of ending
@@ -292,7 +301,7 @@ class LLM:
             raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
         prompts = plain_column(prompts)  # type: ignore[assignment]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
-            read: Iterable[CheckedPrompt | RequestOutput] = self._open_reader().read_all(
+            read: Iterable[CheckedPrompt | RequestOutput | Pause] = self._open_reader().read_all(
                 prompt_list(prompts), sampling_params, priority, on_error
             )
         else:
@@ -389,7 +398,7 @@ class LLM:
 
     def _run(
         self,
-        read: Iterable[CheckedPrompt | RequestOutput],
+        read: Iterable[CheckedPrompt | RequestOutput | Pause],
         *,
         kind: OutputKind,
         progress: bool | Callable[..., Any],
@@ -406,7 +415,8 @@ class LLM:
         with showing(progress, call.engine, total), call:
             while True:
                 # Why outside of the turn: an iterator of the caller's may do anything.
-                new = list(itertools.islice(waiting, limit - len(running)))
+                pulled = itertools.islice(waiting, limit - len(running))
+                new = list(itertools.takewhile(lambda one: one is not PAUSE, pulled))
                 outputs = [one for one in new if isinstance(one, RequestOutput)]
                 with call.turn() as engine:
                     for prompt in new:

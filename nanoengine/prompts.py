@@ -8,12 +8,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from nanoengine.errors import CapacityError, RequestError
 from nanoengine.inputs import (
+    PAUSE,
+    Pause,
     PromptInput,
     Row,
     each_params,
@@ -105,7 +108,7 @@ class PromptReader:
         sampling_params: ParamsInput,
         priority: PriorityInput,
         on_error: OnError,
-    ) -> Iterator[CheckedPrompt | RequestOutput]:
+    ) -> Iterator[CheckedPrompt | RequestOutput | Pause]:
         """Reads an iterable as it is pulled; parameters and priority are one for all."""
         _check_on_error(on_error)
         if not isinstance(prompts, Iterable):
@@ -118,7 +121,11 @@ class PromptReader:
             )
         (params,) = each_params(sampling_params, 1, self._default_params)
         (rank,) = each_priority(priority, 1)
-        return (self._read(i, one, params, rank, on_error) for i, one in enumerate(prompts))
+        numbers = itertools.count()
+        return (
+            PAUSE if one is PAUSE else self._read(next(numbers), one, params, rank, on_error)
+            for one in prompts
+        )
 
     def _read(
         self,

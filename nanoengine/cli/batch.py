@@ -32,6 +32,7 @@ from nanoengine.jobs.work import TooManyErrorsError, Work
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
+    from nanoengine.parallel.replicas import Replicas
 
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS = 0, 1, 2, 3
 """Exit codes; a signal's is 128 + its number."""
@@ -91,12 +92,20 @@ class BatchArgs(EngineArgs):
     """Time that running rows get after the first Ctrl-C or SIGTERM [s]."""
     summary_json: Path | None = None
     """Write the summary to this file, too."""
+    replicas: int | None = None
+    """Run so many engines, a process each: on a GPU each, or on some of the cores each."""
+    threads: int | None = None
+    """Cores of each replica on a CPU; all cores are shared evenly by default."""
 
     def __post_init__(self) -> None:
         if self.fail_fast and self.max_errors is not None:
             raise ConfigError("--fail-fast is --max-errors 0: give one of them")
         if self.grace < 0:
             raise ConfigError(f"--grace must be at least 0, got {self.grace}")
+        if self.replicas is not None and self.replicas < 1:
+            raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
+        if self.threads is not None and self.replicas is None:
+            raise ConfigError("--threads are those of a replica: give --replicas too")
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineArgs.__post_init__(self)
 
@@ -133,12 +142,9 @@ def main(args: BatchArgs) -> int:
         job = Job(job_options(args), job_facts(options, args.model))
         is_complete = False
         try:
-            with Signals(args.grace) as signals:
-                from nanoengine.llm import LLM
-
-                with LLM(**options) as llm:
-                    code = run(job, llm, args.model, signals, args.summary_json)
-                    is_complete = code in (ALL_ANSWERED, SOME_FAILED)
+            with Signals(args.grace) as signals, _engines(args, options) as llm:
+                code = run(job, llm, args.model, signals, args.summary_json)
+                is_complete = code in (ALL_ANSWERED, SOME_FAILED)
         except Stopped as stopped:
             code = stopped.code
         finally:
@@ -146,16 +152,35 @@ def main(args: BatchArgs) -> int:
     return code
 
 
-def run(job: Job, llm: LLM, name: str, signals: Signals, summary_json: Path | None = None) -> int:
+def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
+    """What answers rows."""
+    if args.replicas is not None:
+        from nanoengine.parallel.replicas import local_replicas
+
+        return local_replicas(options, args.replicas, args.threads)
+    from nanoengine.llm import LLM
+
+    return LLM(**options)
+
+
+def run(
+    job: Job, llm: LLM | Replicas, name: str, signals: Signals, summary_json: Path | None = None
+) -> int:
     """Answers the rows that are left; returns the exit code."""
     reader = RowReader(job.options.rows, name, llm.info.generation_defaults)
     work = job.work(reader, Recorder(name, job.created))
     signals.on_first(work)
     progress = Progress(work.counts, job.num_rows, job.num_done, llm.stats)
-    llm.engine.observers.append(progress)
+    from nanoengine.llm import LLM
+
+    observers = llm.engine.observers if isinstance(llm, LLM) else llm.observers
+    observers.append(progress)
     started, code, ended = time.perf_counter(), SOME_FAILED, "complete"
     try:
-        work.run(lambda rows: llm.stream(rows, on_error="record"))
+        if isinstance(llm, LLM):
+            work.run(lambda rows: llm.stream(rows, on_error="record"))
+        else:
+            llm.answer(work, None if job.num_rows is None else job.num_rows - job.num_done)
         if signals.caught is not None:
             raise Stopped(signals.caught)
         job.sync()
@@ -174,7 +199,7 @@ def run(job: Job, llm: LLM, name: str, signals: Signals, summary_json: Path | No
     finally:
         signals.on_first(None)
         progress.close()
-        llm.engine.observers.remove(progress)
+        observers.remove(progress)
     facts = summary(
         work.counts,
         num_rows=job.num_rows,

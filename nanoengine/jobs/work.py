@@ -18,8 +18,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoengine.errors import NanoEngineError
-from nanoengine.inputs import Row
+from nanoengine.errors import EngineDeadError, NanoEngineError
+from nanoengine.inputs import PAUSE, Pause, Row
 from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
@@ -27,7 +27,7 @@ from nanoengine.jobs.source import RowError
 if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput
 
-Stream = Callable[[Iterator[Row]], Generator["RequestOutput", None, None]]
+Stream = Callable[[Iterator[Row | Pause]], Generator["RequestOutput", None, None]]
 
 
 class TooManyErrorsError(NanoEngineError):
@@ -49,7 +49,7 @@ class Work:
     """The rows of a job on their way through this process.
 
     Args:
-        tasks: those to run, in order; pulled as there is room.
+        tasks: those to run, in order; pulled as there is room. PAUSE among them: none at present.
         suspects: those under which processes have died, by number of deaths.
         finish: writes the record of a row: its outputs, of all turns, or its error.
         note: told of each row before it runs.
@@ -58,7 +58,7 @@ class Work:
 
     def __init__(
         self,
-        tasks: Iterable[Task],
+        tasks: Iterable[Task | Pause],
         finish: Callable[[Task, RequestOutput | RowError], None],
         *,
         suspects: Iterable[tuple[Task, int]] = (),
@@ -72,11 +72,11 @@ class Work:
         self._max_errors = max_errors
         self._lock = threading.RLock()
         self._is_stopping = False
-        self._turns: deque[Task] = deque()  # conversations that go on
+        self._turns: deque[Task | Pause] = deque()  # conversations that go on
         self._deaths: Counter[int] = Counter()
         self._suspects: list[Task] = []
         for task, deaths in suspects:
-            self._suspect(task, deaths, "the process died each time that this row ran")
+            self.suspect(task, deaths)
 
     def stop(self) -> None:
         """No row is given out any more; those that run go on."""
@@ -92,6 +92,7 @@ class Work:
 
         Raises:
             TooManyErrorsError: and what `finish` raises.
+            EngineDeadError: the engine has died; its rows are here again, for another one.
             Exception: the engine's, if it had no row.
         """
         for _ in self.steps(stream):
@@ -102,7 +103,7 @@ class Work:
         while not self._is_stopping and (group := self._next_group()):
             yield from self._pump(stream, group)
 
-    def _next_group(self) -> Iterator[Task] | None:
+    def _next_group(self) -> Iterator[Task | Pause] | None:
         """Rows that may run together: suspects apart from all others."""
         with self._lock:
             if self._suspects:
@@ -119,7 +120,7 @@ class Work:
             self._turns.appendleft(first)
             return self._rest()
 
-    def _rest(self) -> Iterator[Task]:
+    def _rest(self) -> Iterator[Task | Pause]:
         """Conversations that go on, then new rows."""
         while True:
             with self._lock:
@@ -128,14 +129,17 @@ class Work:
                 return
             yield task
 
-    def _pump(self, stream: Stream, tasks: Iterator[Task]) -> Iterator[None]:
+    def _pump(self, stream: Stream, tasks: Iterator[Task | Pause]) -> Iterator[None]:
         running: dict[int, Task] = {}
 
-        def rows() -> Iterator[Row]:
+        def rows() -> Iterator[Row | Pause]:
             index = 0
             for task in tasks:
                 if self._is_stopping:
                     return
+                if task is PAUSE:
+                    yield task
+                    continue
                 if task.error is not None:
                     self._fail(task, task.error)
                     continue
@@ -149,29 +153,32 @@ class Work:
             while True:
                 try:
                     output = next(outputs, None)
+                except EngineDeadError as error:
+                    if not self._is_stopping:
+                        for task in running.values():
+                            self.suspect(task, self._deaths[task.row] + 1, str(error))
+                    raise
                 except (NanoEngineError, OSError):
                     raise
                 except Exception as error:
                     if not running:
                         raise
                     for task in running.values():
-                        self._suspect(
-                            task,
-                            self._deaths[task.row] + 1,
-                            f"the step failed each time that this row ran:"
-                            f" {type(error).__name__}: {error}",
-                        )
+                        told = f"the step failed: {type(error).__name__}: {error}"
+                        self.suspect(task, self._deaths[task.row] + 1, told)
                     return
                 if output is None:
                     return
                 self._take(running.pop(output.index), output)
                 yield
 
-    def _suspect(self, task: Task, deaths: int, why: str) -> None:
+    def suspect(self, task: Task, deaths: int, why: str = "the process died") -> None:
+        """Has a row that ran at so many deaths run apart from others, or no more."""
         with self._lock:
             self._deaths[task.row] = deaths
             if deaths >= MOST_DEATHS:
-                self._fail(task, RowError("poison", why))
+                told = f"{why}, as each of {deaths} times that this row ran"
+                self._fail(task, RowError("poison", told))
             else:
                 self._suspects.append(task)
 

@@ -24,6 +24,7 @@ from nanoengine import (
     RequestError,
     SamplingParams,
 )
+from nanoengine.inputs import PAUSE
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.tokenizer import Tokenizer
 from tests.support.fake_llm import (
@@ -443,6 +444,27 @@ def test_a_generator_is_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
         assert finished == 300
         with pytest.raises(RequestError, match="share one"):
             llm.stream(source(), [LONG])
+
+
+def test_rows_that_run_go_on_while_a_generator_has_none_at_present(make_llm: MakeLLM) -> None:
+    """A pause counts as no prompt, and where nothing runs it ends the stream."""
+    with make_llm(ANSWERS, max_num_seqs=4) as llm:
+        finished: list[int] = []
+
+        def source() -> Iterator[Any]:
+            yield "dog"
+            while not finished:
+                yield PAUSE
+            yield "one"
+            while len(finished) < 2:
+                yield PAUSE
+            yield PAUSE
+            raise AssertionError("nobody asks again")
+
+        for output in llm.stream(source(), LONG):
+            assert output.outputs[0].text == ANSWERS[("dog", "one")[output.index]]
+            finished.append(output.index)
+        assert finished == [0, 1]
 
 
 def test_a_bad_prompt_in_a_generator_is_named_or_recorded(llm: LLM) -> None:

@@ -1,0 +1,128 @@
+"""One replica: a process with an LLM of its own, that answers the rows its parent sends.
+
+    parent ── options ─────────────────> LLM(**options)
+           <── Started | Refused ───────
+           ── Row, Row, ..., None ─────> llm.stream     one stream; then the next
+           <── RequestOutput, Stats ────                in the order in which rows finish
+           <── Failed ──────────────────                the stream has raised
+
+Started by `replicas.py` as a program of its own, or by `ray_cluster.py` on another machine.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from nanoengine.errors import NanoEngineError
+from nanoengine.inputs import Row
+from nanoengine.parallel.feed import Feed
+
+if TYPE_CHECKING:
+    from nanoengine.llm import LLM
+    from nanoengine.stats import EngineInfo, EngineStats
+
+STATS_S = 0.25
+"""How often a replica tells its counters; as often as a live line is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The model is loaded."""
+
+    info: EngineInfo
+    stats: EngineStats
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The model can't be loaded, for a reason that a caller is told as it is."""
+
+    error: NanoEngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A stream has raised; the engine is as good as before."""
+
+    told: str
+
+
+def main(connection: Connection, cores: Sequence[int] = ()) -> None:
+    """Serves one parent until it is gone.
+
+    Args:
+        cores: those to run on; none: any.
+    """
+    faulthandler.enable()
+    if cores:
+        os.sched_setaffinity(0, cores)  # Why here: torch and numba count them when they load.
+    try:
+        options = connection.recv()
+    except (EOFError, OSError):
+        return
+    feed: Feed[Row] = Feed()
+    threading.Thread(target=_receive, args=(connection, feed), daemon=True).start()
+    from nanoengine.llm import LLM
+
+    try:
+        llm = LLM(**options)
+    except NanoEngineError as error:
+        connection.send(Refused(error=error))
+        return
+    stats = llm.stats()
+    connection.send(Started(info=llm.info, stats=stats, pid=os.getpid()))
+    llm.engine.observers.append(_Reporter(connection, llm))
+    while True:
+        _serve(connection, feed, llm)
+
+
+def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
+    """One stream, from its first row to its end."""
+    try:
+        for output in llm.stream(iter(feed), on_error="record"):
+            feed.finished()
+            connection.send(output)
+    except (NanoEngineError, OSError):
+        raise  # Why: the engine is dead, or the parent.
+    except Exception as error:
+        connection.send(Failed(told=f"{type(error).__name__}: {error}"))
+        feed.drop()
+
+
+def _receive(connection: Connection, feed: Feed[Row]) -> None:
+    """Takes rows in, and ends this process with its parent, whatever it is doing then.
+
+    Why a thread: the parent can always send, so it never waits for a replica that waits for it.
+    """
+    try:
+        while True:
+            row = connection.recv()
+            if row is None:
+                feed.end()
+            else:
+                feed.put(row)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+class _Reporter:
+    """An observer that tells the parent how far the engine is."""
+
+    def __init__(self, connection: Connection, llm: LLM) -> None:
+        self._connection = connection
+        self._llm = llm
+        self._told = time.monotonic()
+
+    def on_step(self, plan: object, result: object, scheduler: object) -> None:
+        """Sends the counters, now and then."""
+        if time.monotonic() - self._told > STATS_S:
+            self._told = time.monotonic()
+            self._connection.send(self._llm.stats())

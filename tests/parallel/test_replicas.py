@@ -1,0 +1,306 @@
+"""Replicas: every row is answered once, as one process would, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nanoengine.cli import main as cli
+from nanoengine.errors import ConfigError, EngineDeadError
+from nanoengine.inputs import Row
+from nanoengine.jobs.rows import Task
+from nanoengine.jobs.source import Input, RowError
+from nanoengine.jobs.work import TooManyErrorsError, Work
+from nanoengine.outputs import RequestOutput
+from nanoengine.parallel import replicas
+from nanoengine.parallel.replicas import Replicas, local_replicas
+from tests.support import scripted_replica
+from tests.support.batch_server import wait_for_lines
+from tests.support.checkpoints import make_checkpoint
+from tests.support.text_fixtures import byte_level
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Input(name="in.jsonl", form="jsonl")
+OPTIONS: dict[str, Any] = {"model": "scripted", "device": "cpu", "max_num_seqs": 8}
+
+
+@pytest.fixture(name="scripted")
+def scripted_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas run the script in place of a model."""
+    monkeypatch.setattr(replicas, "PROGRAM", scripted_replica.PROGRAM)
+
+
+def make_work(prompts: Iterable[str], **options: Any) -> tuple[Work, dict[int, Any]]:
+    """A work of such prompts, and where its records go; each row may have one."""
+    records: dict[int, Any] = {}
+
+    def finish(task: Task, result: RequestOutput | RowError) -> None:
+        assert task.row not in records
+        failed = isinstance(result, RowError)
+        records[task.row] = result.code if failed else result.outputs[0].text
+
+    tasks = (
+        Task(row=i, input=SOURCE, number=i + 1, prompt=prompt, key=f"k{i}")
+        for i, prompt in enumerate(prompts)
+    )
+    return Work(tasks, finish, **options), records
+
+
+def expected(prompts: Iterable[str]) -> dict[int, str]:
+    rows = [Row(prompt, key=f"k{i}") for i, prompt in enumerate(prompts)]
+    return {i: scripted_replica.answer(i, row).outputs[0].text for i, row in enumerate(rows)}
+
+
+def pids(engines: Replicas) -> list[int]:
+    return [replica.pid for replica in engines._replicas]
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def killer(engines: Replicas, records: dict[int, Any], moments: list[int]) -> threading.Thread:
+    """Kills one replica after the other, as soon as so many rows have a record."""
+
+    def kill() -> None:
+        for number, moment in enumerate(moments):
+            wait_until(lambda: len(records) >= moment)  # noqa: B023
+            victim = pids(engines)[number % 2]
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: victim not in pids(engines))  # noqa: B023
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.filterwarnings("ignore:replica")
+def test_rows_of_a_killed_replica_are_answered_once() -> None:
+    prompts = [f"p{i}" for i in range(2000)]
+    work, records = make_work(prompts)
+    with local_replicas(OPTIONS, 2) as engines:
+        before = pids(engines)
+        thread = killer(engines, records, [50, 700, 1200])
+        engines.answer(work, len(prompts))
+        thread.join()
+        assert not set(before) & set(pids(engines)), "each was started again"
+        assert engines.stats().output_tokens >= 1900, "those of dead processes are counted too"
+    assert records == expected(prompts)
+    assert work.counts.answered == 2000
+    assert all(map(is_gone, pids(engines)))
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.filterwarnings("ignore:replica")
+@pytest.mark.parametrize("bad", ["die", "raise"])
+def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None:
+    prompts = [f"p{i}" for i in range(120)]
+    prompts[17] = bad
+    work, records = make_work(prompts)
+    with local_replicas(OPTIONS, 2) as engines:
+        before = pids(engines)
+        engines.answer(work)
+        same = [old == new for old, new in zip(before, pids(engines), strict=True)]
+    assert records == {**expected(prompts), 17: "poison"}
+    assert (work.counts.answered, work.counts.failed) == (119, 1)
+    assert all(same) if bad == "raise" else not all(same)
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.filterwarnings("ignore:replica")
+def test_a_replica_that_cannot_start_again_is_given_up(tmp_path: Path) -> None:
+    """Its row goes to the other one, and the job ends only when none is left."""
+    prompts = [f"p{i}" for i in range(60)]
+    work, records = make_work(prompts)
+    options = {**OPTIONS, "tokenizer": str(tmp_path / "started")}
+    with local_replicas(options, 2) as engines:
+        thread = killer(engines, records, [])
+        os.kill(pids(engines)[0], signal.SIGKILL)
+        engines.answer(work)
+        thread.join()
+        assert records == expected(prompts)
+        os.kill(pids(engines)[1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="no replica is left"):
+            engines.answer(make_work(prompts)[0])
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_error_of_the_job_ends_all_replicas() -> None:
+    work, records = make_work(["p"] * 500, max_errors=0)
+    finish = work._finish
+
+    def full(task: Task, result: RequestOutput | RowError) -> None:
+        finish(task, result)
+        if task.row == 100:
+            raise TooManyErrorsError("enough")
+
+    work._finish = full
+    with local_replicas(OPTIONS, 2) as engines:
+        with pytest.raises(TooManyErrorsError, match="enough"):
+            engines.answer(work)
+        assert len(records) < 500
+        wait_until(lambda: all(map(is_gone, pids(engines))))
+
+
+@pytest.mark.usefixtures("scripted")
+def test_few_rows_are_shared_evenly() -> None:
+    work, records = make_work([f"p{i}" for i in range(10)])
+    with local_replicas(OPTIONS, 2) as engines:
+        engines.answer(work, 10)
+        tokens = [replica.stats.output_tokens for replica in engines._replicas if replica.stats]
+    assert len(records) == 10
+    assert max(tokens) <= 9, "one replica could have taken all in"
+
+
+@pytest.mark.usefixtures("scripted")
+def test_what_a_replica_refuses_is_raised_as_it_is() -> None:
+    with pytest.raises(ConfigError, match="the script refuses"):
+        local_replicas({**OPTIONS, "tokenizer": "refuse"}, 2)
+
+
+def test_a_replica_that_dies_while_it_loads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "PROGRAM", "import os; os.abort()")
+    with pytest.raises(EngineDeadError, match="killed by signal 6 while it started"):
+        local_replicas(OPTIONS, 1)
+
+
+PARENT = """
+import time
+from nanoengine.parallel import replicas
+from tests.parallel.test_replicas import OPTIONS, make_work, pids
+from tests.support import scripted_replica
+
+replicas.PROGRAM = scripted_replica.PROGRAM
+engines = replicas.local_replicas(OPTIONS, 2)
+print(*pids(engines), flush=True)
+endless = (f"p{i}" for i in range(10**9))
+engines.answer(make_work(endless)[0])
+"""
+
+
+def test_no_replica_outlives_a_parent_that_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as parent:
+        assert parent.stdout is not None
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2 and not any(map(is_gone, children))
+        time.sleep(0.2)
+        parent.kill()
+    wait_until(lambda: all(map(is_gone, children)))
+
+
+# --- where replicas run ---------------------------------------------------------------------------
+
+
+def test_cores_are_shared_and_those_that_are_not_there_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 7})
+    given: list[Any] = []
+    monkeypatch.setattr(replicas, "LocalProcess", lambda *place: given.append(place))
+    for count, threads in ((2, None), (2, 2), (7, None)):
+        given.clear()
+        for launch in replicas._on_cores(count, threads):
+            launch()
+        cores = [place[0] for place in given]
+        assert (
+            cores
+            == {
+                (2, None): [[0, 1, 2], [3, 6, 7]],
+                (2, 2): [[0, 1], [2, 3]],
+                (7, None): [[0], [1], [2], [3], [6], [7], [0]],
+            }[count, threads]
+        )
+        assert {place[1]["OMP_NUM_THREADS"] for place in given} == {str(len(cores[0]))}
+    with pytest.raises(ConfigError, match="2 replicas of 4 threads need 8 cores"):
+        replicas._on_cores(2, 4)
+
+
+def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(replicas, "LocalProcess", lambda *place: given.append(place[1]))
+    for launch in replicas._on_gpus(["4", "5", "GPU-a", "GPU-b"], 2, ranks=2):
+        launch()
+    assert given == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}]
+    with pytest.raises(ConfigError, match="need a GPU, one each, and this machine has 2"):
+        replicas._on_gpus(["0", "1"], 3, ranks=1)
+    monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
+    with pytest.raises(ConfigError, match="--threads is for replicas on a CPU"):
+        local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
+    with pytest.raises(ConfigError, match="say --device cuda, got 'cuda:1'"):
+        local_replicas({**OPTIONS, "device": "cuda:1"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--replicas", "0"], "--replicas must be at least 1"),
+        (["--threads", "2"], "give --replicas"),
+    ],
+)
+def test_the_command_line_refuses(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("the\n")
+    code = cli.main(["batch", "demo", str(source), "--output", str(tmp_path / "o"), *options])
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+# --- with a model ---------------------------------------------------------------------------------
+
+
+def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path) -> None:
+    model, source = tmp_path / "model", tmp_path / "in.jsonl"
+    model.mkdir()
+    make_checkpoint(model, "llama", vocab_size=len(byte_level().backend))
+    byte_level().backend.save_pretrained(model)
+    draw = random.Random(0)
+    rows: list[Any] = []
+    for i in range(300):
+        words = draw.choices(["the", "little", "dog", "went", "home"], k=draw.randint(1, 9))
+        row: dict[str, Any] = {"prompt": " ".join(words), "max_tokens": draw.randint(1, 24)}
+        rows.append(row | ({"temperature": 0.9, "n": 2} if i % 3 else {"temperature": 0}))
+    rows[7] = {"prompt": "the", "temprature": 1, "n": -1}
+    source.write_text("\n".join(map(json.dumps, rows)))
+    engine = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "200"]
+    engine += ["--max-num-seqs", "16", "--max-model-len", "128", "--in-order"]
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    victims: list[psutil.Process] = []
+
+    def kill() -> None:
+        wait_for_lines(two, 40, os.getpid())
+        victims.append(psutil.Process().children()[0])
+        victims[0].kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    command = ["batch", str(model), str(source), *engine]
+    assert cli.main([*command, "--output", str(two), "--replicas", "2"]) == 1
+    thread.join()
+    assert victims and all(is_gone(victim.pid) for victim in victims)
+    assert cli.main([*command, "--output", str(one)]) == 1
+    assert two.read_bytes() == one.read_bytes()
+    assert len(one.read_bytes().splitlines()) == 300

@@ -1,0 +1,101 @@
+"""A replica whose LLM is a script: what it answers follows from the row alone, without a model.
+
+    PROGRAM in place of that of `parallel/replicas.py`
+
+A prompt is a string: "die" ends the process by SIGKILL while the row runs, "raise" has the stream
+raise, anything else is answered with itself and its key, `SLOW_S` after the step that took it in.
+`options`: `refuse` has the model refused; `once`, a path, has it refused from the second start on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nanoengine.llm
+from nanoengine.errors import ConfigError
+from nanoengine.inputs import PAUSE
+from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.parallel import replica, replicas
+from nanoengine.stats import EngineInfo, EngineStats
+
+PROGRAM = replicas.PROGRAM.replace("nanoengine.parallel.replica", "tests.support.scripted_replica")
+SLOW_S = 0.002
+AT_ONCE = 4
+
+
+class ScriptedLLM:
+    """As much of an LLM as a replica uses."""
+
+    def __init__(self, tokenizer: str | None = None, **options: Any) -> None:
+        if tokenizer == "refuse":
+            raise ConfigError("the script refuses")
+        if tokenizer is not None:
+            flag = Path(tokenizer)
+            if flag.exists():
+                raise ConfigError("the script refuses a second start")
+            if os.getppid() and not flag.with_suffix(".first").exists():
+                flag.with_suffix(".first").touch()  # the other replica may start as well
+            else:
+                flag.touch()
+        self.engine = SimpleNamespace(observers=[])
+        self.info = EngineInfo(
+            **dict.fromkeys(EngineInfo.__dataclass_fields__, 0)  # type: ignore[arg-type]
+        )
+        self._answered = 0
+
+    def stats(self) -> EngineStats:
+        numbers: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        numbers |= {"output_tokens": self._answered, "cache_misses": {}, "tiers": ()}
+        return EngineStats(**numbers)
+
+    def stream(self, rows: Iterator[Any], on_error: str) -> Iterator[RequestOutput]:
+        running: list[tuple[int, Any]] = []
+        index, has_more = 0, True
+        while has_more or running:
+            while has_more and len(running) < AT_ONCE:
+                row = next(rows, None)
+                if row is PAUSE:
+                    break
+                has_more = row is not None
+                if row is not None:
+                    running.append((index, row))
+                    index += 1
+            time.sleep(SLOW_S)
+            for _, row in running:
+                if row.prompt == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if row.prompt == "raise":
+                    raise ValueError("the script raises")
+            for observer in self.engine.observers:
+                observer.on_step(None, None, None)
+            if running:
+                number, row = running.pop(0)
+                self._answered += 1
+                yield answer(number, row)
+
+
+def answer(index: int, row: Any) -> RequestOutput:
+    """What a row is answered with."""
+    text = f"{row.prompt} {row.key}"
+    completion = CompletionOutput(index=0, text=text, token_ids=[1], finish_reason="stop")
+    return RequestOutput(
+        request_id=str(index),
+        index=index,
+        prompt=row.prompt,
+        prompt_token_ids=[1],
+        outputs=[completion],
+        finished=True,
+    )
+
+
+def main(connection: Connection, cores: list[int]) -> None:
+    nanoengine.llm.LLM = ScriptedLLM  # type: ignore[misc, assignment]
+    replica.STATS_S = 0.0
+    replica.main(connection, cores)
