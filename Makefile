@@ -17,9 +17,10 @@ demo: $(READY)  ## generate text with the small model that comes with the packag
 test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
-test-all: $(READY)  ## the same with the optional packages: Parquet, evaluation
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval]"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
+test-all: $(READY)  ## the same with the optional packages: Parquet, evaluation, Ray, which runs alone
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray]"
+	@$(BIN)/python -m pytest -m "not soak and not ray" -n 2 --dist loadfile --ignore=tests/gpu
+	@$(BIN)/python -m pytest -m ray
 
 core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
 	@$(BIN)/python -m pytest -p tests.support.no_torch tests/core --durations 5

@@ -1,0 +1,300 @@
+"""Generate: an engine in an actor of Ray Data, which streams over the batches that it is given.
+
+    dataset.map_batches(Generate, fn_constructor_kwargs={"model": ...},
+                        compute=ray.data.ActorPoolStrategy(size=n))
+
+    Ray Data ── batches, several at a time ──> __call__ ── rows ──> Feed ── Work ── LLM.stream
+             <── a batch, its rows in order ──          <── answers, as they finish ──┘
+
+Rows of the next batch fill the places that those of this one leave, so no batch ends in a bubble. A
+batch comes back whole and in order, since Ray Data repeats the batches of an actor that it lost,
+and takes for granted that they come out alike.
+
+It repeats them without end, so rows under which the actor dies are written down beside it: at the
+third death a row is poison and gets an error (`Attempts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import tempfile
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from nanoengine.errors import RequestError
+from nanoengine.inputs import PAUSE, Pause
+from nanoengine.jobs.rows import RowOptions, RowReader, Task
+from nanoengine.jobs.source import Input, Line, RowError
+from nanoengine.jobs.work import Work
+from nanoengine.parallel.feed import Feed
+from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.outputs import RequestOutput
+
+ERROR_COLUMN = "__inference_error__"
+"""Why a row has no answer, or "". Source: the name is that of Ray's own LLM module."""
+
+ROWS = Input(name="dataset", form="jsonl")
+
+
+class Generate:
+    """Answers rows: columns as those of simple rows in docs/batch.md, all carried through.
+
+    New columns: `outputs`, a list of {"text", "token_ids", "finish_reason"}, one a completion or
+    turn; `usage`, {"prompt_tokens", "completion_tokens"}; and ERROR_COLUMN.
+
+    Args:
+        sampling_params: for rows that don't say otherwise.
+        key_column: whose value names the row; its random numbers follow from it, as in a batch's
+            `custom_id`. None: all of its columns do.
+        row_options: of `RowOptions`: prompt_column, template, chat, system.
+        options: as for LLM.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        key_column: str | None = None,
+        row_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from nanoengine.llm import LLM
+
+        params = sampling_params
+        sampling = (
+            {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
+        )
+        self._llm = LLM(model, **options)
+        defaults = self._llm.info.generation_defaults if params is None else {}
+        rows = RowOptions(sampling=sampling, **(row_options or {}))
+        self._tasks = _Tasks(RowReader(rows, model, defaults), Attempts(_beside()))
+        self._key_column = key_column
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._tasks.work.run(lambda rows: self._llm.stream(rows, on_error="record"))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # Why: Ray starts the actor again, and repeats its batches.
+
+    async def __call__(self, batch: Any) -> Any:
+        """A batch with its answers; of numpy arrays, or an Arrow table, which keeps types."""
+        is_table = hasattr(batch, "to_pylist")
+        if not is_table and not isinstance(batch, Mapping):
+            raise RequestError(
+                f"batch_format must be 'numpy' or 'pyarrow', got batches of {type(batch).__name__}"
+            )
+        rows = batch.to_pylist() if is_table else _rows(batch)
+        loop = asyncio.get_running_loop()
+        answers = [loop.create_future() for _ in rows]
+        for row, answer in zip(rows, answers, strict=True):
+            self._tasks.put(row, self._key(row), loop, answer)
+        columns: dict[str, list[Any]] = {"outputs": [], "usage": [], ERROR_COLUMN: []}
+        for answer in answers:
+            for name, value in zip(columns, await answer, strict=True):
+                columns[name].append(value)
+        if not is_table:
+            import numpy as np
+
+            added = {name: np.empty(len(rows), object) for name in columns}
+            for name, column in columns.items():
+                added[name][:] = column
+            return {**batch, **added}
+        import pyarrow
+
+        for name, column in columns.items():
+            batch = batch.append_column(name, pyarrow.array(column, type=_arrow_type(name)))
+        return batch
+
+    def _key(self, row: Mapping[str, Any]) -> str:
+        if self._key_column is None:
+            content = json.dumps(row, sort_keys=True, default=str)
+            return xxhash.xxh3_128_hexdigest(content.encode(errors="surrogatepass"))
+        if self._key_column not in row:
+            raise RequestError(f"the rows have no column {self._key_column!r} for their keys")
+        return str(row[self._key_column])
+
+
+class _Tasks(Iterator["Task | Pause"]):
+    """The rows of all batches, as tasks of one `Work` that never ends."""
+
+    def __init__(self, reader: RowReader, attempts: Attempts) -> None:
+        self.work = Work(self, self._finish, note=self._note)
+        self._reader = reader
+        self._attempts = attempts
+        self._feed: Feed[Task] = Feed()
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._keys: dict[int, str] = {}
+        self._num_rows = 0
+
+    def put(
+        self,
+        row: dict[str, Any],
+        key: str,
+        loop: asyncio.AbstractEventLoop,
+        answer: asyncio.Future[Any],
+    ) -> None:
+        """Has a row answered; from the loop's thread."""
+        number, self._num_rows = self._num_rows, self._num_rows + 1
+        task = self._reader.task(Line(number, ROWS, number + 1, row))
+        task.key = key
+        if task.params.logprobs is not None or task.params.prompt_logprobs is not None:
+            task.error = RowError("invalid_row", "logprobs make no column: run `nanoengine batch`")
+        self._waiting[number], self._keys[number] = (loop, answer), key
+        self._feed.put(task)
+
+    def __next__(self) -> Task | Pause:
+        """The next row; one that an actor has died under ends the stream, and runs apart."""
+        task = next(self._feed)
+        if task is not PAUSE and (deaths := self._attempts.deaths[task.key]):
+            self.work.suspect(task, deaths, "the actor died")
+            raise StopIteration
+        return task
+
+    def _note(self, row: int) -> None:
+        self._attempts.begin(self._keys[row])
+
+    def _finish(self, task: Task, result: RequestOutput | RowError) -> None:
+        self._feed.finished()
+        self._attempts.end(self._keys.pop(task.row))
+        loop, answer = self._waiting.pop(task.row)
+        found = (
+            _failed(result) if isinstance(result, RowError) else _answer([*task.outputs, result])
+        )
+        loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+
+
+Answer = tuple[list[dict[str, Any]], dict[str, int], str]
+"""Of a row: the values of the new columns."""
+
+
+def _answer(outputs: list[RequestOutput]) -> Answer:
+    texts = [
+        {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+        for output in outputs
+        for c in output.outputs
+    ]
+    usage = {
+        "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "completion_tokens": sum(len(c.token_ids) for o in outputs for c in o.outputs),
+    }
+    return texts, usage, ""
+
+
+def _failed(error: RowError) -> Answer:
+    return [], {"prompt_tokens": 0, "completion_tokens": 0}, f"{error.code}: {error}"
+
+
+def _arrow_type(name: str) -> Any:
+    import pyarrow as pa
+
+    if name == ERROR_COLUMN:
+        return pa.string()
+    if name == "usage":
+        return pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
+    output = [("text", pa.string()), ("token_ids", pa.list_(pa.int64()))]
+    return pa.list_(pa.struct([*output, ("finish_reason", pa.string())]))
+
+
+def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of columns; numbers that are missing come as NaN."""
+    columns = [[_plain(value) for value in column] for column in batch.values()]
+    return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+def _beside() -> Path:
+    """A file that an actor finds again when it is started again on the same machine."""
+    try:
+        import ray  # type: ignore[import-not-found]
+
+        context = ray.get_runtime_context()
+        name = f"{context.get_job_id()}-{context.get_actor_id()}"
+    except ImportError:
+        name = str(os.getpid())
+    return Path(tempfile.gettempdir()) / f"nanoengine-{name}.runs"
+
+
+class Attempts:
+    """The rows that run, in a file, and how often an actor has died under each.
+
+        ["run", PID]      an actor began
+        ["begin", KEY]    a row of that key runs
+        ["end", KEY]      it has ended
+
+    Attributes:
+        deaths: by key, of rows that have not ended since.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.deaths = _deaths(path)
+        self._num_running = 0
+        self._write("run", os.getpid())
+
+    def begin(self, key: str) -> None:
+        """A row is about to run."""
+        self._num_running += 1
+        self._write("begin", key)
+
+    def end(self, key: str) -> None:
+        """It has been answered, or never ran. Where nothing is left to tell, no file is left."""
+        self._num_running = max(0, self._num_running - 1)
+        self.deaths.pop(key, None)
+        if self._num_running or self.deaths:
+            self._write("end", key)
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def _write(self, what: str, value: object) -> None:
+        with open(self._path, "ab", buffering=0) as file:
+            file.write(json.dumps([what, value]).encode() + b"\n")
+
+
+def _deaths(path: Path) -> Counter[str]:
+    """Counts what earlier lives have left; each of them died under the rows that had not ended."""
+    deaths: Counter[str] = Counter()
+    running: set[str] = set()
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return deaths
+    for line in lines:
+        what, value = json.loads(line)
+        if what == "begin":
+            running.add(value)
+        elif what == "end":
+            running.discard(value)
+            deaths.pop(value, None)
+        else:
+            deaths.update(running)
+            running.clear()
+    deaths.update(running)
+    return deaths
