@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                           "layers.quantized_weight", "parallel"},
     "parallel.rank": {"core.plan", "core.layout", "runner", "parallel"},
     "parallel.feed": {"inputs"},
+    "parallel.ray_cluster": {"parallel.replica", "parallel.replicas", "config"},
     "parallel.ray_data": {"parallel.feed", "jobs", "llm", "inputs", "outputs"},
     "parallel.replica": {"parallel.feed", "inputs", "stats", "llm"},
     "parallel.replicas": {"parallel.replica", "jobs", "llm", "stats", "config", "inputs",

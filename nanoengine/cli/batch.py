@@ -96,6 +96,8 @@ class BatchArgs(EngineArgs):
     """Run so many engines, a process each: on a GPU each, or on some of the cores each."""
     threads: int | None = None
     """Cores of each replica on a CPU; all cores are shared evenly by default."""
+    ray: str | None = None
+    """Run the replicas on the Ray cluster of this address; local: on one that is started here."""
 
     def __post_init__(self) -> None:
         if self.fail_fast and self.max_errors is not None:
@@ -104,7 +106,7 @@ class BatchArgs(EngineArgs):
             raise ConfigError(f"--grace must be at least 0, got {self.grace}")
         if self.replicas is not None and self.replicas < 1:
             raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
-        if self.threads is not None and self.replicas is None:
+        if self.threads is not None and self.replicas is None and self.ray is None:
             raise ConfigError("--threads are those of a replica: give --replicas too")
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineArgs.__post_init__(self)
@@ -154,6 +156,10 @@ def main(args: BatchArgs) -> int:
 
 def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     """What answers rows."""
+    if args.ray is not None:
+        from nanoengine.parallel.ray_cluster import ray_replicas
+
+        return ray_replicas(options, args.ray, args.replicas, args.threads)
     if args.replicas is not None:
         from nanoengine.parallel.replicas import local_replicas
 

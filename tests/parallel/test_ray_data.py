@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import tempfile
@@ -18,8 +19,10 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
+from nanoengine.cli import main as cli
 from nanoengine.inputs import Row
 from nanoengine.parallel.ray_data import ERROR_COLUMN, Attempts, Generate
+from tests.support.batch_server import wait_for_lines
 from tests.support.fake_llm import ANSWERS, LONG, MakeLLM, make_llm_fixture
 from tests.support.text_fixtures import byte_level
 
@@ -112,6 +115,38 @@ def test_two_actors_one_killed_give_the_rows_of_one_process(ray: Any) -> None:
     assert {row["id"]: row["outputs"][0]["text"] for row in found} == {
         key: output.text for key, output in alone.items()
     }
+
+
+@pytest.mark.ray
+def test_a_batch_over_a_cluster_with_a_killed_replica_has_the_records_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'nanoengine[ray]'")
+    source, one, two = (tmp_path / name for name in ("in.jsonl", "one.jsonl", "two.jsonl"))
+    source.write_text("\n".join(map(json.dumps, rows())))
+    command = ["batch", "demo", str(source), "--device", "cpu", "--max-num-seqs", "8", "--in-order"]
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_for_lines(two, 20, os.getpid())
+        for process in psutil.Process().children(recursive=True):
+            if not killed and "_Host.serve" in "".join(process.cmdline()):
+                process.kill()
+                killed.append(process.pid)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    for _ in range(3):
+        code = cli.main([*command, "--output", str(two), "--ray", "local", "--replicas", "2"])
+        if code != 2 or "Ray can't be used" not in (told := capsys.readouterr().err):
+            break
+    else:
+        pytest.skip(f"Ray did not start in three tries: {told}")
+    assert code == 0
+    thread.join()
+    assert killed
+    assert cli.main([*command, "--output", str(one)]) == 0
+    assert two.read_bytes() == one.read_bytes()
 
 
 # --- without Ray ----------------------------------------------------------------------------------
