@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch  # noqa: F401  # Why: what is loaded at collection runs on one thread (conftest.py).
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
