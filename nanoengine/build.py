@@ -18,10 +18,10 @@ from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.files import checkpoint_files
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.config import EngineConfig
-from nanoengine.core.admission import make_policy
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
+from nanoengine.core.policies import make_policy
 from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError

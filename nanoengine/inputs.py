@@ -17,16 +17,15 @@ given and names what is wrong with it.
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import enum
-import json
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 from nanoengine.checks import checked
+from nanoengine.conversations import parse_messages
 from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
 
@@ -47,9 +46,6 @@ RESERVED_VARIABLES = ("messages", "conversation", "tokenize", *TEMPLATE_KEYS)
 
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 """Keys of vLLM's prompts that may be given as long as they hold nothing."""
-
-MARK = "nanoengine-marks-this-text"
-"""What `takes_parts` looks for in a rendered conversation."""
 
 
 class TextPrompt(TypedDict):
@@ -205,7 +201,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
     return PromptInput(
         text=text,
         token_ids=None if ids is None else _token_ids(ids),
-        messages=None if messages is None else _messages(messages),
+        messages=None if messages is None else parse_messages(messages),
         template_args=_template_args(prompt),
         cache_salt=salt,
     )
@@ -240,88 +236,6 @@ def _template_args(prompt: Mapping[Any, Any]) -> dict[str, Any]:
         if name in RESERVED_VARIABLES:
             raise RequestError(f"'chat_template_kwargs' can't set {name!r}: no template's variable")
     return args
-
-
-def _messages(messages: object) -> list[dict[str, Any]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"a conversation must be a list of messages, got {messages!r}")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(
-                f"a message must be a dict with 'role' and 'content', got {message!r}"
-            )
-    return [_with_text_parts(i, message) for i, message in enumerate(messages)]
-
-
-def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a message; a content of several parts becomes a list of parts of text."""
-    content = message.get("content")
-    if not isinstance(content, Sequence) or isinstance(content, str):
-        return dict(message)
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}}, as"
-                f" this engine takes text alone; got one of type {kind!r}"
-            )
-    return {**message, "content": [dict(part) for part in parts]}
-
-
-def has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """True if the content of a parsed message is a list of parts."""
-    return any(isinstance(message.get("content"), list) for message in messages)
-
-
-def join_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each list of text parts as one string, a part a line, as vLLM has it."""
-    return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else dict(message)
-        for message in messages
-    ]
-
-
-def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """True if a chat template takes lists of parts; `render` applies it to a conversation.
-
-    A template that takes strings alone fails, leaves the text out, or prints the list with the text
-    in quotes.
-    """
-    part = {"type": "text", "text": MARK}
-    try:
-        shown = render([{"role": "user", "content": [part]}])
-    except RequestError:
-        return False
-    return MARK in shown and repr(MARK) not in shown and json.dumps(MARK) not in shown
-
-
-def read_rows(lines: Iterable[bytes], *, is_json: bool) -> Iterator[tuple[int, object]]:
-    """The rows of a file, one a line, each with the number of its line; blank lines are no rows.
-
-    For a line that can't be read, the row is a RequestError. It becomes the error of that prompt's
-    output.
-
-    Args:
-        lines: a file opened for bytes; UTF-8, with a byte order mark or not.
-        is_json: each line holds a JSON value; else a prompt as text.
-    """
-    for number, line in enumerate(lines, start=1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            continue
-        row: object
-        try:
-            text = line.decode()
-            row = json.loads(text) if is_json else text.rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            row = RequestError(f"the line is not UTF-8: {error}")
-        except (ValueError, RecursionError) as error:
-            row = RequestError(f"the line is not JSON: {error}")
-        yield number, row
 
 
 def each_params(

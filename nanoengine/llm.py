@@ -39,7 +39,8 @@ from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.prompts import CheckedPrompt, OnError, PromptReader
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.stats import EngineInfo, EngineStats
-from nanoengine.tokenizer import TextStream, Tokenizer
+from nanoengine.text_stream import TextStream
+from nanoengine.tokenizer import Tokenizer
 from nanoengine.turns import require_unforked
 from nanoengine.vllm_names import LLM_METHODS
 

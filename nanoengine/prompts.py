@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from nanoengine.conversations import has_parts, join_parts, takes_parts
 from nanoengine.errors import CapacityError, RequestError
 from nanoengine.inputs import (
     PAUSE,
@@ -21,10 +22,7 @@ from nanoengine.inputs import (
     Row,
     each_params,
     each_priority,
-    has_parts,
-    join_parts,
     parse_prompt,
-    takes_parts,
 )
 from nanoengine.outputs import RequestOutput, error_output
 from nanoengine.requests import CheckedRequest, RequestChecker

@@ -93,7 +93,7 @@ def main(args: SimulateArgs) -> None:
     Raises:
         ConfigError: the workload or the bench report can't be read.
     """
-    from nanoengine.core.admission import make_policy
+    from nanoengine.core.policies import make_policy
 
     items = make_workload(args)
     scheduler = make_scheduler(

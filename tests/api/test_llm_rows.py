@@ -19,7 +19,6 @@ from nanoengine import (
     TextPrompt,
     TokensPrompt,
 )
-from nanoengine.inputs import read_rows
 from tests.support.fake_executor import make_engine
 from tests.support.fake_llm import (
     ANSWERS,
@@ -119,26 +118,6 @@ def test_a_closed_llm_is_no_rows_error(make_llm: MakeLLM) -> None:
     with pytest.raises(nanoengine.NanoEngineError, match="closed") as caught:
         list(llm.stream(rows(), LONG, on_error="record"))
     assert not isinstance(caught.value, RequestError)
-
-
-def test_the_rows_of_a_file_are_read_one_by_one_with_the_numbers_of_their_lines() -> None:
-    """2.5: read here, answered or recorded by `stream(on_error="record")`."""
-    lines = [
-        b'\xef\xbb\xbf"a"\r\n',
-        b"\n",
-        b'{"prompt": "b"}\n',
-        b"[\n",
-        b'"\xff"\n',
-        b"[" * 200_000,
-    ]
-    rows = list(read_rows(lines, is_json=True))
-    assert [number for number, _ in rows] == [1, 3, 4, 5, 6]
-    assert [row for _, row in rows[:2]] == ["a", {"prompt": "b"}]
-    messages = [str(row) for _, row in rows[2:]]
-    assert all(isinstance(row, RequestError) for _, row in rows[2:])
-    assert ["JSON" in message for message in messages] == [True, False, True]
-    assert "not UTF-8" in messages[1]
-    assert list(read_rows([b" a \r\n", b"[\n"], is_json=False)) == [(1, " a "), (2, "[")]
 
 
 # --- content parts --------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.config import EngineConfig
-from nanoengine.core.admission import Hysteresis, Predictive, WatermarkOnly, make_policy
+from nanoengine.core.admission import WatermarkOnly
+from nanoengine.core.policies import Hysteresis, Predictive, make_policy
 from nanoengine.core.waiting import MAX_OVERTAKEN
 from nanoengine.errors import ConfigError
 from nanoengine.sampling_params import SamplingParams

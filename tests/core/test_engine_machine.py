@@ -33,9 +33,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanoengine.core.admission import make_policy
 from nanoengine.core.block_pool import NULL_BLOCK
 from nanoengine.core.fast_scheduler import FastScheduler
+from nanoengine.core.policies import make_policy
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import NO_ROW, Request
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate

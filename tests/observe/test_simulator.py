@@ -9,8 +9,8 @@ import pytest
 
 from nanoengine.cli.main import main
 from nanoengine.cli.workload import WorkItem, random_workload
-from nanoengine.core.admission import Predictive
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.policies import Predictive
 from nanoengine.core.sequence import Request
 from nanoengine.observe.simulator import TimeModel, make_scheduler, simulate
 from nanoengine.sampling_params import SamplingParams
