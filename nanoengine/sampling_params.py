@@ -15,6 +15,9 @@ from nanoengine.checks import checked, shown
 from nanoengine.errors import RequestError
 from nanoengine.vllm_names import SAMPLING_PARAMS, translate
 
+MOST_COMPLETIONS = 16_384
+"""Of one prompt: each is a sequence in memory, and a row of a file may ask for any number."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them only overflows.
 
@@ -128,7 +131,7 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         rules = (
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= MOST_COMPLETIONS, f"from 1 to {MOST_COMPLETIONS:,}"),
             ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),

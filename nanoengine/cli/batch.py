@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS = 0, 1, 2, 3
 """Exit codes; a signal's is 128 + its number."""
 
+MOST_GRACE_S = 86_400
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArgs(EngineArgs):
@@ -102,8 +104,8 @@ class BatchArgs(EngineArgs):
     def __post_init__(self) -> None:
         if self.fail_fast and self.max_errors is not None:
             raise ConfigError("--fail-fast is --max-errors 0: give one of them")
-        if self.grace < 0:
-            raise ConfigError(f"--grace must be at least 0, got {self.grace}")
+        if not 0 <= self.grace <= MOST_GRACE_S:
+            raise ConfigError(f"--grace must be from 0 to {MOST_GRACE_S:,}, got {self.grace}")
         if self.replicas is not None and self.replicas < 1:
             raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
         if self.threads is not None and self.replicas is None and self.ray is None:
@@ -273,8 +275,11 @@ class Signals:
 
 
 def _check_writable(path: Path) -> None:
+    is_new = not path.exists()
     try:
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(
             f"--summary-json {str(path)!r} can't be written: {error.strerror}"

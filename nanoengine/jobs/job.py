@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 STDOUT = "-"
+MOST_ROW_MIB = 1024
 SNIFFED_ROWS = 1000
 """Rows that are looked at for one that can be read."""
 
@@ -66,6 +67,7 @@ class JobOptions:
     keep_input_order: bool = False
     max_errors: int | None = None
     max_row_mib: float = 16.0
+    summary_json: Path | None = None
 
 
 class Job:
@@ -88,8 +90,8 @@ class Job:
         self.options = options
         RowReader(options.rows)  # Why: a template or a value that is wrong is told now.
         self.inputs = find_inputs(options.inputs, options.input_format)
-        self._max_row_bytes = int(options.max_row_mib * MIB)
         self._check()
+        self._max_row_bytes = int(options.max_row_mib * MIB)
         self._paths = Paths(options)
         self.done = Bitmap()
         self.num_failed = 0
@@ -113,7 +115,14 @@ class Job:
         options = self.options
         has_stdin = any(one.name == STDIN for one in self.inputs)
         rules = (
-            (options.max_row_mib > 0, "--max-row-mib must be greater than 0"),
+            (
+                0 < options.max_row_mib <= MOST_ROW_MIB,
+                f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}",
+            ),
+            (
+                not (options.errors or "").endswith(".parquet"),
+                "--errors has lines of JSON: give a .jsonl file",
+            ),
             (
                 options.max_errors is None or options.max_errors >= 0,
                 "--max-errors must be at least 0",
@@ -132,7 +141,8 @@ class Job:
                 raise ConfigError(message)
         if options.output.endswith(".parquet"):
             require_pyarrow("Parquet files")
-        for name in (options.output, options.errors):
+        summary = None if options.summary_json is None else str(options.summary_json)
+        for name in (options.output, options.errors, summary):
             if name is None or name == STDOUT or not os.path.exists(name):
                 continue
             for one in self.inputs:
@@ -140,6 +150,10 @@ class Job:
                     raise ConfigError(f"output {name!r} is an input: write to another file")
         if options.errors is not None and Path(options.errors) == Path(options.output):
             raise ConfigError("--errors is the file of --output: records stay together without it")
+        if options.summary_json is not None:
+            taken = [Path(options.output), Path(options.errors or ""), Paths(options).manifest]
+            if options.summary_json in taken:
+                raise ConfigError(f"--summary-json {summary!r} is a file of the job: name another")
 
     # --- the output -----------------------------------------------------------------------------
 
@@ -214,10 +228,11 @@ class Job:
         self.deaths = Deaths(paths.runs, self.done)
 
     def _move_aside(self) -> None:
-        """Old files get a number; the locks on them end with this process's interest."""
+        """Old files get a number. They are locked until they have it: no other process may take
+        them for its own meanwhile."""
+        self._paths.move_aside()
         self._close_logs()
         self._logs.clear()
-        self._paths.move_aside()
         self._log = self._open_log(self.options.output)
         self._error_log = self._open_log(self.options.errors) if self.options.errors else self._log
 

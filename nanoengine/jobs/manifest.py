@@ -35,6 +35,7 @@ def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
     return [
         {
             "name": one.name,
+            "form": one.form,
             "bytes": (size := os.path.getsize(one.name)),
             "xxh3": digest(one.name, size),
         }
@@ -67,7 +68,7 @@ def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[st
 def save(path: Path, manifest: Mapping[str, Any]) -> None:
     """Writes it whole or not at all."""
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w", encoding="utf-8") as file:
+    with open(beside, "w", encoding="utf-8", errors="backslashreplace") as file:
         json.dump(manifest, file, ensure_ascii=False, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -127,6 +128,8 @@ def _differing_inputs(
             continue
         if old["name"] != new["name"]:
             yield f"inputs[{number}]: it was {_shown(old['name'])}, it is {_shown(new['name'])}"
+        elif old.get("form") != new["form"]:
+            yield f"{old['name']}: it was read as {old.get('form')}, now as {new['form']}"
         elif number < len(before) - 1 or not _has_grown(old, new, inputs[number]):
             sizes = f"{old['bytes']:,} bytes, now {new['bytes']:,}"
             yield f"{old['name']}: its content has changed (it had {sizes})"

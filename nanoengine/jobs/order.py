@@ -25,19 +25,15 @@ def windows(tasks: Iterable[Task]) -> Iterator[tuple[list[Task], bool]]:
     waiting = iter(tasks)
     first = next(waiting, None)
     while first is not None:
-        window, size = [first], _size(first)
+        window, size = [first], first.size
         first = None
         for task in waiting:
             if len(window) >= WINDOW_ROWS or size >= WINDOW_BYTES:
                 first = task
                 break
             window.append(task)
-            size += _size(task)
+            size += task.size
         yield window, first is None
-
-
-def _size(task: Task) -> int:
-    return len(text_of(task.prompt))
 
 
 def text_of(prompt: Any) -> str:

@@ -71,6 +71,7 @@ MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 KNOWN_PARAMS = 1024
+MOST_DEPTH = 100
 
 
 DEFAULT = SamplingParams()
@@ -86,6 +87,7 @@ class Task:
         columns: what a simple record repeats.
         prompt: as `LLM.stream` takes it.
         key: names the row's random numbers.
+        size: of all that the row holds, near enough [bytes].
         turns: what the user says next, once there is an answer.
         outputs: answers to earlier turns.
         error: why it can't run.
@@ -100,6 +102,7 @@ class Task:
     prompt: Any = None
     params: SamplingParams = DEFAULT
     key: str = ""
+    size: int = 0
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     error: RowError | None = None
@@ -168,6 +171,8 @@ class RowReader:
         """
         task = Task(row=line.row, input=line.input, number=line.number, kind=kind)
         task.key = str(line.row)
+        content = line.content
+        task.size = len(content if isinstance(content, bytes) else str(content))
         try:
             self._fill(task, value(line))
         except RowError as error:
@@ -376,11 +381,27 @@ def value(line: Line) -> Any:
         return content
     try:
         text = content.decode()
-        return JSON.decode(text) if line.input.form == "jsonl" else text.rstrip("\r\n")
+        if line.input.form != "jsonl":
+            return text.rstrip("\r\n")
+        found = JSON.decode(text)
+        if text.count("[") + text.count("{") > MOST_DEPTH:
+            _check_depth(found)
+        return found
     except UnicodeDecodeError as error:
         raise RowError("unreadable_row", f"the line is not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
+
+
+def _check_depth(value: Any) -> None:
+    """Raises RecursionError if lists and objects lie deeper than is sure to be written again."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [v for one in inner for v in one if isinstance(v, dict | list)]
+        if not level:
+            return
+    raise RecursionError(f"lists and objects lie more than {MOST_DEPTH} deep")
 
 
 def _no_constant(name: str) -> None:

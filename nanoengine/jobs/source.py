@@ -111,6 +111,10 @@ def _input(name: str, form: Form | None) -> Input:
         raise ConfigError(f"input {name!r} does not exist")
     if path.is_dir():
         raise ConfigError(f"input {name!r} is a directory: give its files, or a glob")
+    if not path.is_file():
+        raise ConfigError(
+            f"input {name!r} is no file, and inputs are read more than once: pipe it in, as -"
+        )
     try:
         path.open("rb").close()
     except OSError as error:
@@ -260,7 +264,7 @@ def _csv_rows(
     """Each row by the names of the first one; all values are strings."""
     csv.field_size_limit(max_row_bytes)  # Why: a quote that is not closed would take all.
     reader = csv.reader(_Texts(lines))
-    names: list[str] | None = None
+    names: list[str] = []
     while True:
         first = lines.number + 1
         try:
@@ -270,7 +274,10 @@ def _csv_rows(
             if not cells:
                 continue
             "".join(cells).encode()
-            if names is None:
+            if not names:
+                twice = [name for name in cells if cells.count(name) > 1]
+                if twice:
+                    raise RowError("unreadable_row", f"column {twice[0]!r} stands twice")
                 names = cells
                 continue
             if len(cells) != len(names):
@@ -278,12 +285,17 @@ def _csv_rows(
                     "unreadable_row", f"the row has {len(cells)} cells, the first has {len(names)}"
                 )
             yield first, dict(zip(names, cells, strict=True))
+            continue
         except RowError as error:
-            yield first, error
+            failure = error
         except UnicodeEncodeError:
-            yield first, RowError("unreadable_row", "the row is not UTF-8")
+            failure = RowError("unreadable_row", "the row is not UTF-8")
         except csv.Error as error:
-            yield first, RowError("unreadable_row", f"the row is no CSV: {error}")
+            failure = RowError("unreadable_row", f"the row is no CSV: {error}")
+        if not names:  # Why the end: another row would be taken for the names.
+            yield first, RowError("unreadable_input", f"the names of the columns: {failure}")
+            return
+        yield first, failure
 
 
 def _table_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:

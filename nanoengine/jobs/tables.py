@@ -1,7 +1,8 @@
 """A log of JSON lines as a Parquet file.
 
-Two passes, so that one batch of rows is in memory: which types a column has, then the rows. A
-column whose values have no common type, a number here and a text there, is written as JSON.
+Passes over the log, so that one batch of rows is in memory: which types a column has, then the
+rows. A column that no type of Parquet holds, a number here and a text there, `{}`, an integer of 65
+bits, is written as JSON; where only a value tells that, the pass begins again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from nanoengine.jobs.log import Log
 from nanoengine.jobs.source import require_pyarrow
 
 BATCH_ROWS = 1024
+MISFITS = (ValueError, TypeError, OverflowError, NotImplementedError)
+"""What Arrow raises for values that a type can't hold; its own errors are among these."""
 
 
 def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
@@ -27,7 +30,7 @@ def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
         OSError: there is no room.
     """
     arrow = require_pyarrow("Parquet files")
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # `_write` takes it
 
     kept = array("q", offsets)
     types: dict[str, Any] = {}  # None: no common type
@@ -35,20 +38,40 @@ def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
         for name in dict.fromkeys(name for row in rows for name in row):
             known = types.setdefault(name, arrow.null())
             types[name] = _common(arrow, known, [row.get(name) for row in rows])
-    schema = arrow.schema(
-        [(name, arrow.string() if kind is None else kind) for name, kind in types.items()]
-    )
     beside = path.with_name(path.name + ".tmp")
     try:
-        with pyarrow.parquet.ParquetWriter(beside, schema) as writer:
-            for rows in _batches(log, kept):
-                writer.write_batch(_batch(arrow, rows, schema, types))
+        while (misfit := _write(arrow, beside, types, _batches(log, kept))) is not None:
+            types[misfit] = None
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, f"{path} can't be written: {error}") from error
+
+
+def _write(
+    arrow: Any, path: Path, types: dict[str, Any], batches: Iterator[list[dict[str, Any]]]
+) -> str | None:
+    """Writes the table; stops at a value that its column can't hold, and gives the column."""
+    schema = arrow.schema(
+        [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
+    )
+    with arrow.parquet.ParquetWriter(path, schema) as writer:
+        for rows in batches:
+            columns = []
+            for name, kind in types.items():
+                try:
+                    columns.append(_column(arrow, [row.get(name) for row in rows], kind))
+                except MISFITS:
+                    return name
+            writer.write_batch(arrow.record_batch(columns, schema=schema))
+    return None
+
+
+def _name(name: str) -> str:
+    """A column's name without lone surrogates, which Parquet can't hold."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _batches(log: Log, offsets: array[int]) -> Iterator[list[dict[str, Any]]]:
@@ -64,18 +87,20 @@ def _common(arrow: Any, known: Any, values: list[Any]) -> Any:
     try:
         found = arrow.infer_type(values)
         both = [arrow.schema([("it", kind)]) for kind in (known, found)]
-        return arrow.unify_schemas(both, promote_options="permissive").field("it").type
-    except (arrow.ArrowInvalid, arrow.ArrowTypeError):
+        common = arrow.unify_schemas(both, promote_options="permissive").field("it").type
+    except MISFITS:
         return None
+    return None if _has_empty_struct(arrow, common) else common
 
 
-def _batch(arrow: Any, rows: list[dict[str, Any]], schema: Any, types: dict[str, Any]) -> Any:
-    columns = []
-    for name, kind in types.items():
-        values = [row.get(name) for row in rows]
-        if kind is None:
-            texts = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
-            columns.append(arrow.array(texts, arrow.string()))
-        else:
-            columns.append(arrow.array(values, kind))
-    return arrow.record_batch(columns, schema=schema)
+def _has_empty_struct(arrow: Any, kind: Any) -> bool:
+    """Whether Parquet has no place for it."""
+    if arrow.types.is_struct(kind) and not kind.num_fields:
+        return True
+    return any(_has_empty_struct(arrow, kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _column(arrow: Any, values: list[Any], kind: Any) -> Any:
+    if kind is None:
+        return arrow.array([None if v is None else json.dumps(v) for v in values], arrow.string())
+    return arrow.array(values, kind)

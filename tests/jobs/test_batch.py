@@ -591,6 +591,131 @@ def test_an_engine_that_fails_under_a_row_goes_on_without_it(
     assert all(texts(found[row]) == [ANSWERS["one"]] for row in found if row != 11)
 
 
+# --- what nobody should write, and somebody does --------------------------------------------------
+
+
+def test_an_input_that_is_no_file_is_refused(batch: Batch) -> None:
+    """A pipe was counted, and had no rows left to answer: exit 0."""
+    pipe = batch.directory / "pipe.jsonl"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR)  # else the read of one who does not refuse waits for ever
+    os.write(held, b'{"prompt": "one"}\n')
+    assert batch.run(pipe) == 2
+    os.close(held)
+    assert "is no file" in batch.told
+    assert not batch.output.exists()
+
+
+def test_another_form_is_another_job(batch: Batch) -> None:
+    source = batch.write([{"prompt": "one"}] * 3)
+    assert batch.run(source) == 0
+    assert batch.run(source, "--input-format", "txt") == 2
+    assert "read as jsonl, now as txt" in batch.told
+
+
+@pytest.mark.parametrize(
+    ("head", "why"), [(b"na\xefme,prompt", "not UTF-8"), (b"prompt,prompt", "stands twice")]
+)
+def test_names_of_columns_that_cant_be_read_end_a_csv(batch: Batch, head: bytes, why: str) -> None:
+    """The first row of data was taken for the names, or one of two columns was lost."""
+    assert batch.run(batch.write(head + b"\nx,one\ny,one\n", "in.csv")) == 1
+    (record,) = batch.records()
+    assert record["error"]["code"] == "unreadable_input"
+    assert record["error"]["line"] == 1
+    assert why in record["error"]["message"]
+
+
+def test_a_name_that_is_no_utf8(batch: Batch) -> None:
+    source = batch.directory / os.fsdecode(b"\xff.jsonl")
+    source.write_bytes(b'{"prompt": "one"}\nbad\n')
+    assert batch.run(source) == 1
+    assert batch.by_row()[1]["error"]["file"] == str(source)
+    assert batch.run(source) == 1  # the manifest can be compared
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--max-row-mib", "nan"), ("--max-row-mib", "1e30"), ("--grace", "inf"), ("--grace", "nan"),
+     ("--errors", "errors.parquet")],
+)  # fmt: skip
+def test_options_that_hold_no_sense(batch: Batch, options: tuple[str, str]) -> None:
+    assert batch.run(batch.write([{"prompt": "one"}]), *options) == 2
+    assert options[0] in batch.told
+    assert not batch.output.exists()
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl", "out.jsonl.job.json"])
+def test_the_summary_takes_no_other_file(batch: Batch, name: str) -> None:
+    """It took the place of the answers."""
+    source = batch.write([{"prompt": "one"}])
+    before = source.read_bytes(), sorted(os.listdir(batch.directory))
+    assert batch.run(source, "--summary-json", batch.directory / name) == 2
+    assert (source.read_bytes(), sorted(os.listdir(batch.directory))) == before
+
+
+def test_a_row_that_is_too_deep_to_be_written_is_an_error(batch: Batch) -> None:
+    """It could be read; its record could not be written, and ended the run each time."""
+    deep = b"[" * 600 + b"1e999" + b"]" * 600
+    rows = b'{"prompt": "one"}\n{"prompt": "one", "x": ' + deep + b'}\n{"prompt": "one"}\n'
+    assert batch.run(batch.write(rows)) == 1
+    found = batch.by_row()
+    assert [row for row in sorted(found) if found[row]["error"]] == [1]
+    assert "100 deep" in found[1]["error"]["message"]
+
+
+def test_a_row_may_not_ask_for_any_number_of_completions(batch: Batch) -> None:
+    """Each is a sequence in memory: 2**31 of them were the end of the machine."""
+    rows = [completion("0"), completion("1", n=16_385, temperature=1.0), completion("2")]
+    assert batch.run(batch.write(rows)) == 1
+    found = batch.by_row()
+    assert "n must be from 1 to 16,384" in found[1]["error"]["message"]
+    assert found[0]["error"] is found[2]["error"] is None
+
+
+def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch: Any) -> None:
+    """Windows were bounded by prompts alone: 4,096 rows of 16 MiB are 64 GiB."""
+    from nanoengine.jobs import order
+
+    monkeypatch.setattr(order, "WINDOW_BYTES", 50_000)
+    sizes = []
+    windows = order.windows
+    monkeypatch.setattr(
+        order, "windows", lambda tasks: (sizes.append(len(w[0])) or w for w in windows(tasks))
+    )
+    assert batch.run(batch.write([{"prompt": "one", "x": "y" * 10_000}] * 20)) == 0
+    assert sizes == [5, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([{}, {}], ["{}", "{}"]),
+        ([{"a": {}}, None], ['{"a": {}}', None]),
+        ([2**60 + 1, 2.5], ["1152921504606846977", "2.5"]),
+        ([2**70, 1], [str(2**70), "1"]),
+        ([2**64 - 1, -1], [str(2**64 - 1), "-1"]),
+        ([{"a": 1}, {"a": "x"}], ['{"a": 1}', '{"a": "x"}']),
+        ([[1, "a"], []], ['[1, "a"]', "[]"]),
+        ([True, 2], ["true", "2"]),
+        (["\ud800", "x"], ['"\\ud800"', '"x"']),
+    ],
+)
+def test_a_column_that_no_type_of_parquet_holds_is_json(
+    batch: Batch, values: list[Any], expected: list[Any]
+) -> None:
+    """All rows were answered, and then no table could be made of them."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    output = batch.directory / "out.parquet"
+    source = batch.write([{"prompt": "one", "x": x, "\ud800": 1} for x in values])
+    assert batch.run(source, output=output) == 0, batch.told
+    table = pyarrow.parquet.read_table(output)
+    assert table["x"].to_pylist() == expected
+    assert table["\\ud800"].to_pylist() == [1, 1]
+    assert [row[0]["text"] for row in table["outputs"].to_pylist()] == [ANSWERS["one"]] * 2
+
+
 # --- any bytes ------------------------------------------------------------------------------------
 
 KEYS = st.sampled_from(
