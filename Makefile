@@ -7,7 +7,7 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all core clients soak test-gpu bench lint loc
+.PHONY: demo test test-all test-extras core clients soak test-gpu bench lint loc
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
@@ -17,9 +17,11 @@ demo: $(READY)  ## generate text with the small model that comes with the packag
 test: $(READY)  ## everything that a CPU can test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
-test-all: $(READY)  ## the same with the optional packages: Parquet, evaluation, Ray, which runs alone
+test-all: test test-extras  ## everything that a CPU can test, with the optional packages
+
+test-extras: $(READY)  ## what needs optional packages: Parquet, evaluation, and Ray, which runs alone
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray]"
-	@$(BIN)/python -m pytest -m "not soak and not ray" -n 2 --dist loadfile --ignore=tests/gpu
+	@$(BIN)/python -m pytest -m "extra or eval" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest -m ray
 
 core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core

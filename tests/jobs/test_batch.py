@@ -312,6 +312,7 @@ def test_numbers_that_json_has_not(batch: Batch) -> None:
     assert found[1]["a"] is None
 
 
+@pytest.mark.extra
 def test_parquet_and_zstd(batch: Batch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     import datetime
@@ -700,6 +701,7 @@ def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch
         (["\ud800", "x"], ['"\\ud800"', '"x"']),
     ],
 )
+@pytest.mark.extra
 def test_a_column_that_no_type_of_parquet_holds_is_json(
     batch: Batch, values: list[Any], expected: list[Any]
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_path_gives_the_path_of_the_answers(llm: LLM, tmp_path: Path) -> None:
         llm.generate_dataset(5)
 
 
+@pytest.mark.extra
 def test_an_arrow_table(llm: LLM) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     found = llm.generate_dataset(pyarrow.Table.from_pylist(ROWS), sampling_params=GREEDY)
@@ -102,6 +103,7 @@ def test_an_arrow_table(llm: LLM) -> None:
     check(found.to_pylist())
 
 
+@pytest.mark.extra
 def test_a_pandas_frame(llm: LLM) -> None:
     pandas = pytest.importorskip("pandas")
     found = llm.generate_dataset(pandas.DataFrame(ROWS, index=[7, 8, 9]), sampling_params=GREEDY)
@@ -109,6 +111,7 @@ def test_a_pandas_frame(llm: LLM) -> None:
     check(found.astype(object).where(found.notna(), None).to_dict("records"))
 
 
+@pytest.mark.extra
 def test_a_polars_frame(llm: LLM) -> None:
     polars = pytest.importorskip("polars")
     found = llm.generate_dataset(polars.DataFrame(ROWS), sampling_params=GREEDY)
@@ -116,6 +119,7 @@ def test_a_polars_frame(llm: LLM) -> None:
     check(found.to_dicts())
 
 
+@pytest.mark.extra
 def test_datasets_of_hugging_face(llm: LLM) -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list(ROWS)

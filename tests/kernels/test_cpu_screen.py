@@ -67,7 +67,7 @@ def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: 
     assert method.argmax(normal(MOST_ROWS + 1, inputs)) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["equal rows", "neighbours", "outliers", "scales", "sparse", "far from zero"]),
@@ -96,7 +96,7 @@ def test_no_weights_deceive_it(seed: int, kind: str) -> None:
     assert found or kind in ("outliers", "scales", "far from zero"), "nothing was tested"
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-10, 10), st.floats(-8, 8))
 def test_every_output_is_within_its_slack(seed: int, weight_size: float, x_size: float) -> None:
     random = np.random.default_rng(seed)
