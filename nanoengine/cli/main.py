@@ -78,6 +78,7 @@ def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for an error that has an explanation."""
+    _open_standard_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -111,6 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _open_standard_streams() -> None:
+    """A process may be started without some, as by `2>&-`: the file that is opened next would take
+    the place, and the messages."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
 
 
 def _drop_output() -> None:

@@ -23,7 +23,7 @@ from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
-from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.records import Recorder, json_line
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.jobs.work import Stream, Work
@@ -132,15 +132,17 @@ def _resumable(
     source = output.with_name(output.name + ".rows.jsonl")
     beside = source.with_name(source.name + ".tmp")
     kept = []
-    with beside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with beside.open("wb") as file:
         for row in rows:
             value = _as_dict(row)
             kept.append(value)
-            file.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+            file.write(json_line(value))
     os.replace(beside, source)
     run_job(answering, str(source), str(output), reader, options)
     found: dict[int, dict[str, Any]] = {}
-    with output.open(encoding="utf-8") as file:
+    is_table = output.suffix == ".parquet"
+    log = output.with_name(output.name + ".job.jsonl") if is_table else output
+    with log.open(encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)
             found[record["_row"]] = {name: record[name] for name in NEW_COLUMNS}

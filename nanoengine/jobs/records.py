@@ -51,7 +51,7 @@ class Recorder:
                 for turn, one in enumerate(outputs)
                 for completion in one.outputs
             ]
-            return _line(simple_record(task, texts, usage, None))
+            return json_line(simple_record(task, texts, usage, None))
         is_chat = task.kind == "chat"
         choose = functools.partial(_chat_choice, task.params.logprobs) if is_chat else _text_choice
         body: dict[str, Any] = {
@@ -65,7 +65,7 @@ class Recorder:
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_logprobs(output)
         response = {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
-        return _line(_openai_record(task, response, None))
+        return json_line(_openai_record(task, response, None))
 
     def failure(self, task: Task, error: RowError) -> bytes:
         """The record of a row that has no answer."""
@@ -77,10 +77,10 @@ class Recorder:
         }
         if task.kind == "simple":
             try:
-                return _line(simple_record(task, [], None, told))
+                return json_line(simple_record(task, [], None, told))
             except RecursionError:  # Why here: what could be read may be too deep to be written.
-                return _line({"_row": task.row, "outputs": [], "usage": None, "error": told})
-        return _line(_openai_record(task, None, told))
+                return json_line({"_row": task.row, "outputs": [], "usage": None, "error": told})
+        return json_line(_openai_record(task, None, told))
 
 
 def simple_record(
@@ -103,7 +103,7 @@ def _openai_record(task: Task, response: object, error: object) -> dict[str, Any
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
-def _line(record: dict[str, Any]) -> bytes:
+def json_line(record: dict[str, Any]) -> bytes:
     """A line of JSON; a lone surrogate stands as JSON's escape, which `backslashreplace` writes."""
     try:
         text = ENCODER.encode(record)

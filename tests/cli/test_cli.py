@@ -428,3 +428,16 @@ def test_a_text_file_may_be_of_windows_and_hold_a_line_that_is_no_text(
     )
     assert [record.get("prompt") for record in records] == ["the dog", None, " go home"]
     assert "the line is not UTF-8" in records[1]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("closed", "args", "status"),
+    [("<&-", "--max-tokens 2", 0), (">&-", "--prompt hi --max-tokens 2", 0),
+     ("2>&-", "--prompt hi --max-tokens 2", 0)],
+)  # fmt: skip
+def test_a_process_without_standard_streams(closed: str, args: str, status: int) -> None:
+    command = f"{sys.executable} -m nanoengine.cli.main generate demo {args} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "warning" not in done.stdout

@@ -138,3 +138,13 @@ def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_path: Path) -> None:
+    """A row with a NaN in any column could not be read again, and the table was read as text."""
+    pytest.importorskip("pyarrow")
+    rows = [{"prompt": "one", "x": float("nan")}, {"prompt": "one", "x": 1.0}]
+    found = llm.generate_dataset(rows, output=tmp_path / "out.parquet")
+    assert [row["outputs"][0]["text"] for row in found] == [ANSWERS["one"]] * 2
+    assert [row["error"] for row in found] == [None, None]
+    assert str(found[0]["x"]) == "nan"
