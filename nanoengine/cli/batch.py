@@ -162,10 +162,11 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
         from nanoengine.parallel.ray_cluster import ray_replicas
 
         return ray_replicas(options, args.ray, args.replicas, args.threads)
-    if args.replicas is not None:
+    # Why also with ranks: where one dies, a replica starts all of them again.
+    if args.replicas is not None or args.tensor_parallel_size > 1:
         from nanoengine.parallel.replicas import local_replicas
 
-        return local_replicas(options, args.replicas, args.threads)
+        return local_replicas(options, args.replicas or 1, args.threads)
     from nanoengine.llm import LLM
 
     return LLM(**options)

@@ -304,3 +304,13 @@ def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path)
     assert cli.main([*command, "--output", str(one)]) == 1
     assert two.read_bytes() == one.read_bytes()
     assert len(one.read_bytes().splitlines()) == 300
+
+
+def test_a_batch_with_ranks_is_a_replica_so_that_they_start_again(monkeypatch: Any) -> None:
+    from nanoengine.cli import batch
+
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(replicas, "local_replicas", lambda *given: asked.append(given))
+    args = batch.BatchArgs(model="demo", inputs=("in",), output="out", tensor_parallel_size=2)
+    batch._engines(args, {"model": "demo"})
+    assert asked == [({"model": "demo"}, 1, None)]
