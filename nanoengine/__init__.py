@@ -1,4 +1,4 @@
-"""nanoengine: an LLM inference engine small enough to read in an afternoon.
+"""nanoengine: two LLM inference engines, a small one to read and a large one to run.
 
 Public names are loaded when first used (PEP 562), so `import nanoengine` costs no torch and no
 transformers.

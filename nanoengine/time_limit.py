@@ -7,7 +7,8 @@ A process of its own would bind single calls into C as well, and would have to i
 for a second before the first chat.
 
 One thread watches all calls of a process, and ends when there is none left.
-Perf: a thread for each call took 120 us, a third of what a row of a batch costs on the host.
+Perf: with a thread for each call, template and tokenizer took 129 us a row of a batch, now 37 (two
+Zen 5 cores).
 """
 
 from __future__ import annotations
