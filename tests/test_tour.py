@@ -1,5 +1,4 @@
-"""docs/tour.md: its examples print what it shows, its quotes are the code, and each line that it
-breaks has the effect that it tells."""
+"""docs/tour.md: each line that it breaks has the effect that it tells."""
 
 from __future__ import annotations
 
@@ -11,51 +10,29 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+
+from tests.support import pages
+from tests.support.pages import Block
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
 
 
-class Block(NamedTuple):
-    """A fenced block of the page."""
-
-    kind: str
-    text: str
-    start: int
-
-
-BLOCKS = [Block(m[1], m[2], m.start()) for m in re.finditer(r"```(\w+)\n(.*?)```", PAGE, re.S)]
-QUOTES = [b for b in BLOCKS if b.kind == "python" and b.text.startswith("# nanoengine/")]
-EXAMPLES = [b for b in BLOCKS if b.kind == "python" and b.text.startswith(">>> ")]
+BLOCKS = pages.blocks_of(ROOT / "docs/tour.md")
+QUOTES = [b for b in BLOCKS if b.kind == "quotation"]
+EXAMPLES = [b for b in BLOCKS if b.kind == "session"]
 BREAKS = [b for b in BLOCKS if b.kind == "diff"]
 
 
-def test_the_page_is_made_of_what_is_tested_here():
+def test_the_page_is_made_of_what_is_tested():
+    """Examples and quotations are held by docs/test_pages.py, breaks here."""
     assert len(re.findall(r"^## \d+\. ", PAGE, re.M)) == 10
     assert len(QUOTES) >= 7
     assert len(BREAKS) >= 5
-    assert len(QUOTES) + len(EXAMPLES) == sum(b.kind == "python" for b in BLOCKS)
-
-
-def test_examples_print_what_the_page_shows():
-    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
-    namespace: dict[str, object] = {}
-    failed = 0
-    for block in EXAMPLES:
-        line = PAGE[: block.start].count("\n") + 1
-        test = parser.get_doctest(block.text, namespace, "tour.md", "tour.md", line)
-        failed += runner.run(test, clear_globs=False).failed
-        namespace = test.globs
-    assert failed == 0, "below, each example that prints something else"
-
-
-@pytest.mark.parametrize("quote", QUOTES, ids=[str(i) for i in range(len(QUOTES))])
-def test_quotes_are_the_code(quote):
-    path, _, lines = quote.text.partition("\n")
-    assert lines in (ROOT / path.removeprefix("# ")).read_text(encoding="utf-8")
+    scripts = [b for b in BLOCKS if b.kind == "script"]
+    assert scripts == []
 
 
 @contextlib.contextmanager
@@ -94,9 +71,9 @@ def output_of(block: Block) -> str:
 def test_a_broken_line_does_what_the_answer_says(change):
     path, *lines = change.text.rstrip("\n").split("\n")
     old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-    answer = next(b for b in BLOCKS if b.start > change.start and b.kind == "text")
-    question = next(b for b in EXAMPLES if b.start > change.start)
-    assert question.start < answer.start
+    answer = next(b for b in BLOCKS if b.line > change.line and b.kind == "output")
+    question = next(b for b in EXAMPLES if b.line > change.line)
+    assert question.line < answer.line
     with changed(path, old, new):
         assert output_of(question) == answer.text
     assert output_of(question) != answer.text, "the answer tells the two apart"

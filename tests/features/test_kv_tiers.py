@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
 
-import nanoengine
-from nanoengine import LLM, ConfigError, DiskTier, EngineConfig, HostTier
+from nanoengine import ConfigError, DiskTier, EngineConfig, HostTier
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, Finished
@@ -366,14 +363,3 @@ def test_a_config_keeps_its_own_tiers():
     config = EngineConfig(model="m", kv_tiers=given)
     given.clear()
     assert config.kv_tiers == (HostTier(gib=1),)
-
-
-def test_the_example_of_the_documentation_runs(monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "kv_tiers.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-
-    def make(model, **options):  # the checkpoint has no tokenizer
-        return LLM(model, skip_tokenizer_init=True, attention_backend="naive", **options)
-
-    monkeypatch.setattr(nanoengine, "LLM", make)
-    exec(code, {"model": checkpoint("qwen3")})

@@ -1,0 +1,147 @@
+"""The code blocks of README and docs: what each of them is, and how it is run.
+
+| a block | is | and the test |
+|---|---|---|
+| ```` ```python ```` of `>>>` lines | a session; those of a page share names | runs it, compares |
+| ```` ```python ```` under `# nanoengine/...` | a quotation | finds it in that file |
+| ```` ```python ```` under `# other/path.py` | a file of a package of yours | writes it |
+| ```` ```python ```` | a script | runs it, with the files of its page beside it |
+| ```` ```text ```` right after a script | what it prints | compares |
+| ```` ```console ```` | `$ ` commands and what they print | runs and compares |
+| indented | commands, a line each | runs them |
+| ```` ```diff ```` | a line to break, in the tour | `tests/test_tour.py` |
+| ```` ``` ```` | a drawing | |
+
+In what is compared, `...` stands for whatever varies. A block below `<!-- not run: reason -->` is
+not run; of its commands the programs, options and files must be there all the same.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+Kind = Literal[
+    "session", "quotation", "file", "script", "output", "console", "commands", "diff", "drawing"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Block(NamedTuple):
+    """A code block of a page.
+
+    Attributes:
+        line: where its text begins, from 1.
+        path: of a quotation or a file; its text is then without that line.
+        why_not: the reason for which it is not run; "" if it is.
+    """
+
+    page: str
+    line: int
+    kind: Kind
+    text: str
+    path: str = ""
+    why_not: str = ""
+
+    @property
+    def name(self) -> str:
+        """For the test's id."""
+        return f"{self.page}:{self.line}"
+
+
+FENCE = r"^```(?P<word>\w*)\n(?P<fenced>.*?)^```$"
+INDENTED = r"(?<=\n\n)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+)"
+BLOCK = re.compile(f"{FENCE}|{INDENTED}", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: ([^>]+?) -->\s*$")
+PATH = re.compile(r"# ([\w/.-]+\.(?:py|toml))\n")
+WORDS: dict[str, Kind] = {
+    "": "drawing",
+    "text": "output",
+    "console": "console",
+    "diff": "diff",
+}
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All code blocks of a page, in order.
+
+    Raises:
+        AssertionError: a fence has a word that has no meaning here.
+    """
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        why_not = NOT_RUN.search(text[: match.start()])
+        line = text[: match.start()].count("\n") + 1
+        kind, body, path = _read(match)
+        name = str(page.relative_to(ROOT))
+        line += match["indented"] is None
+        found.append(Block(name, line, kind, body, path, why_not[1] if why_not else ""))
+    return found
+
+
+def _read(match: re.Match[str]) -> tuple[Kind, str, str]:
+    """Kind, text and path of a block."""
+    if match["indented"] is not None:
+        return "commands", re.sub(r"^    ", "", match["indented"], flags=re.MULTILINE), ""
+    word, text = match["word"], match["fenced"]
+    if word in WORDS:
+        return WORDS[word], text, ""
+    assert word in ("python", "toml"), f"```{word} has no meaning: see tests/support/pages.py"
+    path = PATH.match(text)
+    if path is not None:
+        kind: Kind = "quotation" if path[1].startswith("nanoengine/") else "file"
+        return kind, text[path.end() :], path[1]
+    return ("session" if text.startswith(">>> ") else "script"), text, ""
+
+
+def of_kind(*kinds: Kind) -> list[Block]:
+    """The blocks of these kinds on all pages."""
+    return [block for page in PAGES for block in blocks_of(page) if block.kind in kinds]
+
+
+def output_after(block: Block) -> str | None:
+    """What a page shows of a script's output: the `text` block that comes next, if one does."""
+    blocks = blocks_of(ROOT / block.page)
+    at = blocks.index(block) + 1
+    return blocks[at].text if at < len(blocks) and blocks[at].kind == "output" else None
+
+
+def difference(shown: str, printed: str) -> str:
+    """Where the two differ, "" if they don't: `...` stands for anything, and so does a line break
+    for a space."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    checker, example = doctest.OutputChecker(), doctest.Example("", shown)
+    # Why: doctest takes a line of `...` for more source only in the source.
+    if checker.check_output(shown, printed, flags):
+        return ""
+    return checker.output_difference(example, printed, flags)
+
+
+class Command(NamedTuple):
+    """A command of a page, and what it shows below."""
+
+    arguments: list[str]
+    shown: str
+
+
+def commands_of(block: Block) -> list[Command]:
+    """The commands of a console, or of an indented block; comments and `\\` are read as a shell
+    does."""
+    text = block.text.replace("\\\n", " ")
+    if block.kind == "commands":
+        lines = [line for line in text.splitlines() if line.strip() and line.strip()[0] != "#"]
+        return [Command(shlex.split(line, comments=True), "") for line in lines]
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
+    assert parts[0] == "", f"{block.name}: a console begins with `$ `"
+    found = []
+    for part in parts[1:]:
+        line, _, shown = part.partition("\n")
+        found.append(Command(shlex.split(line, comments=True), shown))
+    return found
