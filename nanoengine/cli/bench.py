@@ -57,7 +57,13 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchArgs(EngineArgs):
-    """Options of the benchmark, and every option of the engine; `seed` seeds both."""
+    """Options of the benchmark, and every option of the engine; `seed` seeds both.
+
+    examples:
+      nanoengine bench --smoke
+      nanoengine bench --model Qwen/Qwen3-0.6B --dataset shared-prefix --json report.json
+      nanoengine bench --shape qwen3-0.6b --load-format dummy --num-requests 32 --rounds 3
+    """
 
     model: str = "demo"
     """Directory of a checkpoint, a hub id, or demo: the small model that comes with the package."""

@@ -7,17 +7,17 @@ takes it. Only the module of the chosen command is imported, so help comes up wi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, TypeVar, cast
+from typing import TypeVar
 
 import tyro
 
 from nanoengine import __version__
+from nanoengine.cli import groups
 from nanoengine.errors import NanoEngineError
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ COMMANDS = {
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "eval": (None, "score a model on tasks of lm-evaluation-harness"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
+    "completion": (None, "print what completes these commands in bash, zsh or fish"),
 }
 """Command -> its options class in `nanoengine.cli.COMMAND` (with _ for -), and what it does. None:
 the command reads its command line itself."""
@@ -62,18 +63,18 @@ def usage() -> str:
 def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
     """The options on a command line.
 
-    Why the wrapper: at the root of a command line tyro prints a ValueError, so also a ConfigError,
-    in its own way; in a nameless field it lets it through, and all our errors look alike.
+    Raises:
+        ConfigError: they contradict each other, or one is out of range.
+        SystemExit: one is unknown or can't be read, which was printed; or help was.
     """
-    nameless = Annotated[options_class, tyro.conf.arg(name="")]  # type: ignore[valid-type]
     parsed = tyro.cli(
-        dataclasses.make_dataclass("Options", [("options", nameless)]),
+        groups.grouped(options_class),
         prog=prog,
         description=inspect.getdoc(options_class),
         args=args,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    return cast("T", parsed.options)
+    return groups.flat(options_class, parsed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

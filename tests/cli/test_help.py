@@ -1,0 +1,126 @@
+"""The help of commands, in groups, and what completes them in a shell."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from nanoengine.cli import groups
+from nanoengine.cli import main as cli
+from nanoengine.cli.batch import BatchArgs
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError
+
+COMMANDS = [name for name, (options, _) in cli.COMMANDS.items() if options is not None]
+
+
+def options_class(command: str) -> type:
+    module = importlib.import_module(f"nanoengine.cli.{command.replace('-', '_')}")
+    return getattr(module, cli.COMMANDS[command][0] or "")
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def boxes(shown: str) -> dict[str, list[str]]:
+    """The options of each box of a help."""
+    found: dict[str, list[str]] = {}
+    for before, line in pairwise(shown.splitlines()):
+        if re.fullmatch(r" -{20,} *", line):
+            found[before.strip()] = []
+        elif option := re.match(r"  --([a-z][\w-]+|n)", line):
+            found[list(found)[-1]].append(option[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "titles"),
+    [
+        ("generate", ["input", "output", "model", "memory", "scheduling", "sampling"]),
+        ("batch", ["input", "output", "model", "memory", "scheduling", "sampling"]),
+        ("chat", ["input", "model", "memory", "scheduling", "sampling"]),
+        ("bench", ["input", "output", "model", "memory", "scheduling"]),
+    ],
+)
+def test_help_is_in_groups_with_three_examples(
+    command: str, titles: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(command, capsys)
+    found = boxes(shown)
+    named = [title.removesuffix(" options") for title in found if title.endswith(" options")]
+    assert named == titles
+    assert all(found[f"{title} options"] for title in titles)
+    assert shown.partition("examples:")[2].count(f"nanoengine {command} ") == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_every_option_once_and_says_what_it_does(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cls = options_class(command)
+    told = [name for box in boxes(help_of(command, capsys)).values() for name in box]
+    assert sorted(told) == sorted(set(told))
+    names = {field.name for field in dataclasses.fields(cls)} - {"kv_tiers", "sampling", "inputs"}
+    missing = {name.replace("_", "-") for name in names} - set(told)
+    assert missing <= {"model"}  # which is positional
+    docs = groups._docstrings(cls)
+    assert all(docs[name] for name in names)
+
+
+def test_groups_name_options_that_there_are() -> None:
+    there = {field.name for name in COMMANDS for field in dataclasses.fields(options_class(name))}
+    named = [name for _, names in groups.GROUPS.values() for name in names]
+    assert len(set(named)) == len(named)
+    assert set(named) <= there
+    assert {groups.group_of(field.name) for field in dataclasses.fields(EngineConfig)} == {
+        "model", "memory", "scheduling",
+    }  # fmt: skip
+
+
+def test_options_of_all_groups_reach_the_command_and_are_checked() -> None:
+    given = ["m", "a", "b", "--output", "o", "--chat", "--dtype", "float32", "--kv-cache-gib", "2"]
+    args = cli.parse(BatchArgs, "x", [*given, "--max-num-seqs", "3", "--top-k", "4"])
+    assert (args.model, args.inputs, args.output, args.chat) == ("m", ("a", "b"), "o", True)
+    assert (args.dtype, args.kv_cache_gib, args.max_num_seqs) == ("float32", 2.0, 3)
+    assert args.sampling.top_k == 4  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="kv_cache_gib must be greater than 0"):
+        cli.parse(BatchArgs, "x", ["m", "a", "--output", "o", "--kv-cache-gib", "0"])
+
+
+# --- completion -----------------------------------------------------------------------------------
+
+
+def test_completion_of_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bahs"]) == 2
+    assert "unknown shell 'bahs'; did you mean 'bash'?" in capsys.readouterr().err
+    assert cli.main(["completion"]) == 0
+    assert "completion bash >" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanoengine.cli.main", "completion", "bash"]
+    script = tmp_path / "completion.bash"
+    script.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    lines = ["nanoengine ba", "nanoengine batch --temp", "nanoengine chat --dtype ''"]
+    press_tab = 'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); $complete; echo "${COMPREPLY[*]}"'
+    asked = "".join(f"COMP_WORDS=({line}); {press_tab}\n" for line in lines)
+    run = f"source {script}\ncomplete=$(complete -p nanoengine | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n"
+    done = subprocess.run(["bash", "-c", run + asked], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "batch",
+        "--template --temperature",
+        "auto float32 float64 bfloat16 float16",
+    ]
