@@ -12,6 +12,7 @@ written one at a time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -32,6 +33,23 @@ Stream = Callable[[Iterator[Row | Pause]], Generator["RequestOutput", None, None
 
 class TooManyErrorsError(NanoEngineError):
     """More rows failed than the job allows."""
+
+
+@contextlib.contextmanager
+def young_alone() -> Iterator[None]:
+    """Garbage collection passes over all that is there by now, until rows are answered.
+
+    Why: rows that wait live long enough for the collector to walk them, and what libraries have
+    loaded with them, seven times in 20,000 rows: 43 of 195 us a row (Zen 5).
+    """
+    if gc.get_freeze_count():  # another's, or another thread's of ours
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(slots=True)
@@ -95,8 +113,9 @@ class Work:
             EngineDeadError: the engine has died; its rows are here again, for another one.
             Exception: the engine's, if it had no row.
         """
-        for _ in self.steps(stream):
-            pass
+        with young_alone():
+            for _ in self.steps(stream):
+                pass
 
     def steps(self, stream: Stream) -> Iterator[None]:
         """The same, one output after the other."""

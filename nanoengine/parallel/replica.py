@@ -12,6 +12,7 @@ Started by `replicas.py` as a program of its own, or by `ray_cluster.py` on anot
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import threading
 import time
@@ -77,6 +78,7 @@ def main(connection: Connection, cores: Sequence[int] = ()) -> None:
     except NanoEngineError as error:
         connection.send(Refused(error=error))
         return
+    gc.freeze()  # Why: see `jobs.work.young_alone`; this process does nothing else.
     stats = llm.stats()
     connection.send(Started(info=llm.info, stats=stats, pid=os.getpid()))
     llm.engine.observers.append(_Reporter(connection, llm))
