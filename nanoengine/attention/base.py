@@ -9,7 +9,7 @@ step before it reads any, a sequence may read blocks that another one writes in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -35,6 +35,9 @@ class AttentionSpec:
         k_scale, v_scale: what the numbers of an fp8 cache are multiplied with; without meaning for
             a cache of the model's dtype.
         group: index of the layer's KV group in `batch.slot_mapping` and `batch.block_tables`.
+        sinks: [H] float32 or wider, or None: a learned score of each head, which takes part in the
+            sum of the softmax and has no value; so a head may attend to nothing.
+            Source: the model code of gpt-oss; Xiao et al. (arXiv 2309.17453) for the name.
     """
 
     num_heads: int
@@ -46,6 +49,7 @@ class AttentionSpec:
     k_scale: float = 1.0
     v_scale: float = 1.0
     group: int = 0
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 class LayerCache(NamedTuple):
@@ -71,6 +75,7 @@ class AttentionBackend(ABC):
             heads first.
         default_block_size: [tokens], chosen by measurement.
         graph_safe: its launches may be captured in a CUDA graph.
+        takes_sinks: it computes `AttentionSpec.sinks`.
 
     `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
     state between steps, so two batches may be in flight. How numbers lie inside a block is the
@@ -81,6 +86,7 @@ class AttentionBackend(ABC):
     kv_layout: ClassVar[KVLayoutName]
     default_block_size: ClassVar[int]
     graph_safe: ClassVar[bool]
+    takes_sinks: ClassVar[bool] = True
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless a model of `dtype` may have a cache of this other dtype."""

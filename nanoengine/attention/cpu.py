@@ -104,6 +104,7 @@ class CPUBackend(AttentionBackend):
         self.block_size, self._arrays = block_size, NumpyViews()
         self.operand = np.empty(0, DTYPES[dtype])
         self._real = torch.float64 if dtype == torch.float64 else torch.float32
+        self._no_sinks = torch.empty(0, dtype=self._real)
         share_threads_with_torch()
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
@@ -175,13 +176,14 @@ class CPUBackend(AttentionBackend):
         result = np.empty(queries.shape, queries.dtype)
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
-            real(spec.scale), real(spec.softcap or 0), window, self.operand,
+            real(spec.scale), real(spec.softcap or 0), window, self.operand, self.sinks(spec),
             result, plan.partial_out, plan.partial_stats,
         )  # fmt: skip
         if len(plan.merges):
             kernels.combine(
-                plan.merges, plan.parts, sizes, result, plan.partial_out, plan.partial_stats
-            )
+                plan.merges, plan.parts, sizes, self.sinks(spec), result, plan.partial_out,
+                plan.partial_stats,
+            )  # fmt: skip
         return torch.from_numpy(result).to(q.dtype)
 
     def step_arrays(
@@ -201,6 +203,10 @@ class CPUBackend(AttentionBackend):
     def cache_arrays(self, cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
         """The layer's keys and values as numpy arrays."""
         return self._arrays(cache.k_cache), self._arrays(cache.v_cache)
+
+    def sinks(self, spec: AttentionSpec) -> np.ndarray:
+        """The heads' sinks, an empty array where there are none."""
+        return self._arrays(self._no_sinks if spec.sinks is None else spec.sinks)
 
     def _angles(self, step: CPUStep, rotation: Rotation) -> np.ndarray:
         """cos and sin side by side, [T, D]; viewed once a step."""

@@ -46,6 +46,7 @@ class FlashAttnBackend(AttentionBackend):
     kv_layout: ClassVar[KVLayoutName] = "PKD"
     default_block_size: ClassVar[int] = FA2_BLOCK_MULTIPLE
     graph_safe: ClassVar[bool] = True
+    takes_sinks: ClassVar[bool] = False
 
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int

@@ -99,5 +99,9 @@ class NaiveBackend(AttentionBackend):
         if spec.sliding_window is not None:
             visible &= distance < spec.sliding_window
         scores = scores.masked_fill(~visible, -torch.inf)
-        out = torch.einsum("krnc,ckd->nkrd", scores.softmax(dim=-1), v)
+        if spec.sinks is not None:
+            sinks = spec.sinks.to(self.math_dtype).view(*scores.shape[:2], 1, 1)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(keys)]
+        out = torch.einsum("krnc,ckd->nkrd", weights, v)
         return out.flatten(1, 2).to(q.dtype)

@@ -142,9 +142,14 @@ def attention_constants(q: torch.Tensor, cache: LayerCache) -> dict[str, Any]:
     return cache_constants(cache) | {
         "Q_TOKEN": q.stride(0), "Q_HEAD": q.stride(1),
         "SCALE": spec.scale, "SOFTCAP": spec.softcap or 0.0, "WINDOW": spec.sliding_window or 0,
-        "GROUP": spec.num_heads // spec.num_kv_heads,
+        "GROUP": spec.num_heads // spec.num_kv_heads, "SINKS": spec.sinks is not None,
         "HEAD_DIM": spec.head_dim, "DIM": triton.next_power_of_2(spec.head_dim),
     }  # fmt: skip
+
+
+def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
+    """The heads' sinks [H]; any tensor where there are none, since nothing reads it then."""
+    return q if spec.sinks is None else spec.sinks
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
@@ -256,7 +261,7 @@ class TritonBackend(AttentionBackend):
             uniform.attend_uniform(
                 out, q, cache, batch, attention_constants(q, cache),
                 uniform.uniform_config(self.arch, self.head_dim, group_size, self.dtype),
-                self.num_sms, self.counters,
+                self.num_sms, self.counters, sinks_of(cache.spec, q),
             )  # fmt: skip
             return out
         if batch.num_decodes:
@@ -278,8 +283,9 @@ class TritonBackend(AttentionBackend):
         tile_tokens = config.prefill_rows // (spec.num_heads // spec.num_kv_heads)
         num_tiles = (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills
         kernels.varlen_kernel[(num_tiles, spec.num_kv_heads)](
-            out, q, k_cache, v_cache, table, batch.query_start_loc, batch.seq_lens,
-            table.stride(0), batch.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
+            out, q, k_cache, v_cache, sinks_of(spec, q), table, batch.query_start_loc,
+            batch.seq_lens, table.stride(0), batch.num_decodes, num_prefills,
+            spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
             **attention_constants(q, cache),
             M=config.prefill_rows, N=config.prefill_keys,
@@ -305,8 +311,8 @@ class TritonBackend(AttentionBackend):
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         kernels.decode_kernel[(num_seqs, spec.num_kv_heads, programs)](
-            out, part_out, part_lse, self.counters, q, k_cache, v_cache, table, batch.seq_lens,
-            table.stride(0), max_splits, spec.k_scale, spec.v_scale,
+            out, part_out, part_lse, self.counters, q, k_cache, v_cache, sinks_of(spec, q), table,
+            batch.seq_lens, table.stride(0), max_splits, spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
             **attention_constants(q, cache),
             M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,

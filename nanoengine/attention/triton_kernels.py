@@ -176,6 +176,15 @@ def attend(
 
 
 @triton.jit
+def sink_share(places, inside, high):
+    """What sinks add to sums of 2 ** (score - high); so much that a result is 0 where one is far
+    above all scores."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    sink = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    return tl.exp2(tl.minimum(sink * LOG2_E - high, 126.0))
+
+
+@triton.jit
 def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS: tl.constexpr):
     """Which prefill sequence a query tile belongs to, and its first tile.
 
@@ -200,17 +209,17 @@ def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKE
 
 @triton.jit(
     do_not_specialize=["table_stride", "num_decodes", "num_prefills", "k_scale", "v_scale"],
-    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["sinks", "block_tables", "query_start_loc", "seq_lens"],
 )
 def varlen_kernel(
-    out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
+    out, q, k_cache, v_cache, sinks, block_tables, query_start_loc, seq_lens,
     table_stride, num_decodes, num_prefills, k_scale, v_scale,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -246,13 +255,16 @@ def varlen_kernel(
         low = 0
         if WINDOW > 0:
             low = tl.maximum(first_position - WINDOW + 1, 0)
-        acc, total, _ = attend(
+        acc, total, high = attend(
             query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
             block_tables + seq.to(tl.int64) * table_stride, context + tokens,
             low // N * N, low, (first_position + 1) // N * N, end, k_scale,
             SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
             BLOCK_SIZE, M, N, HEAD_DIM, DIM, False,
         )  # fmt: skip
+        if SINKS:
+            inside = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
+            total += sink_share(sinks + kv_head * GROUP + rows % GROUP, inside, high)
         result = acc / total[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
             result = result * v_scale
@@ -282,12 +294,13 @@ def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: t
 
 @triton.jit
 def combine(
-    out_row, part_out, part_lse, part, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+    out_row, part_out, part_lse, part, num_splits, sink,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Adds up the splits of one query head, from row `part` on, weighted by their sums.
 
     Splits are taken 16 at a time, counted from the sequence's first: the order of the sums depends
-    on this sequence alone. None at all give zeros.
+    on this sequence alone. None at all give zeros. `sink` is the place of the head's.
     """
     STEP: tl.constexpr = 16
     dims = tl.arange(0, DIM)
@@ -306,23 +319,25 @@ def combine(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
         high = new_high
+    if SINKS:
+        total += sink_share(sink, True, high)
     result = acc / tl.where(total > 0.0, total, 1.0)
     tl.store(out_row + dims, result.to(out_row.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "max_splits", "k_scale", "v_scale"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+    do_not_specialize_on_alignment=["sinks", "block_tables", "seq_lens"],
 )
 def decode_kernel(
-    out, part_out, part_lse, counters, q, k_cache, v_cache, block_tables, seq_lens,
+    out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, seq_lens,
     table_stride, max_splits, k_scale, v_scale,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -363,7 +378,11 @@ def decode_kernel(
                 SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
                 BLOCK_SIZE, M, N, HEAD_DIM, DIM, True,
             )  # fmt: skip
-            result = acc / total[:, None]
+            whole = total
+            if SINKS:  # noqa: SIM102
+                if num_splits == 1:
+                    whole += sink_share(sinks + heads, rows < GROUP, high)
+            result = acc / whole[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:
                 result = result * v_scale
             if num_splits == 1:
@@ -379,5 +398,6 @@ def decode_kernel(
                 for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
                     part = (part_row + head) * max_splits
                     combine(
-                        out_row + head * O_HEAD, part_out, part_lse, part, num_splits, HEAD_DIM, DIM
-                    )
+                        out_row + head * O_HEAD, part_out, part_lse, part, num_splits, sinks + head,
+                        HEAD_DIM, DIM, SINKS,
+                    )  # fmt: skip

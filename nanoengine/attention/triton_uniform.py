@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from nanoengine.attention.base import LayerCache
-from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile
+from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile, sink_share
 from nanoengine.attention.triton_splits import counted_last
 from nanoengine.batch import Batch
 
@@ -76,17 +76,17 @@ def merge(acc, total, high, part, lse):
     do_not_specialize=[
         "table_stride", "first_seq", "num_seqs", "max_splits", "k_scale", "v_scale"
     ],
-    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["sinks", "block_tables", "query_start_loc", "seq_lens"],
 )  # fmt: skip
 def uniform_kernel(
-    out, part_out, part_lse, counters, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    table_stride, first_seq, num_seqs, max_splits, k_scale, v_scale,
+    out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, query_start_loc,
+    seq_lens, table_stride, first_seq, num_seqs, max_splits, k_scale, v_scale,
     O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
     VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -159,6 +159,8 @@ def uniform_kernel(
                     part = tl.load(place, mask=mask, other=0.0)
                     all_acc, all_total, all_high = merge(all_acc, all_total, all_high, part, lse)
         if whole:
+            if SINKS:
+                all_total += sink_share(sinks + heads, inside, all_high)
             result = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
             out_place = token_rows[:, None] * O_TOKEN + (heads[:, None] * O_HEAD + dims)
             tl.store(out + out_place, result.to(out.dtype.element_ty), mask=mask)
@@ -173,10 +175,12 @@ def attend_uniform(
     config: UniformConfig,
     num_sms: int,
     counters: torch.Tensor,
+    sinks: torch.Tensor,
 ) -> None:
     """Attends all sequences of a batch: in one launch, or decodes first where they are few.
 
-    `constants` are those of `triton.attention_constants`, `counters` those of the backend.
+    `constants` are those of `triton.attention_constants`, `counters` those of the backend, `sinks`
+    those of `triton.sinks_of`.
     """
     k_cache, v_cache, spec = cache
     heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
@@ -188,8 +192,8 @@ def attend_uniform(
         part_out = torch.empty((*shape, spec.head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         uniform_kernel[(num_tokens // tile_tokens + num_seqs, kv_heads, programs)](
-            out, part_out, part_lse, counters, q, k_cache, v_cache, table, batch.query_start_loc,
-            batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
+            out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, table,
+            batch.query_start_loc, batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
             spec.k_scale, spec.v_scale,
             O_TOKEN=out.stride(0), O_HEAD=out.stride(1), **constants,
             M=config.rows, N=config.keys, SPLIT=config.split,

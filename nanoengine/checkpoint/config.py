@@ -154,7 +154,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names,
         left_out=left_out or _drafting_layers(keys),
-        dtype=_dtype(keys.given),
+        dtype=_dtype({**family.defaults, **keys.given}),
         quantization=_quantization(keys, family, plan, left_out, tied=tied),
         eos_token_ids=_end_ids(vocab_size, keys.given, generation),
         generation_defaults=_generation_defaults(generation),
@@ -256,6 +256,11 @@ def _quantization(
     if not raw:
         return None
     stored = parse_quantization(raw, tied=tied)
+    if stored.format == "mxfp4" and family.model_type != "gpt_oss":
+        raise UnsupportedModelError(
+            f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
+            " gpt_oss, whose experts it is for"
+        )
     if left_out:
         raise UnsupportedModelError(
             f"quantization_config of {stored.format} is not implemented for the text part of a"

@@ -141,6 +141,24 @@ FAMILIES: dict[str, Family] = {
         partial=0.5,
         defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
     ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        plan=readers.gpt_oss,
+        windows=readers.all_but_every(2),
+        moe=readers.gpt_oss_experts,
+        defaults={
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "rms_norm_eps": 1e-5,
+            "torch_dtype": "bfloat16",
+        },
+        names={"mlp.gate": "mlp.router"},
+    ),
     "GraniteForCausalLM": Family(model_type="granite", plan=readers.granite),
     "GraniteMoeForCausalLM": Family(
         model_type="granitemoe",

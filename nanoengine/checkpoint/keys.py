@@ -30,6 +30,7 @@ _NUMBERS = (
     "final_logit_softcapping", "routed_scaling_factor", "partial_rotary_factor", "rope_theta",
     "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta",
+    "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias",
@@ -159,6 +160,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "kv_lora_rank": (),
     "num_kv_shared_layers": (0,),
     "swiglu_limit": (),
+    "swiglu_alpha": (),
     "scoring_func": ("softmax",),
     "use_mla": (False,),
 }

@@ -28,7 +28,8 @@ class LayerPlan:
             or each behind the rotation ("rotated"); None: not at all.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
-        activation: a key of `layers.ops.GATES`, of an MLP without a gate one of `ACTIVATIONS`.
+        activation: a key of `layers.ops.GATES`, of an MLP without a gate one of `ACTIVATIONS`; that
+            of experts too.
         merged: q, k and v are one tensor of the checkpoint, and so are gate and up.
         merged_gate: gate and up alone are.
         rotary_dim: how many of a head's first dimensions are turned; None: all.
@@ -36,6 +37,7 @@ class LayerPlan:
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and
             MLP add, and on logits.
         attention_scale: factor on q.k; None: head_dim ** -0.5.
+        sinks: each head has a learned score in the sum of its softmax (`AttentionSpec.sinks`).
         attention_softcap, logit_softcap: c of c * tanh(x / c), on scores and on logits; None: none.
     """
 
@@ -56,6 +58,7 @@ class LayerPlan:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     attention_scale: float | None = None
+    sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -75,6 +78,9 @@ class MoEConfig:
         scaling_factor: on the weights.
         shared_size: inner size of the MLP that every token takes besides; 0: none.
         shared_gate: a learned sigmoid weighs it.
+        router_bias, expert_bias: the router, and both matrices of each expert, have biases.
+        interleaved: the checkpoint's stacked rows of gate and of up alternate.
+        inputs_first: its stacked matrices are [E, inputs, outputs]; in MXFP4 as those of others.
         layers: which layers have experts.
     """
 
@@ -90,3 +96,7 @@ class MoEConfig:
     scaling_factor: float = 1.0
     shared_size: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    interleaved: bool = False
+    inputs_first: bool = False

@@ -1,7 +1,7 @@
 """Quantization as a config says it: what a checkpoint stores, and what the engine makes of it.
 
-`parse_quantization` reads the `quantization_config` of a config.json in the dialects of GPTQ, AWQ
-and compressed-tensors; `resolve_quantization` joins it with the user's option. Plain json, no
+`parse_quantization` reads the `quantization_config` of a config.json in the dialects of GPTQ, AWQ,
+compressed-tensors and MXFP4; `resolve_quantization` joins it with the user's option. Plain json, no
 torch. Called by `load_model_config` and by `build_engine`.
 """
 
@@ -54,7 +54,7 @@ class StoredQuantization:
     """How a checkpoint's linear layers are stored.
 
     Attributes:
-        format: gptq, awq, pack-quantized or int-quantized.
+        format: gptq, awq, pack-quantized or int-quantized; mxfp4 holds experts only.
         bits: 4 or 8.
         group_size: inputs that share a scale; None: a whole row does.
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
@@ -63,7 +63,7 @@ class StoredQuantization:
         skipped: regular expressions of the names of linear layers that are stored as floats.
     """
 
-    format: Literal["gptq", "awq", "pack-quantized", "int-quantized"]
+    format: Literal["gptq", "awq", "pack-quantized", "int-quantized", "mxfp4"]
     bits: int
     group_size: int | None
     symmetric: bool = False
@@ -82,6 +82,8 @@ class StoredQuantization:
         Raises:
             UnsupportedModelError: of matrices that are fused here, some are and some are not.
         """
+        if self.format == "mxfp4":
+            return ".experts." in name
         beside, _, last = name.rpartition(".")
         names = [f"{beside}.{part}" for part in FUSED[last]] if last in FUSED else [name]
         held = [not any(re.match(skipped, part) for skipped in self.skipped) for part in names]
@@ -142,6 +144,8 @@ def resolve_quantization(
             f" ({stored.format}): leave the option out, or ask for 'int{stored.bits}' or"
             f" 'int{stored.bits}_weight_only'"
         )
+    if device != "cpu" and option is None and stored and stored.format == "mxfp4":
+        return None  # held as floats: layers read the stored form into what they hold
     if device != "cpu":
         raise ConfigError(
             f"{what} runs on the CPU only, got device={device!r}: use device='cpu', or a"
@@ -258,6 +262,18 @@ def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantizati
     )
 
 
+def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Source: transformers' `Mxfp4Config`. Whatever it leaves out besides, it quantizes experts."""
+    method, names = "mxfp4", raw.get("modules_to_not_convert") or []
+    for name in names:
+        if "experts" in name or not name.strip(".*"):
+            raise UnsupportedModelError(
+                f"quantization_config of {method} has modules_to_not_convert={shown(name)};"
+                " supported: experts all in 4 bits, and names of other layers"
+            )
+    return StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=True)
+
+
 TOKEN_ACTIVATIONS = {
     "num_bits": 8,
     "type": "int",
@@ -267,7 +283,12 @@ TOKEN_ACTIVATIONS = {
 }
 """Activations of compressed-tensors that are those of `quantize_rows`."""
 
-METHODS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+METHODS = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
+}
 """`quant_method` -> its reader."""
 
 

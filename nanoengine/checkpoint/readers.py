@@ -164,6 +164,16 @@ def minimax_m2(keys: Keys) -> LayerPlan:
     return LayerPlan(head_norm="width")
 
 
+def gpt_oss(keys: Keys) -> LayerPlan:
+    """Sinks, biases on all four projections of attention, experts with a clamped gate."""
+    keys.allow("attention_bias", True)
+    keys.allow("swiglu_alpha", 1.702)
+    keys.allow("swiglu_limit", 7.0)
+    return LayerPlan(
+        norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True
+    )
+
+
 # --- which layers have a window -------------------------------------------------------------------
 
 Kinds = Sequence[str] | None
@@ -336,6 +346,17 @@ def qwen2_experts(keys: Keys) -> MoEConfig:
 def mixtral_experts(keys: Keys) -> MoEConfig:
     """A softmax over the experts taken is the same as one over all, divided by their sum."""
     return experts(keys, count_key="num_local_experts", size_key="intermediate_size")
+
+
+def gpt_oss_experts(keys: Keys) -> MoEConfig:
+    """A softmax over the logits taken is one over all, divided by the sum of those taken."""
+    return replace(
+        mixtral_experts(keys),
+        router_bias=True,
+        expert_bias=True,
+        interleaved=True,
+        inputs_first=True,
+    )
 
 
 def olmoe_experts(keys: Keys) -> MoEConfig:

@@ -69,7 +69,8 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
             continue
         size = config.moe.intermediate_size
         check("num_experts", config.moe.num_experts, 0, f"{mlp}.gate.weight")
-        check("moe_intermediate_size", size, 2, f"{mlp}.experts.down_proj")
+        axis = 1 if config.moe.inputs_first else 2
+        check("moe_intermediate_size", size, axis, f"{mlp}.experts.down_proj")
         check_outputs("moe_intermediate_size", size, f"{mlp}.experts.0.gate_proj")
 
 

@@ -441,16 +441,32 @@ def _run_task(
                 factors[:rows] = 1
 
 
+@compiled(fastmath=FASTMATH)
+def _inverse(highest, total, sinks, head):
+    """1 / the softmax's sum, that of `total` and of the head's sink, which has no value.
+
+    `highest` is in units of ln 2, the sink is not.
+    """
+    one = sinks.dtype.type(1)
+    if len(sinks) == 0:
+        return one / total
+    above = sinks[head] - highest * sinks.dtype.type(LN2)
+    if above <= 0:
+        return one / (total + exp(above))
+    shrink = exp(-above)
+    return shrink / (total * shrink + one)
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
 def attend(
-    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand,
+    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand, sinks,
     out_rows, partial_out, partial_stats,
 ):  # fmt: skip
     """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers.
 
     Worker w takes tasks bounds[w] ... bounds[w + 1] - 1. `operand` is an empty array of what
     queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
-    pairs of bfloat16 numbers, which need a cache of bfloat16.
+    pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
@@ -479,7 +495,7 @@ def attend(
                 for r in range(rows):
                     head = task[HEAD] * group_size + r % group_size
                     at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
-                    inverse, summed = q.dtype.type(1) / total[r], out[r]
+                    inverse, summed = _inverse(maximum[r], total[r], sinks, head), out[r]
                     line = result[at : at + head_dim]
                     for d in range(head_dim):
                         line[d] = summed[d] * inverse
@@ -494,10 +510,10 @@ def attend(
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
+def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of 2^(m_i - m) out_i / sum of 2^(m_i - m) l_i.
 
-    merges, parts: as `plan_tasks` made them.
+    merges, parts: as `plan_tasks` made them. A sink is added here, once for all splits.
     """
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
@@ -522,7 +538,7 @@ def combine(merges, parts, sizes, out_rows, partial_out, partial_stats):
                 total += weight * partial_stats[row, 1]
                 for d in range(head_dim):
                     line[d] += weight * part[d]
-            inverse = result.dtype.type(1) / total
+            inverse = _inverse(highest, total, sinks, head)
             for d in range(head_dim):
                 line[d] *= inverse
 

@@ -18,7 +18,7 @@ named ones. A weight is a tuple too, whose form says what it is:
                                                               pairs `linear_of_rounded`
     (values, scales, bias)                                    int8: `cpu_quantized.linear8`
     (values, scales, group_scales, zeros, units, bias)        int4: `cpu_quantized.linear4`
-    (values, bits, scales, zeros, group_size, bias)           weight-only: `linear_dequantized`
+    (values, form, scales, zeros, group_size, bias)           weight-only: `linear_dequantized`
 
 Perf: Python's share of a token of a model of 16 layers, one Zen 3 core: docs/experiments.md.
 
@@ -107,15 +107,16 @@ def decoder_layer(
         x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
-        first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], and attention's
-            operand; (H, K, D, P), the window, whether heads are normed, whether norms are before
-            attention and MLP; the epsilons of the layer's and the heads' norms, the scale and
-            softcap of scores.
+        first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], attention's
+            operand, and sinks [H], if any; (H, K, D, P), the window, whether heads are normed,
+            whether norms are before attention and MLP; the epsilons of the layer's and the heads'
+            norms, the scale and softcap of scores.
         second: three groups: the weights o, norm behind attention, norm before the MLP, gate_up,
-            down, norm behind the MLP; I, whether the gate is GELU, whether norms are behind; the
+            down, norm behind the MLP; I, the gate's number, whether norms are behind; the
             norms' epsilon and the factor on what is added. Norms that are not there are any array.
     """
-    (norm, qkv, head_norm, operand), (heads_and_dims, window, normed, before), numbers = first
+    weights, (heads_and_dims, window, normed, before), numbers = first
+    norm, qkv, head_norm, operand, sinks = weights
     table, slots, tables, tasks, bounds, merges, parts, partial_out, partial_stats = step
     eps, head_eps, scale, softcap = numbers
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
@@ -132,10 +133,10 @@ def decoder_layer(
     of_heads = np.empty(q.shape, x.dtype)
     attend(
         q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
-        of_heads, partial_out, partial_stats,
+        sinks, of_heads, partial_out, partial_stats,
     )  # fmt: skip
     if len(merges):
-        combine(merges, parts, heads_and_dims, of_heads, partial_out, partial_stats)
+        combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats)
     attended = of_heads.reshape(tokens, num_heads * head_dim)
 
     if not all_rows:
@@ -147,7 +148,7 @@ def decoder_layer(
             for d in range(x.shape[1]):
                 residual_on[i, d] = residual[rows[i], d]
         attended = kept
-    weights, (inner, gelu, behind), (mlp_eps, factor) = second
+    weights, (inner, activation, behind), (mlp_eps, factor) = second
     o, attention_output_norm, mlp_norm, gate_up, down, mlp_output_norm = weights
     multiply(attended, o, x_on, workers)
     _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
@@ -155,6 +156,6 @@ def decoder_layer(
     both = np.empty((tokens, 2 * inner), x.dtype)
     multiply(x_on, gate_up, both, workers)
     gated = np.empty((tokens, inner), x.dtype)
-    gate(both, gelu, gated, workers)
+    gate(both, activation, gated, workers)
     multiply(gated, down, x_on, workers)
     _leave(x_on, mlp_output_norm, mlp_eps, behind, factor, workers)

@@ -75,6 +75,24 @@ def _gelu_tanh_row(gate_up, out):
 
 
 @compiled(fastmath=FASTMATH)
+def _clamped_swiglu_row(gate_up, out):
+    size = len(out)
+    gate, up = gate_up[:size], gate_up[size:]
+    real = out.dtype.type
+    one, slope, limit = real(1), real(1.702), real(7)
+    for i in range(size):
+        x, y = gate[i], up[i]
+        x = limit if x > limit else x  # Why comparisons: they let NaN through
+        y = limit if y > limit else -limit if y < -limit else y
+        e = exp(-slope * abs(x))
+        out[i] = (x if x >= 0 else x * e) / (one + e) * (y + one)
+
+
+GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
+"""Activation -> what `gate` calls it."""
+
+
+@compiled(fastmath=FASTMATH)
 def _norm_rows(x, weight, eps, out, lo, hi):
     for t in range(lo, hi):
         _norm_row(x[t], weight, eps, out[t])
@@ -117,27 +135,29 @@ def add_rms_norm(x, residual, weight, eps, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _gate_rows(gate_up, gelu, out, lo, hi):
+def _gate_rows(gate_up, kind, out, lo, hi):
     for t in range(lo, hi):
-        if gelu:
+        if kind == 0:
+            _silu_row(gate_up[t], out[t])
+        elif kind == 1:
             _gelu_tanh_row(gate_up[t], out[t])
         else:
-            _silu_row(gate_up[t], out[t])
+            _clamped_swiglu_row(gate_up[t], out[t])
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _gate_rows_parallel(gate_up, gelu, out, workers):
+def _gate_rows_parallel(gate_up, kind, out, workers):
     for w in prange(workers):
-        _gate_rows(gate_up, gelu, out, len(out) * w // workers, len(out) * (w + 1) // workers)
+        _gate_rows(gate_up, kind, out, len(out) * w // workers, len(out) * (w + 1) // workers)
 
 
 @compiled(fastmath=FASTMATH)
-def gate(gate_up, gelu, out, workers):
-    """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; silu, or gelu in its tanh form."""
+def gate(gate_up, kind, out, workers):
+    """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; `kind` is a value of `GATES`."""
     if out.size <= SMALL:
-        _gate_rows(gate_up, gelu, out, FIRST, len(out))
+        _gate_rows(gate_up, kind, out, FIRST, len(out))
     else:
-        _gate_rows_parallel(gate_up, gelu, out, workers)
+        _gate_rows_parallel(gate_up, kind, out, workers)
 
 
 @compiled(fastmath=FASTMATH)

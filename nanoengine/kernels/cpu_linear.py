@@ -37,6 +37,7 @@ INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) s
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
 AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 MOST_FEW = max(FEW)
+E2M1 = 2  # the form of 4-bit floats, see `linear_dequantized`
 PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 
 # Why no "reassoc": a result is one chain, whose order gives a row its bits. No "nnan" and "ninf": a
@@ -167,7 +168,18 @@ def rounded(bits):
 
 
 @compiled(fastmath=FASTMATH)
-def _dequantize(w, p, bits, scales, zeros, group_size, size, panel):
+def _e2m1(code):
+    """Twice the small float that 4 bits stand for: a sign, two bits of exponent, one of fraction.
+
+    Why not a table: this becomes a few instructions for many numbers at once.
+    """
+    size = code & np.int8(7)
+    size += np.int8(size > 4) + np.int8(size > 5) + np.int8(3) * np.int8(size > 6)
+    return -size if code & np.int8(8) else size
+
+
+@compiled(fastmath=FASTMATH)
+def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
     groups = size // group_size
     for g in range(groups):
@@ -175,15 +187,19 @@ def _dequantize(w, p, bits, scales, zeros, group_size, size, panel):
         scale = scales[at : at + PANEL]
         for k in range(g * group_size, (g + 1) * group_size):
             row = panel[k * PANEL : k * PANEL + PANEL]
-            if bits == 8:
+            if form == 8:
                 line = w[(p * size + k) * PANEL : (p * size + k) * PANEL + PANEL]
                 for j in range(PANEL):
                     row[j] = np.float32(line[j])
             else:  # inputs 2 i and 2 i + 1 are the halves of a byte
                 pair = (p * (size // 2) + k // 2) * PANEL
                 line, shift = w[pair : pair + PANEL], np.int8(4 * (k % 2))
-                for j in range(PANEL):
-                    row[j] = np.float32(((line[j] >> shift) & np.int8(15)) - np.int8(8))
+                if form == 4:
+                    for j in range(PANEL):
+                        row[j] = np.float32(((line[j] >> shift) & np.int8(15)) - np.int8(8))
+                else:
+                    for j in range(PANEL):
+                        row[j] = np.float32(_e2m1((line[j] >> shift) & np.int8(15)))
             if len(zeros):
                 zero = zeros[at : at + PANEL]
                 for j in range(PANEL):
@@ -193,11 +209,12 @@ def _dequantize(w, p, bits, scales, zeros, group_size, size, panel):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_workers):
+def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
 
-    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits, plus 8; scales,
-    zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias: padded to panels.
+    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
+    8) or E2M1; scales, zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias:
+    padded to panels.
     """
     num_rows, size = x.shape
     if num_rows == 0:
@@ -214,7 +231,7 @@ def linear_dequantized(x, w, bits, scales, zeros, group_size, bias, out, num_wor
             panels = PANELS if p + PANELS <= whole else 1
             for i in range(panels):
                 panel = floats[i * step : (i + 1) * step]
-                _dequantize(w, p + i, bits, scales, zeros, group_size, size, panel)
+                _dequantize(w, p + i, form, scales, zeros, group_size, size, panel)
             n = p * PANEL
             for row in range(0, num_rows, ROW_BLOCK):
                 rows, a = min(ROW_BLOCK, num_rows - row), row * size

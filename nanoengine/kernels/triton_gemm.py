@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_layers import activate
+from nanoengine.kernels.triton_layers import gated
 
 
 @triton.jit
@@ -58,8 +58,7 @@ def gemm_kernel(
         acc += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
     result = acc.to(out.dtype.element_ty)
     if ACTIVATION != "":
-        gate = activate(result.to(tl.float32), ACTIVATION).to(out.dtype.element_ty)
-        up_result = up_acc.to(out.dtype.element_ty)
-        result = (gate.to(tl.float32) * up_result.to(tl.float32)).to(out.dtype.element_ty)
+        up_result = up_acc.to(out.dtype.element_ty).to(tl.float32)
+        result = gated(result.to(tl.float32), up_result, ACTIVATION, out.dtype.element_ty)
     place = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(place, result, mask=(rows < num_rows)[:, None] & (columns < OUT)[None, :])

@@ -58,6 +58,17 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """act(gate) * up of float32 numbers, rounded to DTYPE at each step as separate layers would;
+    the clamped form of gpt-oss is one layer, so it is rounded once."""
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return (gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)).to(DTYPE)
+    return (activate(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+
+
+@triton.jit
 def gate_kernel(
     out, gate_up,
     ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -69,5 +80,5 @@ def gate_kernel(
     place = gate_up + row * ROW + columns
     gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
-    gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * SIZE + columns, (gate * up).to(out.dtype.element_ty), mask=mask)
+    result = gated(gate, up, ACTIVATION, out.dtype.element_ty)
+    tl.store(out + row * SIZE + columns, result, mask=mask)

@@ -15,7 +15,7 @@ from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCach
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.errors import WeightLoadError
+from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.layers.layer import Layer
 
 
@@ -24,10 +24,18 @@ class Attention(Layer):
 
     Attributes:
         cache: what the layer computes (`spec`), and its blocks; these are empty until `bind`.
+
+    Raises:
+        ConfigError: the layer has sinks, which the backend does not compute.
     """
 
     def __init__(self, spec: AttentionSpec, backend: AttentionBackend) -> None:
         super().__init__()
+        if spec.sinks is not None and not backend.takes_sinks:
+            raise ConfigError(
+                f"attention backend {backend.name} does not compute this model's attention sinks:"
+                " set attention_backend='auto'"
+            )
         self.backend = backend
         self.cache = LayerCache(torch.empty(0), torch.empty(0), spec)
 

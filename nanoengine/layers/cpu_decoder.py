@@ -17,6 +17,7 @@ from nanoengine.attention.cpu import NO_WINDOW, CPUBackend
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
 from nanoengine.kernels.cpu_decoder import decoder_layer
+from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
@@ -89,7 +90,13 @@ class FusedLayer:
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
         self.first: tuple[Any, ...] = (
-            (weight_of(parts.norm), qkv, head_norm.weight.detach().numpy(), backend.operand),
+            (
+                weight_of(parts.norm),
+                qkv,
+                head_norm.weight.detach().numpy(),
+                backend.operand,
+                backend.sinks(spec),
+            ),
             (heads_and_dims, window, parts.head_norm is not None, before),
             (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
@@ -103,7 +110,7 @@ class FusedLayer:
                 down,
                 weight_of(parts.mlp_output_norm),
             ),
-            (inner, parts.activation == "gelu_pytorch_tanh", behind),
+            (inner, GATES[parts.activation], behind),
             (real(any_norm.eps), real(parts.scale)),
         )
 

@@ -40,5 +40,5 @@ class CPUOps:
         source = gate_up.numpy()
         rows, both = source.shape
         out = np.empty((rows, both // 2), source.dtype)
-        kernels.gate(source, activation == "gelu_pytorch_tanh", out, num_workers())
+        kernels.gate(source, kernels.GATES[activation], out, num_workers())
         return torch.from_numpy(out)

@@ -17,7 +17,7 @@ from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.quantized import QuantizedLinear
-from nanoengine.layers.quantized_weight import QuantizedWeight, row_factors
+from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs, row_factors
 
 
 class CPUQuantizedLinear(QuantizedLinear):
@@ -50,6 +50,8 @@ class CPUQuantizedLinear(QuantizedLinear):
             self.zeros = _panels_of_groups(weight.zeros)
 
     def _fits(self, weight: QuantizedWeight) -> bool:
+        if weight.e2m1:
+            return False
         one_group = weight.group_size == self.in_features
         if weight.bits == 8:
             return one_group and weight.zeros is None
@@ -84,10 +86,11 @@ class CPUWeightOnlyLinear(QuantizedLinear):
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
         padded = self.out_features + -self.out_features % PANEL
-        values = torch.nn.functional.pad(weight.values, (0, 0, 0, padded - self.out_features))
+        values = weight.values
         if weight.bits == 4:
-            low, high = values.add(8).unflatten(1, (-1, 2)).unbind(2)
-            values = low | (high << 4)
+            values = pack_pairs(weight).view(torch.int8)
+        self.form = floats.E2M1 if weight.e2m1 else weight.bits
+        values = torch.nn.functional.pad(values, (0, 0, 0, padded - self.out_features))
         self.values = values.unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
         self.scales = _by_panel(weight.scales)
         self.zeros = torch.empty(0) if weight.zeros is None else _by_panel(weight.zeros)
@@ -104,7 +107,7 @@ class CPUWeightOnlyLinear(QuantizedLinear):
         if self._operands is None:
             values, scales, zeros = (t.numpy() for t in (self.values, self.scales, self.zeros))
             added = _bias_of(bias, self.out_features)
-            self._operands = (values, self.bits, scales, zeros, self.group_size, added)
+            self._operands = (values, self.form, scales, zeros, self.group_size, added)
         return self._operands
 
 

@@ -14,6 +14,7 @@ Variants Improve Transformer" (arXiv 2002.05202).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -36,14 +37,28 @@ class LayerOps(Protocol):
         """act(gate) * up of [T, 2 I], gate first: [T, I]. `activation` is a key of `GATES`."""
 
 
-GATES = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
-}
-"""`hidden_act` of a config -> the function on the gate, which every `LayerOps` computes."""
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1), of a gate up to 7 and an up from -7 to 7.
 
-ACTIVATIONS = {**GATES, "relu2": lambda x: F.relu(x).square_()}
+    Source: the model code of gpt-oss.
+    """
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square_(),
+}
 """`hidden_act` of a config -> the function of an MLP without a gate, in plain torch everywhere."""
+
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": lambda gate, up: ACTIVATIONS["silu"](gate).mul_(up),
+    "gelu_pytorch_tanh": lambda gate, up: ACTIVATIONS["gelu_pytorch_tanh"](gate).mul_(up),
+    "clamped_swiglu": clamped_swiglu,
+}
+"""`LayerPlan.activation` -> the function of gate and up, which every `LayerOps` computes."""
 
 
 class TorchOps:
@@ -61,4 +76,4 @@ class TorchOps:
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return GATES[activation](gate).mul_(up)
+        return GATES[activation](gate, up)

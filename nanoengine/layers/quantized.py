@@ -133,14 +133,14 @@ class QuantizedLinear(LinearMethod):
 
     def pack(self, weight: QuantizedWeight) -> None:
         """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
-        self.values = pack_pairs(weight.values) if weight.bits == 4 else weight.values
+        self.values = pack_pairs(weight) if weight.bits == 4 else weight.values
         self.scales, self.zeros = weight.scales, weight.zeros
-        self.group_size = weight.group_size
+        self.group_size, self.e2m1 = weight.group_size, weight.e2m1
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
         weight = QuantizedWeight(
-            values=unpack_pairs(self.values) if self.bits == 4 else self.values,
+            values=unpack_pairs(self.values, e2m1=self.e2m1) if self.bits == 4 else self.values,
             scales=self.scales,
             zeros=self.zeros,
             bits=self.bits,

@@ -1,8 +1,8 @@
-"""How checkpoints store quantized matrices: GPTQ, AWQ and compressed-tensors.
+"""How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors and MXFP4.
 
 A format says which tensors stand for one matrix [N, K] and reads them as a `QuantizedWeight`. All
-pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they differ in
-what lies side by side in a word, in the zero points, and in names:
+but MXFP4 pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they
+differ in what lies side by side in a word, in the zero points, and in names:
 
     GPTQ                     AWQ                      compressed-tensors, pack-quantized
     qweight  [K / p, N]      qweight  [K, N / p]      weight_packed      [N, K / p]
@@ -26,10 +26,12 @@ import torch
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
-from nanoengine.layers.quantized_weight import QuantizedWeight
+from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight
 
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)
+BYTES = (torch.uint8,)
+MXFP4_GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within a block of eight, that each place of an AWQ word holds."""
 
@@ -222,11 +224,73 @@ class IntQuantized(StoredFormat):
         )
 
 
+class MXFP4(StoredFormat):
+    """Microscaling 4-bit floats: blocks of 32 inputs share a power of two.
+
+    Here a stack of matrices is one pair of tensors, `mxfp4_slots`. A byte holds two inputs, the
+    first in its low half; a scale s stands for 2 ** (s - 127).
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 5; the checkpoints of gpt-oss.
+    """
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
+        groups = num_columns // MXFP4_GROUP
+        return {
+            "blocks": StoredTensor(shape=(num_rows, groups, MXFP4_GROUP // 2), dtypes=BYTES),
+            "scales": StoredTensor(shape=(num_rows, groups), dtypes=BYTES),
+        }
+
+    def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
+        blocks, scales = tensors["blocks"].flatten(1), tensors["scales"]
+        if (scales == 255).any():
+            raise WeightLoadError("a scale is 255, which stands for no number")
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=2).flatten(1)
+        return QuantizedWeight(
+            values=torch.tensor(E2M1, dtype=torch.int8)[codes.long()],
+            # Why 128: values are twice the numbers.
+            scales=torch.tensor([2.0 ** (s - 128) for s in range(256)])[scales.long()],
+            zeros=None,
+            bits=4,
+            group_size=MXFP4_GROUP,
+            e2m1=True,
+        )
+
+
+def mxfp4_slots(
+    name: str, shape: tuple[int, int, int], store: Callable[[int, QuantizedWeight], object]
+) -> dict[str, WeightSlot]:
+    """Slots of the two tensors of a stack `name` [E, N, K]; with the second of them each matrix is
+    read and stored, one after the other."""
+    (count, *matrix), found = shape, {}
+    reader = MXFP4(StoredQuantization(format="mxfp4", bits=4, group_size=MXFP4_GROUP))
+    wanted = reader.tensors(*matrix)
+
+    def take(part: str, stack: torch.Tensor) -> None:
+        found[part] = stack
+        if len(found) == len(wanted):
+            for index in range(count):
+                one = {part: tensor[index] for part, tensor in found.items()}
+                try:
+                    weight = reader.read(one, *matrix)
+                except WeightLoadError as error:
+                    raise WeightLoadError(f"{name}: {error}") from error
+                store(index, weight)
+            found.clear()
+
+    return {
+        f"{name}_{part}": WeightSlot(
+            shape=(count, *tensor.shape), dtypes=tensor.dtypes, store=partial(take, part)
+        )
+        for part, tensor in wanted.items()
+    }
+
+
 FORMATS: dict[str, type[StoredFormat]] = {
     "gptq": GPTQ,
     "awq": AWQ,
     "pack-quantized": PackQuantized,
     "int-quantized": IntQuantized,
+    "mxfp4": MXFP4,
 }
 """`StoredQuantization.format` -> its reader."""
 

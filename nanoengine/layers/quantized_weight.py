@@ -15,6 +15,10 @@ import torch
 
 from nanoengine.errors import WeightLoadError
 
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the number that each code of 4 bits stands for: a sign, two bits of exponent and one of
+fraction. Source: OCP Microscaling Formats (MX) v1.0, section 5.3.3."""
+
 GROUP_SIZE = 32
 """Inputs that share a scale in int4 weights made here. Source: Q4_0 of ggml."""
 
@@ -27,14 +31,15 @@ class QuantizedWeight:
     k // group_size.
 
     Attributes:
-        values: [N, K] int8: from -8 to 7 where bits is 4; from -127 to 127 where it is 8, and
-            -128 too in a checkpoint's.
+        values: [N, K] int8: from -8 to 7 where bits is 4, but of `E2M1` where `e2m1` says so; from
+            -127 to 127 where it is 8, and -128 too in a checkpoint's.
         scales: [N, G] float32; of either sign.
         zeros: [N, G] float32 in units of values; None: all 0.
         bits: 4 or 8.
         group_size: inputs that share a scale; K: one scale a row.
         order: [K] int64, where columns are stored group by group: column k multiplies input
             order[k]; None: inputs in their own order.
+        e2m1: values are small floats, not whole numbers in even steps.
     """
 
     values: torch.Tensor
@@ -43,6 +48,7 @@ class QuantizedWeight:
     bits: int
     group_size: int
     order: torch.Tensor | None = None
+    e2m1: bool = False
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that this stands for, [N, K] float32, inputs in their own order."""
@@ -104,7 +110,8 @@ class QuantizedWeight:
                 if first.order is None or part.order is None
                 else torch.equal(first.order, part.order)
             )
-            if (part.bits, part.group_size) != (first.bits, first.group_size) or not same_order:
+            forms = [(one.bits, one.group_size, one.e2m1) for one in (part, first)]
+            if forms[0] != forms[1] or not same_order:
                 raise WeightLoadError(
                     f"the matrices fused in {name} are quantized differently (bits, group size or"
                     " g_idx), so they can't be multiplied as one"
@@ -167,12 +174,26 @@ def short(scales: torch.Tensor) -> torch.Tensor:
     return (scales / factors).half().float() * factors
 
 
-def pack_pairs(values: torch.Tensor) -> torch.Tensor:
-    """int8 [N, K] from -8 to 7 -> uint8 [N, K / 2]; the first of a pair is the low half."""
-    low, high = (values + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+def codes_of(weight: QuantizedWeight) -> torch.Tensor:
+    """The values of 4 bits as they are stored, uint8 [N, K] from 0 to 15: plus 8, or the places in
+    `E2M1`."""
+    if not weight.e2m1:
+        return (weight.values + 8).to(torch.uint8)
+    places = torch.zeros(25, dtype=torch.uint8)
+    for code in range(15, -1, -1):  # Why backwards: 0 is the first of two zeros
+        places[E2M1[code] + 12] = code
+    return places[weight.values.long() + 12]
+
+
+def pack_pairs(weight: QuantizedWeight) -> torch.Tensor:
+    """The codes two to a byte, uint8 [N, K / 2]; the first of a pair is the low half."""
+    low, high = codes_of(weight).unflatten(1, (-1, 2)).unbind(2)
     return low | (high << 4)
 
 
-def unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_pairs`."""
-    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1).to(torch.int8) - 8
+def unpack_pairs(pairs: torch.Tensor, *, e2m1: bool) -> torch.Tensor:
+    """The values [N, K] of `pack_pairs`."""
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+    if e2m1:
+        return torch.tensor(E2M1, dtype=torch.int8)[codes.long()]
+    return codes.to(torch.int8) - 8

@@ -11,9 +11,10 @@ from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.rotate import Rotation, rotate
 from nanoengine.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer
+from nanoengine.layers.layer import Layer, empty_parameter
 from nanoengine.layers.linear import QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, WidthNorm
 from nanoengine.layers.rotary import head_order
@@ -59,6 +60,11 @@ class SelfAttention(Layer):
         elif plan.head_norm:
             self.head_norm = HeadNorm(self.num_heads, self.num_kv_heads, *norm, context=context)
         self.norm_is_last = plan.head_norm == "rotated"
+        self.sinks = None
+        if plan.sinks:
+            wide = torch.promote_types(context.dtype, torch.float32)
+            self.sinks = empty_parameter((self.num_heads,), wide, context.device)
+            self.all_sinks = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
         spec = AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -66,11 +72,18 @@ class SelfAttention(Layer):
             scale=plan.attention_scale or config.head_dim**-0.5,
             sliding_window=config.sliding_windows[layer],
             softcap=plan.attention_softcap,
+            sinks=self.sinks,
         )
         self.attention = Attention(spec, context.attention_backend)
         rope = config.ropes[layer]
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        if self.sinks is None:
+            return {}
+        shape, part = self.all_sinks
+        return {f"{path}.sinks": WeightSlot(shape=shape, part=part, store=self.sinks.copy_)}
 
     @property
     def needs_torch(self) -> bool:

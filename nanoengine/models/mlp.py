@@ -87,7 +87,7 @@ class SparseMLP(Layer):
         assert moe is not None
         self.gate = Router(hidden, moe, context=context)
         self.experts = Experts(
-            f"{path}.experts", moe.num_experts, hidden, moe.intermediate_size, context=context
+            f"{path}.experts", hidden, moe, config.plan.activation, context=context
         )
         self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:

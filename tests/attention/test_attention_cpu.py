@@ -77,6 +77,14 @@ def test_softcap(dtype):
     check(softcap=1.5, sliding_window=30, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sinks", [2.0, 200.0])
+def test_sinks(sinks, dtype):
+    """In contexts of one split and of several; far above all scores, and far below."""
+    check(sinks=sinks, dtype=dtype)
+    check(sinks=sinks, group_size=5, sliding_window=30, softcap=1.5, dtype=dtype)
+
+
 BF16 = {"dtype": torch.float32, "kv_dtype": torch.bfloat16}
 
 
@@ -135,14 +143,14 @@ def test_random_batches():
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("sliding_window", [None, 50])
-def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, dtypes):
+@pytest.mark.parametrize(("sliding_window", "sinks"), [(None, None), (50, None), (None, 2.0)])
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(sliding_window, sinks, dtypes):
     def run(chosen):
         lengths = [LENGTHS[i] for i in chosen]
         dtype, kv_dtype = dtypes
         out = Paged(
             lengths=lengths, seeds=chosen, dtype=dtype, kv_dtype=kv_dtype,
-            sliding_window=sliding_window,
+            sliding_window=sliding_window, sinks=sinks,
         ).run("cpu")  # fmt: skip
         return dict(zip(chosen, out.split([q for q, _ in lengths]), strict=True))
 

@@ -10,8 +10,10 @@ import types
 import pytest
 import torch
 
+from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.flash import FlashAttnBackend
 from nanoengine.errors import ConfigError, MissingDependencyError
+from nanoengine.layers.attention import Attention
 from tests.support.attention_cases import make_case
 
 OPTIONS = {
@@ -180,6 +182,13 @@ def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):
 def test_refuses_what_it_can_not_do(calls, change, words):
     with pytest.raises(ConfigError, match=words):
         FlashAttnBackend(**OPTIONS | change)
+
+
+def test_refuses_sinks():
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, scale=1.0, sinks=torch.zeros(2))
+    backend = FlashAttnBackend.__new__(FlashAttnBackend)
+    with pytest.raises(ConfigError, match="flash_attn does not compute this model's attention sin"):
+        Attention(spec, backend)
 
 
 def test_refuses_old_gpus(calls, monkeypatch):

@@ -45,6 +45,23 @@ def test_softcap_bends_the_scores():
     torch.testing.assert_close(paged.run("naive")[:, 0], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 9])
+def test_a_sink_takes_its_share_of_the_softmax(sliding_window):
+    """The same as one more key, which every query sees and whose value is 0."""
+    paged = Paged(lengths=LENGTHS, sinks=3.0, sliding_window=sliding_window)
+    heads, k_heads, outputs = paged.spec.num_heads, paged.num_kv_heads, []
+    for numbers, (query_len, seq_len) in zip(paged.dense, paged.lengths, strict=True):
+        q, k, v = numbers.transpose(0, 1).split([heads, k_heads, k_heads])
+        k, v = (x.repeat_interleave(heads // k_heads, 0) for x in (k, v))
+        distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)[None, :]
+        hidden = (distance < 0) | (distance >= (sliding_window or seq_len))
+        scores = (q @ k.mT * paged.spec.scale).masked_fill(hidden, -torch.inf)
+        sums = scores.exp().sum(-1, keepdim=True) + paged.spec.sinks.exp().view(-1, 1, 1)
+        out = scores.exp() / sums @ v
+        outputs.append(out.transpose(0, 1)[seq_len - query_len :])
+    torch.testing.assert_close(paged.run("naive"), torch.cat(outputs), rtol=0, atol=1e-12)
+
+
 def test_reads_blocks_that_another_sequence_writes_in_the_same_step():
     paged = Paged(lengths=[(3, 35), (32, 32)], shared={})
     late = Paged(lengths=[(32, 32), (3, 35)], shared={1: (0, 2)})

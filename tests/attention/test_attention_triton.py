@@ -128,6 +128,13 @@ def test_softcap(small, softcap):
     run((1, 40), (18, 40), softcap=softcap, spread=40.0, head_dim=64)
 
 
+@pytest.mark.parametrize("sinks", [2.0, 200.0])
+def test_sinks(small, sinks):
+    """Decodes of one split and of several, and a chunk; far above all scores, and far below."""
+    run((1, 1), (1, 30), (1, 90), (18, 40), sinks=sinks, num_kv_heads=2, group_size=3)
+    run((1, 90), (5, 70), sinks=sinks, group_size=2, sliding_window=37, dtype=torch.float16)
+
+
 def test_scale_is_the_spec_s(small):
     run((1, 40), (18, 40), scale=0.37)
 

@@ -51,6 +51,8 @@ def run(*lengths, num_sms=1, **options):
         (1, {"head_dim": 80, "sliding_window": 40, "block_size": 32}),
         (100, {"sliding_window": 9, "softcap": 4.0}),
         (100, {"fp8": True, "group_size": 3}),
+        (1, {"sinks": 2.0, "group_size": 3}),
+        (100, {"sinks": 200.0, "num_kv_heads": 2}),
     ],
 )
 def test_equals_the_oracle(num_sms, options):

@@ -34,6 +34,7 @@ from nanoengine.layers.quantized import (
     quantize_rows,
 )
 from nanoengine.layers.quantized_weight import (
+    E2M1,
     QuantizedWeight,
     pack_pairs,
     quantize,
@@ -119,10 +120,15 @@ def test_the_error_on_normal_weights_is_the_documented_one() -> None:
 
 def test_pairs_of_values_share_a_byte() -> None:
     values = torch.arange(-8, 8, dtype=torch.int8).view(2, 8)
-    pairs = pack_pairs(values)
+    form = {"scales": torch.ones(2, 1), "zeros": None, "bits": 4, "group_size": 8}
+    pairs = pack_pairs(QuantizedWeight(values=values, **form))
     assert pairs.dtype == torch.uint8
     assert pairs[0, 0] == 0 | (1 << 4)
-    assert torch.equal(unpack_pairs(pairs), values)
+    assert torch.equal(unpack_pairs(pairs, e2m1=False), values)
+    floats = torch.tensor(E2M1, dtype=torch.int8).view(2, 8)
+    pairs = pack_pairs(QuantizedWeight(values=floats, **form, e2m1=True))
+    assert pairs[0].tolist() == [0x10, 0x32, 0x54, 0x76]
+    assert torch.equal(unpack_pairs(pairs, e2m1=True), floats)
 
 
 def test_parts_stack_and_are_cut_for_ranks() -> None:

@@ -95,7 +95,9 @@ def test_greedy_tokens_on_cpu_kernels(case: str) -> None:
     assert found == expected_tokens(case)
 
 
-@pytest.mark.parametrize("family", ["cohere2", "gemma2", "glm4_moe", "hunyuan", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["cohere2", "gemma2", "glm4_moe", "gpt_oss", "hunyuan", "olmo2", "phi3"]
+)
 def test_greedy_tokens_in_tritons_interpreter(family: str) -> None:
     options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 4}
     engine = make_engine(directory(family), block_size=16, num_kv_blocks=20, **options)

@@ -6,7 +6,7 @@ other. The launch arguments are those that the package's own callers give, caugh
     python -m tests.support.aot_compile 90,bfloat16,128,64,8,2,all ...
                     arch,dtype,head_dim,block_size,num_kv_heads,group_size,what
 
-`what` is all, attention, or fp8: attention over an fp8 cache.
+`what` is all, attention, or fp8: attention over an fp8 cache. The last two have sinks.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
+        sinks=None if what == "all" else 1.0,
     )  # fmt: skip
     with caught_launches() as caught:
         backend = TritonBackend(

@@ -11,6 +11,7 @@ from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.batch import Batch
+from tests.support.paged_batches import make_sinks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -80,6 +81,7 @@ def make_case(
     shared: dict[int, tuple[int, int]] | None = None,
     spread: float = 1.0,
     fp8: bool = False,
+    sinks: float | None = None,
 ) -> Case:
     """Builds a batch of sequences of (query_len, seq_len), those with one query token first.
 
@@ -88,7 +90,8 @@ def make_case(
     are those of sequence j, an earlier one. The layer belongs to group 1 of 2: group 0 has slots
     and tables that would give garbage. `spread` scales the queries. A sequence's numbers are the
     same whatever stands beside it. `fp8`: the caches are fp8, and all keys and values are numbers
-    that it holds exactly. Why: Triton's interpreter rounds to fp8 otherwise than a GPU.
+    that it holds exactly. Why: Triton's interpreter rounds to fp8 otherwise than a GPU. `sinks` is
+    how far those of the heads are spread.
     """
     scales = (0.5, 0.125) if fp8 else (1.0, 1.0)
     heads, num_seqs = num_kv_heads * group_size, len(lengths)
@@ -147,6 +150,7 @@ def make_case(
         k_scale=scales[0],
         v_scale=scales[1],
         group=1,
+        sinks=None if sinks is None else make_sinks(heads, sinks, dtype).to(DEVICE),
     )
     # Why slices of one tensor: a model's q, k and v are cut from one projection and its strides.
     q, k, v = torch.cat(new).to(DEVICE).split([heads, num_kv_heads, num_kv_heads], 1)

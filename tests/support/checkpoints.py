@@ -101,6 +101,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": ("Glm4MoeConfig", {**ROUTED_MOE, "use_qk_norm": True, "head_dim": 16}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **LOCAL_MOE,
+            "head_dim": 32,
+            "sliding_window": 16,
+            "layer_types": [SLIDING, FULL],
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "granite": (
         "GraniteConfig",
         {
@@ -201,7 +220,8 @@ def make_model(
     model = kind.from_config(
         config,
         dtype=torch.float32,
-        attn_implementation="eager" if family == "gemma2" else "sdpa",  # the only one it has
+        # Why: the only one that some have.
+        attn_implementation="eager" if family in ("gemma2", "gpt_oss") else "sdpa",
         experts_implementation="eager",
     ).eval()
     with torch.no_grad():
@@ -211,8 +231,10 @@ def make_model(
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
+            elif name.endswith(".sinks"):
+                parameter.copy_(2 * torch.randn_like(parameter))
             elif name.endswith(ROUTED):
                 parameter.copy_(0.15 * torch.randn_like(parameter))
     return model.to(dtype).requires_grad_(False)

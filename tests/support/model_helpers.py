@@ -40,7 +40,11 @@ class DenseAttention(AttentionBackend):
             scores = q_heads @ k_heads.repeat_interleave(groups, 0).mT * spec.scale
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if spec.sinks is not None:
+                sinks = spec.sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, end - start, 1)
+                scores = torch.cat((scores, sinks), dim=-1)
+            weights = scores.softmax(-1)[..., : end - start]
             attended = weights @ v_heads.repeat_interleave(groups, 0)
             out.append(attended.transpose(0, 1))
         return torch.cat(out)

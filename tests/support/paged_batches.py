@@ -24,6 +24,13 @@ def as_lines(plain: torch.Tensor, *, of_keys: bool) -> torch.Tensor:
     return lines.clone().reshape(plain.shape)
 
 
+def make_sinks(heads: int, spread: float | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A sink for each head, float32 or wider, from -spread to spread; None: none."""
+    if spread is None:
+        return None
+    return torch.linspace(-spread, spread, heads, dtype=torch.promote_types(dtype, torch.float32))
+
+
 @dataclass(kw_only=True)
 class Paged:
     """A batch of `lengths` = (query_len, seq_len), one-token sequences first.
@@ -31,7 +38,7 @@ class Paged:
     Slots that no sequence has written hold NaN, so a kernel that reads one and uses it is caught.
     The layer is layer 1 of 3 in one cache tensor, and group 1 of 2: group 0 maps to garbage. A
     sequence's numbers depend on its `seeds` entry alone. `shared[i] = (j, n)`: the first n blocks
-    of sequence i are those of sequence j.
+    of sequence i are those of sequence j. `sinks` is how far those of the heads are spread.
     """
 
     lengths: list[tuple[int, int]]
@@ -43,6 +50,7 @@ class Paged:
     kv_dtype: torch.dtype | None = None
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: float | None = None
     seeds: list[int] | None = None
     shared: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -52,7 +60,7 @@ class Paged:
         self.spec = AttentionSpec(
             num_heads=heads, num_kv_heads=k_heads, head_dim=self.head_dim,
             scale=self.head_dim**-0.5, sliding_window=self.sliding_window, softcap=self.softcap,
-            group=1,
+            group=1, sinks=make_sinks(heads, self.sinks, self.dtype),
         )  # fmt: skip
         num_blocks = [-(-seq_len // size) for _, seq_len in self.lengths]
         order = torch.Generator().manual_seed(5)
