@@ -89,6 +89,11 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     logger.info("%s: %s on %s, attention %s", config.model, dtype, device, backend)
     if quantization is not None:
         logger.info("quantization: %s", quantization)
+    elif model_config.quantization is not None:
+        logger.warning(
+            "experts are stored in 4 bits and held as %s, since only a CPU multiplies 4 bits:"
+            " %.1f GiB of weights", dtype, runner.weight_bytes / 2**30,
+        )  # fmt: skip
     logger.info("%s", runner.memory)
     return engine
 
