@@ -6,7 +6,8 @@
     resume    a job that is done but for 1 %: from its start to the first new token, less loading
     order     prefill tokens of shuffled rows with common prefixes: input order over ours
 
-The executor that computes nothing answers every step with token 1; all else is what a batch runs.
+The executor that computes nothing (`no_model.py`) answers every step with token 1; all else is what
+a batch runs.
 """
 
 from __future__ import annotations
@@ -27,22 +28,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from no_model import BLOCK_SIZE, NoExecutor, make_engine
+
 import nanoengine.build
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.config import EngineConfig
-from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.layout import KVGroup, KVLayout
-from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.scheduler import Scheduler
-from nanoengine.engine import EngineInfo, LLMEngine
+from nanoengine.engine import LLMEngine
 from nanoengine.inputs import Row
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.outputs import CompletionOutput, RequestOutput
 
-BLOCK_SIZE = 16
 NAMES = (
     "Anna",
     "Ben",
@@ -60,54 +58,18 @@ NAMES = (
 PASSAGE = "A cold wind blew over the bridge. Grace and Leo talked about the weather. "
 
 
-class NoExecutor:
-    """Token 1 for every row that wants one."""
-
-    def launch(self, plan: StepPlan) -> NoExecutor:
-        """Nothing runs."""
-        self._result = StepResult(token_ids=[[1] * count for count in plan.num_logits])
-        return self
-
-    def result(self) -> StepResult:
-        """At once."""
-        return self._result
-
-    def shutdown(self) -> None:
-        """Nothing to give back."""
-
-
 @contextmanager
 def llm_without_model(num_blocks: int = 8192) -> Iterator[LLM]:
     """The demo model's tokenizer, the real engine, and an executor that computes nothing."""
 
     def build(config: EngineConfig) -> LLMEngine:
-        layout = KVLayout(
+        return make_engine(
+            NoExecutor(),
             num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            block_bytes=1,
-            groups=(KVGroup(layers=(0,)),),
-        )
-        scheduler = Scheduler(
-            BlockManager(layout), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=8192
-        )
-        info = EngineInfo(
-            model_name="none",
-            vocab_size=2**17,
-            eos_token_ids=(),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=8192,
             max_model_len=2048,
-            dtype="float32",
-            device="cpu",
-            attention_backend="none",
-            num_parameters=0,
-            weight_bytes=0,
-            num_kv_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            block_bytes=1,
-            load_s=0.0,
-            start_s=0.0,
-            memory_plan="",
         )
-        return LLMEngine(NoExecutor(), scheduler, info)
 
     real, nanoengine.build.build_engine = nanoengine.build.build_engine, build
     try:

@@ -14,33 +14,18 @@ import time
 
 import numpy as np
 import torch
+from no_model import BLOCK_SIZE, VOCAB_SIZE, Answered, NoExecutor, make_engine
 
-from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.fast_scheduler import FastScheduler
-from nanoengine.core.layout import KVGroup, KVLayout
-from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.core.plan import StepPlan, StepTimes
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo
 
-BLOCK_SIZE = 16
 PROMPT_LEN = 128
 
 
-class Prepared:
-    """A step whose result is there at once."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def result(self) -> StepResult:
-        """The same each time."""
-        return self._result
-
-
-class PreparingExecutor:
+class PreparingExecutor(NoExecutor):
     """Builds the tensors of each step, as the model runner does, and samples token 1 everywhere."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -52,7 +37,7 @@ class PreparingExecutor:
             device=torch.device("cpu"),
         )
 
-    def launch(self, plan: StepPlan) -> Prepared:
+    def launch(self, plan: StepPlan) -> Answered:
         """Prepares the plan; the forward takes no time."""
         start = time.perf_counter()
         self.rows.update(plan)
@@ -62,51 +47,24 @@ class PreparingExecutor:
         token_ids = np.ones(len(lines.rows), np.int64)
         self.rows.keep(lines, torch.from_numpy(token_ids))
         self.rows.write(lines.rows, lines.positions, token_ids, self.rows.seq_ids[lines.rows])
-        return Prepared(
-            StepResult(
-                token_ids=[[1] * count for count in plan.num_logits],
-                times=StepTimes(prepare_s=prepare_s),
-            )
-        )
-
-    def shutdown(self) -> None:
-        """Nothing to give back."""
+        answered = super().launch(plan)
+        answered.result().times = StepTimes(prepare_s=prepare_s)
+        return answered
 
 
 def build(num_seqs: int, num_steps: int) -> LLMEngine:
     """An engine with room for all sequences, all of them queued."""
     max_model_len = PROMPT_LEN + num_steps + 2
-    num_blocks = 2 * num_seqs * (max_model_len // BLOCK_SIZE + 1)
-    layout = KVLayout(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        block_bytes=1,
-        groups=(KVGroup(layers=(0,)),),
-    )
-    scheduler = FastScheduler(
-        BlockManager(layout), max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * PROMPT_LEN
-    )
-    info = EngineInfo(
-        model_name="none",
-        vocab_size=2**17,
-        eos_token_ids=(),
+    engine = make_engine(
+        PreparingExecutor(num_seqs, max_model_len),
+        num_blocks=2 * num_seqs * (max_model_len // BLOCK_SIZE + 1),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_seqs * PROMPT_LEN,
         max_model_len=max_model_len,
-        dtype="float32",
-        device="cpu",
-        attention_backend="none",
-        num_parameters=0,
-        weight_bytes=0,
-        num_kv_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        block_bytes=1,
-        load_s=0.0,
-        start_s=0.0,
-        memory_plan="",
     )
-    engine = LLMEngine(PreparingExecutor(num_seqs, max_model_len), scheduler, info)
     draw = np.random.default_rng(0)
     params = SamplingParams(max_tokens=num_steps + 1, ignore_eos=True)
-    for number, prompt in enumerate(draw.integers(0, 2**17, (num_seqs, PROMPT_LEN)).tolist()):
+    for number, prompt in enumerate(draw.integers(0, VOCAB_SIZE, (num_seqs, PROMPT_LEN)).tolist()):
         engine.add_request(str(number), prompt, params)
     return engine
 
