@@ -5,6 +5,8 @@
     memory    peak memory at many rows over that at few; each in a process of its own
     resume    a job that is done but for 1 %: from its start to the first new token, less loading
     order     prefill tokens of shuffled rows with common prefixes: input order over ours
+    peer      500 rows of 200 tokens in and 100 out: vLLM's run-batch over ours, whole processes in
+              turn, what they compile compiled before; needs --vllm and --model
 
 The executor that computes nothing (`no_model.py`) answers every step with token 1; all else is what
 a batch runs.
@@ -40,6 +42,7 @@ from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.tokenizer import Tokenizer
 
 NAMES = (
     "Anna",
@@ -257,6 +260,101 @@ def measure_order(directory: Path, prefix_tokens: int = 512) -> dict[str, Any]:
     return {"rows": len(rows), "prefill tokens": counts, "ratio": ratio}
 
 
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+PEER_IN, PEER_OUT = 200, 100
+
+
+def write_peer_rows(path: Path, model: Path, count: int) -> None:
+    """Chats of PEER_IN tokens behind the template, which share no prefix."""
+    tokenizer, draw = Tokenizer.load(str(model)), random.Random(0)
+    words = [f" {name}" for name in NAMES] + PASSAGE.split()
+
+    def row(i: int) -> dict[str, Any]:
+        content = str(i)
+        while True:
+            longer = f"{content} {draw.choice(words)}"
+            talk = [{"role": "user", "content": longer}]
+            text = tokenizer.render_chat(talk)
+            if len(tokenizer.encode(text, add_special_tokens=False)) > PEER_IN:
+                break
+            content = longer
+        body = {
+            "model": str(model),
+            "messages": [{"role": "user", "content": content}],
+            "max_completion_tokens": PEER_OUT,
+            "min_tokens": PEER_OUT,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        row = {"custom_id": f"row-{i}", "method": "POST", "url": "/v1/chat/completions"}
+        return {**row, "body": body}
+
+    path.write_text("".join(json.dumps(row(i)) + "\n" for i in range(count)), encoding="utf-8")
+
+
+def measure_peer(
+    directory: Path, vllm: Path, checkpoint: Path, count: int, rounds: int
+) -> dict[str, Any]:
+    """Wall times of whole processes, and how many answers are the same."""
+    model = directory / "model"
+    model.mkdir()
+    for file in checkpoint.iterdir():
+        (model / file.name).symlink_to(file.resolve())
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    cores = len(os.sched_getaffinity(0))
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "DO_NOT_TRACK": "1",
+    }
+
+    def run(name: str, source: Path) -> float:
+        output = source.with_name(f"{name}-{source.name}")
+        output.unlink(missing_ok=True)
+        output.with_name(f"{output.name}.job.json").unlink(missing_ok=True)
+        ours = [sys.executable, "-m", "nanoengine.cli.main", "batch", str(model), str(source)]
+        # Why the module: `vllm run-batch` of vllm-cpu 0.32 stops, for want of a package named vllm.
+        theirs = [str(vllm), "-m", "vllm.entrypoints.openai.run_batch", "-i", str(source)]
+        theirs += ["--model", str(model), "--max-model-len", "2048", "-o", str(output)]
+        ours += ["--output", str(output), "--max-model-len", "2048"]
+        command = ours if name == "ours" else theirs
+        start = time.perf_counter()
+        with (directory / f"{name}.log").open("wb") as log:
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+        if done.returncode:
+            told = (directory / f"{name}.log").read_text(errors="replace")
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{told[-4000:]}")
+        return time.perf_counter() - start
+
+    warm, source = directory / "warm.jsonl", directory / "peer.jsonl"
+    write_peer_rows(warm, model, 8)
+    write_peer_rows(source, model, count)
+    found: dict[str, list[float]] = {"ours": [], "vllm": []}
+    for name in found:
+        run(name, warm)
+    for _ in range(rounds):
+        for name, seconds in found.items():
+            seconds.append(run(name, source))
+    answers = []
+    for name in found:
+        records = map(json.loads, (directory / f"{name}-peer.jsonl").open())
+        bodies = {one["custom_id"]: one["response"]["body"] for one in records}
+        assert all(
+            body["usage"]["completion_tokens"] == PEER_OUT for body in bodies.values()
+        ), name  # fmt: skip
+        answers.append({k: v["choices"][0]["message"]["content"] for k, v in bodies.items()})
+    median = {name: statistics.median(seconds) for name, seconds in found.items()}
+    return {
+        "rows": count,
+        "ratio": median["vllm"] / median["ours"],
+        "seconds": found,
+        "equal answers": sum(answers[0][key] == answers[1][key] for key in answers[0]),
+    }
+
+
 def machine() -> str:
     """The CPU and how many of it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -267,11 +365,13 @@ def machine() -> str:
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("wall", "host", "memory", "resume", "order")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parts = ("wall", "host", "memory", "resume", "order")  # peer: when it is asked for
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join((*parts, "peer")))
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--vllm", type=Path, help="the Python of an environment that has it")
+    parser.add_argument("--model", type=Path, help="a checkpoint for both")
     parser.add_argument("--one-job", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one_job is not None:
@@ -287,6 +387,9 @@ def main() -> None:
             "memory": lambda: measure_memory(directory, (many // 100, many)),
             "resume": lambda: measure_resume(directory, many),
             "order": lambda: measure_order(directory),
+            "peer": lambda: measure_peer(
+                directory, args.vllm, args.model, int(500 * args.scale), args.rounds
+            ),
         }
         for part in args.parts or parts:
             found[part] = ways[part]()

@@ -15,13 +15,15 @@ import stat
 import time
 import warnings
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError
+from nanoengine.inputs import PAUSE, Pause
 from nanoengine.jobs import manifest as manifests
+from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.deaths import Deaths, last_process
 from nanoengine.jobs.log import Bitmap, Log, PipeLog
 from nanoengine.jobs.order import ordered
@@ -284,9 +286,15 @@ class Job:
             max_errors=self.options.max_errors,
         )
 
-    def _tasks(self, reader: RowReader, wanted: Any) -> Iterator[Task]:
+    def _tasks(self, reader: RowReader, wanted: Any) -> Iterator[Task | Pause]:
         kinds: dict[Input, Kind] = {}
-        for line in read_lines(self.inputs, self._max_row_bytes):
+        lines: Iterable[Line | Pause] = read_lines(self.inputs, self._max_row_bytes)
+        if any(one.name == STDIN for one in self.inputs):
+            lines = Ahead(lines)
+        for line in lines:
+            if line is PAUSE:
+                yield PAUSE
+                continue
             if line.row in self.done or not wanted(line.row):
                 continue
             if line.input not in kinds:

@@ -7,33 +7,45 @@ cache before it is evicted; at the end of a job long rows go first, so that none
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nanoengine.inputs import PAUSE, Pause
 from nanoengine.jobs.rows import Task
 
 WINDOW_ROWS = 4096
 WINDOW_BYTES = 64 << 20
+MOST_WAIT_S = 0.2
+"""Longest time that a row waits for more of its window while nothing else is there to read."""
+
 MIN_PREFIX = 64
 """Characters that rows of one group have in common; a few blocks."""
 
 CHARS_PER_TOKEN = 4
 
 
-def windows(tasks: Iterable[Task]) -> Iterator[tuple[list[Task], bool]]:
-    """Tasks by windows; True with the last one."""
-    waiting = iter(tasks)
-    first = next(waiting, None)
-    while first is not None:
-        window, size = [first], first.size
-        first = None
-        for task in waiting:
-            if len(window) >= WINDOW_ROWS or size >= WINDOW_BYTES:
-                first = task
-                break
-            window.append(task)
-            size += task.size
-        yield window, first is None
+def windows(tasks: Iterable[Task | Pause]) -> Iterator[tuple[list[Task], bool] | Pause]:
+    """Tasks by windows; True with the last one. Where no more come for now, a window ends early."""
+    window: list[Task] = []
+    size, began = 0, 0.0
+    for task in tasks:
+        if task is PAUSE:
+            if window and time.monotonic() - began >= MOST_WAIT_S:
+                yield window, False
+                window = []
+            else:
+                yield PAUSE
+            continue
+        if len(window) >= WINDOW_ROWS or (window and size >= WINDOW_BYTES):
+            yield window, False
+            window = []
+        if not window:
+            size, began = 0, time.monotonic()
+        window.append(task)
+        size += task.size
+    if window:
+        yield window, True
 
 
 def text_of(prompt: Any) -> str:
@@ -47,9 +59,13 @@ def text_of(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else str(prompt)
 
 
-def ordered(tasks: Iterable[Task]) -> Iterator[Task]:
+def ordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
     """The tasks, window by window in the order for speed."""
-    for window, is_last in windows(tasks):
+    for found in windows(tasks):
+        if found is PAUSE:
+            yield PAUSE
+            continue
+        window, is_last = found
         rows = sorted((text_of(task.prompt), task.row, task) for task in window)
         if not is_last:
             yield from (task for _, _, task in rows)

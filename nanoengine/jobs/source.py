@@ -173,7 +173,8 @@ def _read(one: Input, max_row_bytes: int) -> Iterator[tuple[int, Any]]:
 def open_input(one: Input) -> Iterator[BinaryIO]:
     """The bytes of an input, unpacked."""
     if one.name == STDIN:
-        yield sys.stdin.buffer
+        with _own_stdin() as file:
+            yield file
     elif one.packing == "gzip":
         with gzip.open(one.name, "rb") as file:
             yield io.BufferedReader(_Unpacked(file), BUFFER_BYTES)
@@ -184,6 +185,21 @@ def open_input(one: Input) -> Iterator[BinaryIO]:
     else:
         with open(one.name, "rb", buffering=BUFFER_BYTES) as file:
             yield file
+
+
+@contextlib.contextmanager
+def _own_stdin() -> Iterator[BinaryIO]:
+    """Standard input by another descriptor.
+
+    Why: at its end Python would wait for the lock of `sys.stdin`, which a thread that reads it has.
+    """
+    try:
+        fd = os.dup(sys.stdin.fileno())
+    except (AttributeError, io.UnsupportedOperation):  # a stream of the caller's, without one
+        yield sys.stdin.buffer
+        return
+    with open(fd, "rb", buffering=BUFFER_BYTES) as file:
+        yield file
 
 
 class _Unpacked(io.RawIOBase):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput
 
 Stream = Callable[[Iterator[Row | Pause]], Generator["RequestOutput", None, None]]
+
+
+IDLE_S = 0.02
+"""How often tasks are asked for while there is none and nothing runs."""
 
 
 class TooManyErrorsError(NanoEngineError):
@@ -157,7 +162,10 @@ class Work:
                 if self._is_stopping:
                     return
                 if task is PAUSE:
-                    yield task
+                    if running:
+                        yield PAUSE
+                    else:  # Why not PAUSE: a stream in which nothing runs would end.
+                        time.sleep(IDLE_S)
                     continue
                 if task.error is not None:
                     self._fail(task, task.error)

@@ -31,7 +31,7 @@ from typing import Any, NoReturn, Protocol, Self
 from nanoengine.config import EngineConfig
 from nanoengine.core.doors import Observer
 from nanoengine.errors import ConfigError, EngineDeadError, NanoEngineError
-from nanoengine.inputs import Pause, Row
+from nanoengine.inputs import PAUSE, Pause, Row
 from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
@@ -196,6 +196,8 @@ class Replica:
         while True:
             while has_more and num_left < window:
                 row = next(rows, None)
+                if row is PAUSE:  # Its counters, if nothing else, are soon told; then rows again.
+                    break
                 has_more = row is not None
                 num_left += has_more
                 self._send(row)

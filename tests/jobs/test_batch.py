@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +18,10 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from nanoengine.inputs import PAUSE
+from nanoengine.jobs import ahead
+from nanoengine.jobs.ahead import Ahead
+from nanoengine.jobs.source import Input, Line
 from nanoengine.llm import LLM
 from tests.support.batch_jobs import Batch, batch_fixture, chat, completion, row_of
 from tests.support.fake_llm import ANSWERS, make_llm_fixture
@@ -559,6 +566,59 @@ def test_stdin_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
         0: [ANSWERS["one"]], 1: [], 2: [ANSWERS["dog"]]
     }  # fmt: skip
     assert sorted(path.name for path in batch.directory.iterdir()) == ["model", "stdin"]
+
+
+@pytest.mark.parametrize("options", [(), ("--keep-input-order",), ("--input-format", "csv")])
+def test_a_row_is_answered_before_the_next_one_is_written(
+    batch: Batch, monkeypatch: Any, options: tuple[str, ...]
+) -> None:
+    """Whoever writes may wait for the answer; the row waited for 4,096 others."""
+    lines = [b"prompt\n", b"one\n", b"dog\n"] if "csv" in options else [b'"one"\n', b'"dog"\n']
+    answered: list[int] = []
+
+    class Slow(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            if len(lines) == 1:
+                for _ in range(500):
+                    if batch.output.read_bytes():
+                        break
+                    time.sleep(0.01)
+                answered.append(len(batch.output.read_bytes().splitlines()))
+            return lines.pop(0) if lines else b""
+
+    monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": Slow()}))
+    assert batch.run("-", *GREEDY, *options) == 0
+    assert answered == [1]
+    assert [texts(record) for record in batch.records()] == [[ANSWERS["one"]], [ANSWERS["dog"]]]
+
+
+def test_an_error_of_stdin_is_that_of_the_job(batch: Batch, monkeypatch: Any) -> None:
+    class Broken(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": Broken()}))
+    assert batch.run("-", *GREEDY) == 1
+    (record,) = batch.records()
+    assert "can't be read behind row 0: the disk is gone" in record["error"]["message"]
+
+
+def test_what_is_read_of_stdin_ahead_is_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(ahead, "WAITING_BYTES", 100)
+    one, read = Input(name="-", form="txt"), []
+
+    def lines() -> Iterator[Line]:
+        for row in range(50):
+            read.append(row)
+            yield Line(row, one, row + 1, bytes(30))
+
+    seen = []
+    for line in Ahead(lines()):
+        if line is not PAUSE:
+            time.sleep(0.0005)  # the thread reads on as far as it may
+            seen.append(line.row)
+            assert len(read) - len(seen) <= 5
+    assert seen == list(range(50))
 
 
 def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from nanoengine.cli import main as cli
 from nanoengine.errors import ConfigError, EngineDeadError
-from nanoengine.inputs import Row
+from nanoengine.inputs import PAUSE, Pause, Row
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import Input, RowError
 from nanoengine.jobs.work import TooManyErrorsError, Work
@@ -108,6 +109,29 @@ def test_rows_of_a_killed_replica_are_answered_once() -> None:
     assert records == expected(prompts)
     assert work.counts.answered == 2000
     assert all(map(is_gone, pids(engines)))
+
+
+@pytest.mark.usefixtures("scripted")
+def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
+    prompts = [f"p{i}" for i in range(60)]
+    work, records = make_work(prompts)
+    tasks, given, late = work._tasks, itertools.count(), []
+
+    def slowly() -> Iterator[Task | Pause]:
+        for task in tasks:
+            while next(given) % 3:
+                yield PAUSE
+            if task.row == 40:  # nothing runs any more, and somebody waits for the answers
+                while len(records) < 40:
+                    yield PAUSE
+                late.append(len(records))
+            yield task
+
+    work._tasks = slowly()
+    with local_replicas(OPTIONS, 2) as engines:
+        engines.answer(work)
+    assert records == expected(prompts)
+    assert late == [40]
 
 
 @pytest.mark.usefixtures("scripted")
