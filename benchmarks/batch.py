@@ -307,6 +307,7 @@ def measure_peer(
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
         "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "DO_NOT_TRACK": "1",
     }

@@ -208,13 +208,13 @@ class Job:
         if before is None and has_records:
             raise ConfigError(
                 f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
-                " what job it is of: name another, or --restart to move it aside"
+                f" what job it is of: {manifests.ASIDE}"
             )
         if before is not None and has_records:
             if now["stdin"]:
                 raise ConfigError(
                     "a job that reads stdin can't be resumed, as nobody knows what came then: give"
-                    " a file, or --restart"
+                    f" a file; or {manifests.ASIDE}"
                 )
             manifests.require_same(before, now, self.inputs)
             self._read_back()

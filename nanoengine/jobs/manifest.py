@@ -20,6 +20,11 @@ NOT_COMPARED = ("created", "inputs")
 HEADER_BYTES = 8
 """A safetensors file begins with the length of its header."""
 
+ASIDE = (
+    "name another output, or move this one aside, as `nanoengine batch` does with --restart"
+)  # fmt: skip
+"""What to do. Why the command's name: other commands, and Python, have no such option."""
+
 RESULT_SETTINGS = (
     "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization",
     "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype", "deterministic",
@@ -87,9 +92,9 @@ def load(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read: {error}; --restart begins anew") from error
+        raise ConfigError(f"{path} can't be read: {error}; {ASIDE}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no manifest of format {FORMAT}; --restart begins anew")
+        raise ConfigError(f"{path} is no manifest of format {FORMAT}; {ASIDE}")
     return manifest
 
 
@@ -112,7 +117,7 @@ def require_same(before: dict[str, Any], now: dict[str, Any], inputs: list[Input
         raise ConfigError(
             "this is another job than the one whose output is there:\n  "
             + "\n  ".join(told)
-            + "\nname another --output, or --restart to move the old one aside"
+            + f"\n{ASIDE}"
         )
 
 

@@ -246,7 +246,9 @@ def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
     kept = sink.read_bytes()
     assert cli.main(command) == 1
     assert cli.main([*command, "--top-k", "3"]) == 2
-    assert "top_k: it was null, it is 3" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "top_k: it was null, it is 3" in told
+    assert "as `nanoengine batch` does with --restart" in told  # this command has none
     assert sink.read_bytes() == kept
 
 
