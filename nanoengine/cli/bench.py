@@ -2,27 +2,30 @@
 
 Builds a workload (`cli/workload.py`), runs it through an `LLM`, and prints what was reached beside
 what the hardware could do. Load time and a warm-up are left out of every throughput and reported
-apart. Knows only the public `LLM` and the engine's observers, info and counters.
+apart. Knows only the public `LLM` and the engine's observers, info and counters. Other questions
+have files of their own:
+
+    --compare small   what each room of the large engine buys             ladder.py
+    --ablate          what each thing buys that can be switched off       ablate.py
+    --sweep, --rate   what another value, or another load, does           sweep.py
+    --plot            the same as figures                                 plot.py, figures.py
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from nanoengine.cli import bench_report, ladder, workload
+from nanoengine.cli import ablate, bench_report, ladder, plot, sweep, workload
 from nanoengine.cli.bench_report import Round
 from nanoengine.cli.options import EngineArgs
+from nanoengine.cli.rounds import config_options, limits, timed_round, warm_up, warm_up_items
 from nanoengine.cli.workload import WorkItem
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, NanoEngineError
@@ -30,9 +33,6 @@ from nanoengine.errors import ConfigError, NanoEngineError
 if TYPE_CHECKING:
     from nanoengine.cli.hf_baseline import HFBaseline
     from nanoengine.llm import LLM
-    from nanoengine.observe.cost import ModelCost
-    from nanoengine.observe.metrics import Metrics
-    from nanoengine.outputs import RequestOutput
 
 
 class Scale(NamedTuple):
@@ -45,14 +45,6 @@ class Scale(NamedTuple):
 
 STANDARD = Scale(256, (100, 1024), (100, 1024))
 SMOKE = Scale(32, (12, 128), (12, 128))
-COUNTERS = (
-    "prefill_tokens",
-    "recomputed_tokens",
-    "preemptions",
-    "cache_queried_tokens",
-    "cache_hit_tokens",
-)
-"""Running totals of the engine that a round is charged for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +75,35 @@ class BenchArgs(EngineArgs):
     """Shortest and longest output [tokens]."""
     prefix_len: int = 512
     """Common prompt tokens of shared-prefix."""
-    temperature: float = 0.6
-    """0 is greedy."""
+    temperature: float | None = None
+    """0 is greedy; None: 0.6, or 0 with `--ablate`, which compares the tokens."""
     rounds: int | None = None
-    """Timed rounds, each with new ids; the median is reported. None: 1, or 3 with `--compare`."""
+    """Timed rounds, each with new ids; the median is reported. None: 1, or 3 with `--compare` and
+    `--ablate`."""
     compare: Literal["hf", "small"] | None = None
     """hf: run transformers on the same work, round by round in turn, and print the ratio. small:
     run nanoengine/small beside the large engine, and print what each room of it buys."""
     compare_batch_size: int = 32
     """Sequences in a batch of the baseline."""
+    ablate: bool = False
+    """Switch one thing off at a time, round by round in turn with the engine as it is."""
+    sweep: str | None = None
+    """NAME=VALUE,VALUE,...: an option of the engine, and the values that it takes in turn."""
+    rate: tuple[float, ...] = ()
+    """Let requests arrive by chance, so many a second in the mean, instead of all at once; several
+    rates run one after the other."""
     json: Path | None = None
     """Write all numbers, with date, hardware, versions and command, to this file."""
+    plot: Path | None = None
+    """Draw the numbers into this directory, as SVG and PNG; needs nanoengine[plot]."""
+
+    def __post_init__(self) -> None:
+        asked = [name for name in ("compare", "ablate", "sweep", "rate") if getattr(self, name)]
+        if len(asked) > 1:
+            raise ConfigError(f"{' and '.join('--' + name for name in asked)}: give one of them")
+        if self.temperature is None:
+            object.__setattr__(self, "temperature", 0.0 if self.ablate else 0.6)
+        EngineArgs.__post_init__(self)
 
 
 def main(args: BenchArgs) -> None:
@@ -104,16 +114,45 @@ def main(args: BenchArgs) -> None:
     """
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"json={str(args.json)!r} lies in a directory that does not exist")
-    from nanoengine.llm import LLM
-
+    if args.plot is not None:
+        plot.require_matplotlib()
     with tempfile.TemporaryDirectory() as scratch:
         config = engine_config(args, Path(scratch))
-        if args.compare == "small":
-            return _show(args, _climb(args, config), ladder.format_report)
-        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
-        with LLM(**options) as llm:
-            report = run(args, config, llm)
-    return _show(args, report, bench_report.format_report)
+        report, text = _ask(args, config)
+        if args.plot:
+            report["pool"] = sweep.pool_waste(make_workload(args, config.model))
+    print(text)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        plot.draw([("", report)], args.plot)
+    if args.ablate:
+        ablate.require_equal_tokens(report)
+
+
+def _ask(args: BenchArgs, config: EngineConfig) -> tuple[dict[str, Any], str]:
+    """The report that the options ask for, as plain data and as text."""
+    from nanoengine.llm import LLM
+
+    if args.compare == "small":
+        report = _climb(args, config)
+        return report, ladder.format_report(report)
+    if args.ablate or args.sweep or args.rate:
+        work = make_workload(args, config.model)
+        if args.ablate:
+            report = ablate.run(config, work, _temperature(args), args.rounds or 3)
+            text = ablate.format_report(report)
+        elif args.sweep:
+            values = sweep.parse(args.sweep)
+            report = sweep.run(config, work, values, _temperature(args), args.rounds or 1)
+            text = sweep.format_sweep(report)
+        else:
+            report = sweep.run_rates(config, work, args.rate, _temperature(args), args.seed)
+            text = sweep.format_rates(report)
+        return {"model": args.shape or args.model, "dataset": args.dataset, **report}, text
+    with LLM(**config_options(config)) as llm:
+        report = run(args, config, llm)
+    return report, bench_report.format_report(report)
 
 
 def _climb(args: BenchArgs, config: EngineConfig) -> dict[str, Any]:
@@ -126,18 +165,10 @@ def _climb(args: BenchArgs, config: EngineConfig) -> dict[str, Any]:
         config.model,
         make_workload(args, config.model),
         max_num_seqs=args.max_num_seqs,
-        temperature=args.temperature,
+        temperature=_temperature(args),
         rounds=args.rounds or 3,
     )
     return {"model": args.model, **found}
-
-
-def _show(
-    args: BenchArgs, report: dict[str, Any], format_report: Callable[[dict[str, Any]], str]
-) -> None:
-    print(format_report(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def engine_config(args: BenchArgs, scratch: Path) -> EngineConfig:
@@ -220,10 +251,6 @@ def _encoder(args: BenchArgs, model: str) -> Callable[[str], list[int]]:
 
 def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     """Warms up, measures the hardware, runs the rounds, and returns the report as plain data."""
-    import torch
-
-    from nanoengine.observe.peak import measure_peaks
-
     info = llm.engine.info
     drawn = make_workload(args, config.model)
     is_trace = args.dataset.endswith(".csv")
@@ -231,19 +258,12 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     if args.smoke:
         notes.insert(0, f"smoke scale: {len(items)} requests; not the field's standard workload")
     start = time.perf_counter()
-    _generate(llm, _warm_up(items, info.vocab_size), args.temperature)
+    warm_up(llm, items, info.vocab_size, _temperature(args))
     warmup_s = time.perf_counter() - start
-    device, dtype = torch.device(info.device), getattr(torch, info.dtype)
-    whole = (info.quantization or "").endswith("int8 activations") and device.type == "cpu"
-    peaks = measure_peaks(device, dtype, products="int8" if whole else None)
+    cost, peaks = limits(config, info)
     rounds, baseline_s = _run_rounds(args, config, llm, items)
-    weight_bytes = info.weight_bits / 8 if info.weight_bits else dtype.itemsize
-    cost = model_cost(config, dtype.itemsize, weight_bytes)
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "hardware": bench_report.hardware(device),
-        "versions": bench_report.versions(),
+        **bench_report.heading(info.device),
         "notes": notes,
         "workload": {
             "dataset": args.dataset,
@@ -263,24 +283,23 @@ def run(args: BenchArgs, config: EngineConfig, llm: LLM) -> dict[str, Any]:
     return report
 
 
-def _warm_up(items: SequenceOf[WorkItem], vocab_size: int) -> list[WorkItem]:
-    """A few short requests with ids of their own, so that no timed prompt finds their prefixes."""
-    short = [replace(item, max_tokens=min(item.max_tokens, 8)) for item in items[:16]]
-    return workload.shifted(short, -1, vocab_size)
+def _temperature(args: BenchArgs) -> float:
+    assert args.temperature is not None, "set when it was made"
+    return args.temperature
 
 
 def _run_rounds(
     args: BenchArgs, config: EngineConfig, llm: LLM, items: list[WorkItem]
 ) -> tuple[list[Round], list[float]]:
     """The timed rounds, and the seconds of the baseline's, if one is compared: A B A B."""
-    import torch
-
     from nanoengine.observe.metrics import Metrics
 
-    info = llm.engine.info
+    info, temperature = llm.engine.info, _temperature(args)
     metrics, baseline = Metrics(), None
     llm.engine.observers.append(metrics)
     if args.compare:
+        import torch
+
         from nanoengine.cli.hf_baseline import HFBaseline
 
         baseline = HFBaseline(
@@ -290,54 +309,14 @@ def _run_rounds(
             device=torch.device(info.device),
             batch_size=args.compare_batch_size,
         )
-        baseline.generate(_warm_up(items, info.vocab_size), args.temperature)
+        baseline.generate(warm_up_items(items, info.vocab_size), temperature)
     rounds, baseline_s = [], []
     for number in range(args.rounds or (3 if args.compare else 1)):
         work = workload.shifted(items, number, info.vocab_size)
-        rounds.append(_timed_round(llm, metrics, work, args.temperature))
+        rounds.append(timed_round(llm, metrics, work, temperature))
         if baseline:
-            baseline_s.append(_timed_baseline(baseline, work, args.temperature))
+            baseline_s.append(_timed_baseline(baseline, work, temperature))
     return rounds, baseline_s
-
-
-def _generate(
-    llm: LLM, items: SequenceOf[WorkItem], temperature: float
-) -> SequenceOf[RequestOutput]:
-    """Runs the items; each must give exactly its number of tokens."""
-    from nanoengine.sampling_params import SamplingParams
-
-    outputs = llm.generate(
-        [{"prompt_token_ids": list(item.prompt_token_ids)} for item in items],
-        [
-            SamplingParams(
-                temperature=temperature, max_tokens=i.max_tokens, ignore_eos=True, detokenize=False
-            )
-            for i in items
-        ],
-        use_tqdm=sys.stderr.isatty(),
-    )
-    for item, output in zip(items, outputs, strict=True):
-        got = len(output.outputs[0].token_ids) if output.outputs else 0
-        if got != item.max_tokens:
-            raise NanoEngineError(
-                f"request {output.request_id} gave {got} tokens in the place of {item.max_tokens}"
-            )
-    return outputs
-
-
-def _timed_round(llm: LLM, metrics: Metrics, items: list[WorkItem], temperature: float) -> Round:
-    metrics.records.clear()
-    before = llm.engine.stats()
-    start = time.perf_counter()
-    outputs = _generate(llm, items, temperature)
-    seconds = time.perf_counter() - start
-    after = llm.engine.stats()
-    return Round(
-        seconds=seconds,
-        outputs=outputs,
-        records=tuple(metrics.records),
-        counters={name: getattr(after, name) - getattr(before, name) for name in COUNTERS},
-    )
 
 
 def _timed_baseline(baseline: HFBaseline, items: list[WorkItem], temperature: float) -> float:
@@ -347,15 +326,3 @@ def _timed_baseline(baseline: HFBaseline, items: list[WorkItem], temperature: fl
     if [len(output) for output in outputs] != [item.max_tokens for item in items]:
         raise NanoEngineError("the baseline gave other token counts than the workload asks for")
     return seconds
-
-
-def model_cost(
-    config: EngineConfig, element_bytes: int, weight_bytes: float | None = None
-) -> ModelCost:
-    """FLOPs and bytes of the model, from its config.json."""
-    from transformers import AutoConfig
-
-    from nanoengine.observe.cost import ModelCost
-
-    loaded = AutoConfig.from_pretrained(config.model, revision=config.revision)
-    return ModelCost.from_config(loaded.get_text_config().to_dict(), element_bytes, weight_bytes)

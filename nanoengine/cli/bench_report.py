@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
+import sys
 import textwrap
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,40 @@ def summarize_rounds(
             "bandwidth_frac": nbytes / median.seconds / 1e9 / peaks.read_gbs,
             "compute_frac": flops / median.seconds / 1e9 / peaks.gemm_gflops,
         },
+        "roofline": least_time(median.records, cost, peaks, outputs),
         "peaks": asdict(peaks),
+    }
+
+
+def latencies(rounds: SequenceOf[Round]) -> dict[str, float]:
+    """What a request waits for, as medians over rounds: its first token, and a rare long gap."""
+    found = []
+    for one in rounds:
+        ttft = percentiles([output.metrics.ttft_s for output in one.outputs])
+        itl = percentiles(summarize(one.records).itl_s)
+        found.append((ttft["p50"], itl.get("p99", 0.0)))
+    first, gap = (statistics.median(column) for column in zip(*found, strict=True))
+    return {"ttft_p50_s": first, "itl_p99_s": gap}
+
+
+def least_time(
+    records: SequenceOf[StepRecord], cost: ModelCost, peaks: Peaks, output_tokens: int
+) -> dict[str, float]:
+    """The least time in which the measured peaks allow these very steps: a step takes as long as
+    its bytes, or as its products, whichever is longer. Source: the roofline model.
+
+    `memory_frac` is the share of that time in which bytes are what takes it.
+    """
+    seconds = memory_s = 0.0
+    for record in records:
+        flops, nbytes = cost.step(record)
+        reading, computing = nbytes / 1e9 / peaks.read_gbs, flops / 1e9 / peaks.gemm_gflops
+        seconds += max(reading, computing)
+        memory_s += reading if reading >= computing else 0.0
+    return {
+        "seconds": seconds,
+        "output_tokens_per_s": _ratio(output_tokens, seconds),
+        "memory_frac": _ratio(memory_s, seconds),
     }
 
 
@@ -128,6 +164,16 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def heading(device: str) -> dict[str, Any]:
+    """Date, command, hardware and versions: where the numbers of a report come from."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "hardware": hardware(torch.device(device)),
+        "versions": versions(),
+    }
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
     """What the run ran on: processor, cores, threads, memory, and the GPU if it is used."""
     found: dict[str, Any] = {
@@ -166,7 +212,8 @@ def format_report(report: dict[str, Any]) -> str:
     """The report as aligned text, at most 100 columns wide."""
     engine, work, machine = report["engine"], report["workload"], report["hardware"]
     prefill, decode, count = report["prefill"], report["decode"], report["counters"]
-    achieved, peaks = report["achieved"], report["peaks"]
+    achieved, peaks, roofline = report["achieved"], report["peaks"], report["roofline"]
+    seconds = sorted(report["seconds"])[len(report["seconds"]) // 2]
     rows = [
         ("model", f"{report['model']}, {engine['num_parameters'] / 1e6:,.1f}M parameters"),
         ("engine", f"{engine['dtype']} on {engine['device']}, attention"
@@ -199,6 +246,9 @@ def format_report(report: dict[str, Any]) -> str:
         ("compute", f"{achieved['gflops']:,.1f} GFLOP/s, {achieved['compute_frac']:.0%} of"
                     f" {peaks['gemm_gflops']:,.1f} measured now in {peaks['dtype']} by"
                     f" {peaks['by']}"),
+        ("roofline", f"{roofline['seconds']:,.2f} s, {roofline['seconds'] / seconds:.0%} of the"
+                     f" round: the least for these steps, {roofline['memory_frac']:.0%} of it"
+                     " reading"),
         ("", ""),
         ("latency [ms]", "".join(f"{rank:>12}" for rank in ("p50", "p90", "p99"))),
         *((label, "".join(f"{1e3 * value:12,.1f}" for value in report["latency"][name].values()))

@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": ("ChatArgs", "talk to a model, turn by turn"),
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
     "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
+    "plot": ("PlotArgs", "draw reports of bench, side by side, as SVG and PNG"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "eval": (None, "score a model on tasks of lm-evaluation-harness"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),

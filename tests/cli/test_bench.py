@@ -18,7 +18,7 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoengine.cli import bench, workload
+from nanoengine.cli import bench, rounds, workload
 from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.hf_baseline import HFBaseline
 from nanoengine.cli.workload import SHAPES, WorkItem
@@ -147,7 +147,7 @@ def test_shapes_are_what_transformers_reads(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(loaded)
     assert model.num_parameters() == num_parameters
-    assert bench.model_cost(config, 2).head_params == loaded.vocab_size * loaded.hidden_size
+    assert rounds.model_cost(config, 2).head_params == loaded.vocab_size * loaded.hidden_size
 
 
 def test_a_shape_needs_dummy_weights(tmp_path: Path) -> None:
