@@ -95,12 +95,24 @@ def test_a_script_runs_and_prints_what_is_shown(
 # --- commands -------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def ends_well() -> Iterator[None]:
+    """A program may end by leaving the interpreter, with status 0."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise AssertionError(f"status {end.code}") from end
+
+
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs `nanoengine ...`, `python -m ...` or `python script.py ...` in this process, and returns
     what it prints."""
     program, *rest = arguments
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    rest, target = (rest[: rest.index(">")], rest[-1]) if ">" in rest else (rest, None)
+    assert target is None or "/" not in target, "a page's command may not write elsewhere"
+    with contextlib.redirect_stdout(printed), ends_well():
         if program == "nanoengine":
             assert main(rest) == 0
         elif program == "python" and rest[0] == "-m":
@@ -109,10 +121,12 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
             runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
         elif program == "python":
             monkeypatch.setattr(sys, "argv", rest)
-            with pytest.raises(SystemExit) if rest[0] == "bench.py" else contextlib.nullcontext():
-                runpy.run_path(str(ROOT / rest[0]), run_name="__main__")
+            runpy.run_path(str(ROOT / rest[0]), run_name="__main__")
         else:
             raise AssertionError(f"no test knows how to run {program!r}: mark the block not run")
+    if target is not None:
+        Path(target).write_text(printed.getvalue(), encoding="utf-8")
+        return ""
     return printed.getvalue()
 
 
