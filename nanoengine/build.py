@@ -26,6 +26,7 @@ from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import make_tiers
+from nanoengine.observe.trace import trace_engine
 from nanoengine.parallel.executor import RankedExecutor
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.stats import EngineInfo
@@ -53,6 +54,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
 def _build_engine(config: EngineConfig) -> LLMEngine:
     started = time.perf_counter()
+    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
+        raise ConfigError(f"trace={config.trace!r}: its directory must be there; make it first")
     directory = resolve_model(config)
     model_config = load_model_config(directory)
     device = resolve_device(config.device)
@@ -86,6 +89,12 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     except BaseException:
         runner.shutdown()
         raise
+    if config.trace is not None:
+        try:
+            trace_engine(engine, config.trace, steps=config.steps_traced(), config=config)
+        except BaseException:
+            engine.close()
+            raise
     logger.info("%s: %s on %s, attention %s", config.model, dtype, device, backend)
     if quantization is not None:
         logger.info("quantization: %s", quantization)

@@ -109,6 +109,11 @@ class EngineConfig:
     half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
+    trace: str | None = None
+    """Write what each step does to this file, compressed where it ends in .gz; docs/trace.md says
+    what it holds, `nanoengine explain` what it means."""
+    trace_steps: str | None = None
+    """Trace the steps from A up to and without B: A:B, either of which may be left out."""
 
     deterministic: bool = False
     """The same bits for the same tokens, whatever runs beside them and however prompts are chunked
@@ -128,6 +133,18 @@ class EngineConfig:
         small = device_type == "cpu" and self.enable_chunked_prefill
         return max(1024 if small else 8192, self.max_num_seqs)
 
+    def steps_traced(self) -> tuple[int, int | None]:
+        """The first step to trace, and the one to stop before; None: no end."""
+        first, colon, end = (self.trace_steps or ":").partition(":")
+        given = [int(one) if one.isdecimal() else None for one in (first or "0", end)]
+        if self.trace is None and self.trace_steps is not None:
+            raise ConfigError("trace_steps chooses steps of a trace: give trace, a file, too")
+        if not colon or given[0] is None or (end and given[1] is None):
+            raise ConfigError(f"trace_steps must be A:B, got {shown(self.trace_steps)}")
+        if given[1] is not None and given[1] <= given[0]:
+            raise ConfigError(f"trace_steps must end behind its beginning, got {self.trace_steps}")
+        return given[0], given[1]
+
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Builds a config; a path may be any path object."""
@@ -136,6 +153,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_ranges()
         check_tiers(self.kv_tiers)
+        if self.trace_steps is not None:
+            self.steps_traced()
         if self.kv_tiers and not self.enable_prefix_caching:
             raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
 

@@ -53,7 +53,11 @@ class LLMEngine:
         seed: seeds requests that bring no seed of their own.
         overlap: plan and launch a step while the one before runs.
         debug_checks: check all invariants after each step.
-        observers: told of each step; they may abort requests.
+        observers: told of each step; they may abort requests. One with a `close` is closed with
+            the engine.
+
+    Attributes:
+        on_queued: called with each request that is queued.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.info = info
         self.observers = list(observers)
+        self.on_queued: list[Callable[[Request], object]] = []
         self.overlap = overlap
         self.checker = RequestChecker(info, scheduler.block_manager)
         self.turns = Turns()
@@ -265,6 +270,8 @@ class LLMEngine:
             max_num_tokens=checked.max_num_tokens,
         )
         self._requests[request_id] = request
+        for tell in self.on_queued:
+            tell(request)
         return request
 
     @one_at_a_time
@@ -379,6 +386,8 @@ class LLMEngine:
                 self.turns.why_over = "the engine is closed: build a new one"
                 self.scheduler.block_manager.prefix_cache.close()
                 self.executor.shutdown()
+                for observer in self.observers:
+                    getattr(observer, "close", lambda: None)()
 
     def require_idle(self) -> None:
         """Raises EngineDeadError if the engine is closed or another process's, and NanoEngineError

@@ -8,6 +8,7 @@
     ├─ RequestError(ValueError)       one request; it never takes the batch down
     │  └─ PromptTooLongError
     ├─ CapacityError                  this request can never fit the KV pool
+    ├─ TraceError                     a file that is no trace, of another version, or damaged
     ├─ MissingDependencyError         an optional package; names the extra to install
     └─ EngineDeadError                closed, used in a forked process, or a rank has failed
 
@@ -47,6 +48,10 @@ class PromptTooLongError(RequestError):
 
 class CapacityError(NanoEngineError):
     """The request needs more KV blocks than the whole pool has."""
+
+
+class TraceError(NanoEngineError):
+    """A file is no trace, one of another version, or damaged; or it has not what was asked for."""
 
 
 class MissingDependencyError(NanoEngineError, ImportError):

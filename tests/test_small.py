@@ -107,7 +107,7 @@ class Workload:
 def decisions(plan: StepPlan) -> StepPlan:
     """A plan without what it says to people."""
     admitted = [new._replace(token_ids=tuple(new.token_ids)) for new in plan.admitted]
-    return replace(plan, admitted=admitted, reasons=[])
+    return replace(plan, admitted=admitted, reasons=[], waits=[])
 
 
 def test_random_workloads_give_the_tokens_of_each_prompt_alone():

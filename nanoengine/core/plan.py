@@ -123,6 +123,8 @@ class StepPlan:
             verified.
         draft_token_ids: row -> proposed tokens, placed after the row's known tokens.
         preempted, reasons: for people and traces; an executor ignores them.
+        waits: for those too: the first of the queue that were tried and not admitted, and what each
+            lacked, a word of `waiting.LookAhead.pass_over`.
     """
 
     step: int
@@ -140,6 +142,7 @@ class StepPlan:
     draft_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     preempted: list[Preemption] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    waits: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

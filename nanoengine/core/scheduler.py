@@ -287,7 +287,7 @@ class Scheduler:
         while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
             forks = rows_due(seq)
             if self._rows.num_free - rows_kept < 1 + forks or seq.num_pending_tokens:
-                ahead.pass_over(seq)
+                ahead.pass_over(seq, "token" if seq.num_pending_tokens else "row")
                 break
             admission = self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))
             if admission.verdict is Verdict.NEVER:
@@ -297,15 +297,15 @@ class Scheduler:
             num_new = seq.num_tokens - admission.num_cached_tokens
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
-                ahead.pass_over(seq)
+                ahead.pass_over(seq, "budget" if too_long else "blocks")
                 if admission.reason:
                     plan.reasons.append(f"seq {seq.seq_id} waits: {admission.reason}")
                 continue
             if self.running and not self.policy.may_admit(
                 seq, admission, self.running, self.block_manager
             ):
-                ahead.pass_over(seq)  # Why break: what is full soon is so for those behind, too.
-                break
+                ahead.pass_over(seq, "policy")
+                break  # Why: what is full soon is so for those behind, too.
             num_new = min(num_new, admission.max_chunk)
             num_new = min(num_new, budget, self.long_prefill_threshold or budget)
             rows_kept += forks
@@ -323,7 +323,7 @@ class Scheduler:
             plan.reasons.append(
                 f"nothing admitted: {ahead.passed_over[0]} waits for blocks or rows"
             )
-        ahead.end()
+        plan.waits = ahead.end()
 
     def _start(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
         """Gives an admitted sequence a row and its place among those that run."""

@@ -75,6 +75,7 @@ class LookAhead:
         self._queue = queue
         self._next_to_admit = next_to_admit
         self.passed_over: list[Sequence] = []
+        self._waits: list[tuple[int, str]] = []
 
     def next(self, few: int) -> Sequence | None:
         """Takes the next sequence to try out of the queue: by order, or, where no more than `few`
@@ -87,19 +88,22 @@ class LookAhead:
             return self._queue.pop_next(self._next_to_admit)
         return self._queue.pop()
 
-    def pass_over(self, seq: Sequence) -> None:
-        """Puts a sequence aside that can't be admitted now."""
+    def pass_over(self, seq: Sequence, lacks: str) -> None:
+        """Puts a sequence aside that can't be admitted now, because it lacks a "row", its last
+        "token" from the step under way, "blocks", the "budget", or consent of the "policy"."""
         self.passed_over.append(seq)
+        self._waits.append((seq.seq_id, lacks))
 
     def overtake(self) -> None:
         """Counts for those passed over that one behind them has been admitted."""
         for seq in self.passed_over:
             seq.num_overtaken += 1
 
-    def end(self) -> None:
-        """Queues those passed over again, at their places."""
+    def end(self) -> list[tuple[int, str]]:
+        """Queues those passed over again, at their places; returns what each lacked."""
         for seq in self.passed_over:
             self._queue.push(seq)
+        return self._waits
 
 
 def _waits_long(seq: Sequence) -> bool:

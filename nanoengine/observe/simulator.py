@@ -28,6 +28,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
+from nanoengine.observe.trace import Trace
 from nanoengine.sampling_params import SamplingParams
 
 FILL, STOP = 1, 0
@@ -155,6 +156,7 @@ def simulate(
     *,
     length_cap: int | None = None,
     time_model: TimeModel | None = None,
+    trace: Trace | None = None,
 ) -> SimulationReport:
     """Runs a workload through a scheduler until all of it is done.
 
@@ -166,6 +168,7 @@ def simulate(
             it. Else every request asks for this many tokens and stops by itself earlier, as in a
             real job with an end-of-sequence token.
         time_model: estimates seconds.
+        trace: of the same scheduler; its steps have estimated times, if there is a time model.
     """
     started = time.perf_counter()
     executor, queue = FilledExecutor(), iter(work)
@@ -176,7 +179,9 @@ def simulate(
     while True:
         ahead = scheduler.max_num_seqs - scheduler.num_waiting
         for item in islice(queue, max(0, ahead)):
-            _add(scheduler, executor, requests, item, length_cap)
+            request = _add(scheduler, executor, requests, item, length_cap)
+            if trace is not None:
+                trace.on_request(request)
             requests += 1
         if not scheduler.has_unfinished:
             break
@@ -188,9 +193,13 @@ def simulate(
             waste = scheduler.num_waste_slots()
             peak_waste, sum_waste = max(peak_waste, waste), sum_waste + waste
             samples += 1
+        result = executor.execute(plan)
         if time_model is not None:
-            estimated_s += time_model.step(plan)
-        done = scheduler.commit(plan, executor.execute(plan))
+            result.times.forward_s = time_model.step(plan)
+            estimated_s += result.times.forward_s
+        done = scheduler.commit(plan, result)
+        if trace is not None:
+            trace.on_step(plan, result, scheduler)
         failed += sum(request.error is not None for request in done)
         for request in done if length_cap else ():
             del executor.lengths[request.sequences[0].seq_id]
@@ -219,23 +228,26 @@ def simulate(
 
 def _add(
     scheduler: Scheduler, executor: FilledExecutor, number: int, item: Work, cap: int | None
-) -> None:
+) -> Request:
     """Queues one item; with a cap its length is known to the executor only."""
     length = len(item.prompt_token_ids) + item.max_tokens
     asked = item.max_tokens if cap is None else max(cap, item.max_tokens)
     if cap is not None:
         executor.lengths[number] = length
+    request = Request(
+        str(number),
+        list(item.prompt_token_ids),
+        SamplingParams(max_tokens=asked, ignore_eos=cap is None, temperature=0),
+        arrival=number,
+        arrival_time=time.perf_counter(),
+    )
     scheduler.add(
-        Request(
-            str(number),
-            list(item.prompt_token_ids),
-            SamplingParams(max_tokens=asked, ignore_eos=cap is None, temperature=0),
-            arrival=number,
-        ),
+        request,
         seed=0,
         stop_ids=frozenset() if cap is None else frozenset((STOP,)),
         max_num_tokens=len(item.prompt_token_ids) + asked,
     )
+    return request
 
 
 def make_scheduler(

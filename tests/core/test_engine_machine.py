@@ -51,6 +51,7 @@ from tests.support.fake_executor import (
     next_token,
     prefix_hashes,
 )
+from tests.support.followed_trace import FollowedTrace
 
 # Why so many: a prefix must have left the device when it comes again, for a tier to have it.
 FAMILIES = [[(3 + k * i + i * i) % 43 for i in range(90)] for k in range(7)]
@@ -110,6 +111,9 @@ class EngineRun:
         self.manager = self.scheduler.block_manager
         # Why this bound: nothing is ever refused, so that every output is the oracle's.
         self.max_total = max(n for n in range(1, LONGEST) if self.manager.can_ever_allocate(n))
+        # Why not for both: a plain Scheduler's plans are the same.
+        first = (0, 0, 7)[seed % 3]
+        self.trace = FollowedTrace(self.engine, first=first) if is_checked else None
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.broken: set[int] = set()
@@ -308,6 +312,8 @@ class EngineRun:
         for request in self.requests:
             self.has_the_right_output(request)
         self.nothing_is_held()
+        if self.trace is not None:
+            self.events["steps rebuilt from a trace"] += self.trace.check(self.requests)
         self.count_events()
         assert self.engine.reset_prefix_cache()
         assert self.manager.pool.counts()["empty"] == self.manager.pool.num_usable
@@ -472,6 +478,7 @@ NUM_LIVES = 30
 
 OFTEN = {
     "late examples": 10,
+    "steps rebuilt from a trace": 1000,
     "preemptions": 100,
     "evicted blocks": 1000,
     "copy-on-write copies": 50,

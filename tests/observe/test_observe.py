@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.plan import (
     AdmittedSequence,
-    ChosenToken,
     Fork,
     Preemption,
     StepPlan,
@@ -26,22 +23,9 @@ from nanoengine.observe import metrics
 from nanoengine.observe.cost import ModelCost
 from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, summarize
 from nanoengine.observe.peak import measure_cpu_peaks, measure_peaks
-from nanoengine.observe.trace import Trace
 from nanoengine.sampling_params import SamplingParams
-from tests.support.fake_executor import make_engine
 
-SCHEDULER = SimpleNamespace(
-    num_waiting=3,
-    num_running=2,
-    block_manager=SimpleNamespace(
-        pool=SimpleNamespace(counts=lambda: {"empty": 5, "cached": 1, "active": 2}),
-        prefix_cache=SimpleNamespace(
-            tier_stats=lambda: (
-                TierStats(name="host", block_bytes=8, empty_blocks=3, cached_blocks=4),
-            )
-        ),
-    ),
-)
+SCHEDULER = SimpleNamespace(num_waiting=3, num_running=2)
 
 
 def admit(row: int, seq_id: int, num_tokens: int, num_cached: int = 0) -> AdmittedSequence:
@@ -157,77 +141,6 @@ def test_percentiles() -> None:
         {"p50": 3.0, "p90": 4.6, "p99": 4.96}
     )
     assert percentiles([]) == {}
-
-
-def test_trace_names_sequences_across_steps(tmp_path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        first = plan_and_result(
-            0,
-            [(0, 0, 4), (1, 4, 0)],
-            [[50], [60]],
-            admitted=[admit(0, 7, 4)],
-            forks=[Fork(row=1, parent_row=0, seq_id=8, seed=1)],
-            chosen_tokens=[ChosenToken(row=1, position=3, token_id=44)],
-            reasons=["seq 9 waits"],
-        )
-        second = plan_and_result(
-            1,
-            [(0, 0, 3)],
-            [[]],
-            released=[0],
-            admitted=[admit(0, 9, 5, 2)],
-            preempted=[Preemption(7, 4, "no block")],
-        )
-        second[1].errors[0] = "NaN logits"
-        trace.on_step(*first, SCHEDULER)
-        trace.on_step(*second, SCHEDULER)
-    one, two = map(json.loads, path.read_text().splitlines())
-    assert one["tokens"] == {"7": [0, 4], "8": [4, 0]}
-    assert one["sampled"] == {"7": [50], "8": [60]}
-    assert one["forked"] == [[8, 7]]
-    assert (one["chosen"], two["chosen"]) == ([[8, 3, 44]], []), "a fork has its name already"
-    assert one["reasons"] == ["seq 9 waits"]
-    assert one["blocks"] == {
-        "device": {"empty": 5, "cached": 1, "active": 2},
-        "host": {"empty": 3, "cached": 4, "active": 0},
-    }
-    assert (one["waiting"], one["running"]) == (3, 2)
-    assert one["times_ms"]["forward"] == 750
-    assert two["released"] == [7]
-    assert two["admitted"] == [[9, 5, 2]]
-    assert two["preempted"] == [[7, 4, "no block"]]
-    assert two["tokens"] == {"9": [0, 3]}
-    assert two["errors"] == {"9": "NaN logits"}
-    assert two["time_s"] >= one["time_s"] >= 0
-
-
-def test_outputs_can_be_rebuilt_from_a_trace(tmp_path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        engine = make_engine(num_blocks=12, max_num_seqs=4, observers=[trace])
-        prompt = [1, 2, 3, 4, 5]
-        request = engine.add_request("a", prompt, SamplingParams(max_tokens=20, ignore_eos=True))
-        for step in range(40):
-            engine.step()
-            if step in (2, 5):
-                last = request.sequences[0].token_ids[-1]
-                engine.fork("a", next_token_id=(last + 1) % 50)
-            if not engine.has_unfinished():
-                break
-    steps = [json.loads(line) for line in path.read_text().splitlines()]
-    assert any(step["preempted"] for step in steps)
-    tokens: dict[int, list[int]] = {0: list(prompt)}
-    for step in steps:
-        for child, parent in step["forked"]:
-            tokens[child] = list(tokens[parent])
-        for seq_id, position, token_id in step["chosen"]:
-            tokens[seq_id][position:] = [token_id]
-        for seq_id, sampled in step["sampled"].items():
-            tokens[int(seq_id)] += sampled
-    assert sum(len(step["chosen"]) for step in steps) == 2
-    assert tokens == {seq.seq_id: seq.token_ids for seq in request.sequences}
-    assert len(tokens) == 3
 
 
 CONFIG = {
