@@ -67,6 +67,7 @@ GROUPS = {
             "overlap", "keep_input_order", "replicas", "threads", "ray", "debug_checks",
         ),
     ),
+    "watching": Group("What each step did, to look at it later.", ("trace", "trace_steps")),
 }  # fmt: skip
 """A setting of the engine that none of them names is one of the model; of another option the box
 has no name."""

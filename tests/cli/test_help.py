@@ -48,10 +48,10 @@ def boxes(shown: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("command", "titles"),
     [
-        ("generate", ["input", "output", "model", "memory", "scheduling", "sampling"]),
-        ("batch", ["input", "output", "model", "memory", "scheduling", "sampling"]),
-        ("chat", ["input", "model", "memory", "scheduling", "sampling"]),
-        ("bench", ["input", "output", "model", "memory", "scheduling"]),
+        ("generate", ["input", "output", "model", "memory", "scheduling", "watching", "sampling"]),
+        ("batch", ["input", "output", "model", "memory", "scheduling", "watching", "sampling"]),
+        ("chat", ["input", "model", "memory", "scheduling", "watching", "sampling"]),
+        ("bench", ["input", "output", "model", "memory", "scheduling", "watching"]),
     ],
 )
 def test_help_is_in_groups_with_three_examples(
@@ -85,7 +85,7 @@ def test_groups_name_options_that_there_are() -> None:
     assert len(set(named)) == len(named)
     assert set(named) <= there
     assert {groups.group_of(field.name) for field in dataclasses.fields(EngineConfig)} == {
-        "model", "memory", "scheduling",
+        "model", "memory", "scheduling", "watching",
     }  # fmt: skip
 
 

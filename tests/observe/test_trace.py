@@ -235,9 +235,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, why:
 )
 def test_a_damaged_line_is_named(tmp_path: Path, name: str, value: Any) -> None:
     lines = gzip.decompress(SAMPLE.read_bytes()).splitlines(keepends=True)
-    number = next(
-        i for i, line in enumerate(lines) if len(json.loads(line).get("sampled", ())) == 5
-    )
+    told = [json.loads(line) for line in lines]
+    number = next(i for i, line in enumerate(told) if len(line.get("sampled", ())) == 5)
     lines[number] = json.dumps({**told[number], name: value}).encode() + b"\n"
     path = tmp_path / "damaged.trace"
     path.write_bytes(b"".join(lines))
