@@ -110,9 +110,10 @@ class Trace:
     def close(self) -> None:
         """Writes what has ended without a step, and closes the file; closing twice is harmless."""
         if not self._is_over:
-            ended: dict[str, Any] = {"ended": [], "outputs": []}
-            self._sweep(ended)
-            self._write({"end": {name: entries for name, entries in ended.items() if entries}})
+            end: dict[str, Any] = {"arrived": self._arrived, "ended": [], "outputs": []}
+            if self._watched:
+                self._sweep(end)
+            self._write({"end": {name: entries for name, entries in end.items() if entries}})
             self._end_now()
 
     # --- what happens -------------------------------------------------------------------------

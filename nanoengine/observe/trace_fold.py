@@ -128,7 +128,9 @@ class Fold:
         fold = cls(recording.header, recording.state)
         for step in recording.steps:
             yield step, fold, fold.step(step)
-        fold.end(recording.ended, recording.outputs)
+        if recording.end is not None:
+            fold._arrive(recording.end.arrived)
+            fold._end(recording.end.ended, recording.end.outputs)
 
     def step(self, step: TracedStep) -> BlockEvents:
         """Follows one step.
@@ -143,7 +145,7 @@ class Fold:
                 self._follow_plan(step)
             self._follow_content(step)
             self._follow_result(step)
-            self.end(step.ended, step.outputs)
+            self._end(step.ended, step.outputs)
         except (KeyError, IndexError) as error:
             raise TraceError(
                 f"step {step.step} names a row, group or block that there is not: {error!r}"
@@ -263,8 +265,7 @@ class Fold:
                 if seq.finish_reason is None:  # Why: a step may be planned before its end is known.
                     seq.token_ids += tokens
 
-    def end(self, ended: Iterable[Ended], outputs: Iterable[Output]) -> None:
-        """Follows ends: of a step, or of the trace's last line."""
+    def _end(self, ended: Iterable[Ended], outputs: Iterable[Output]) -> None:
         for seq_id, request_id, token_ids in outputs:
             seq = self._sequence(seq_id, request_id)
             if not seq.token_ids and request_id in self.requests:  # one that never had a row

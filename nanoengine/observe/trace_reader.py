@@ -191,17 +191,27 @@ class TracedStep:
     reasons: list[str] = field(default_factory=list)
 
 
+class TraceEnd(NamedTuple):
+    """What happened after the last step that was traced."""
+
+    arrived: list[Arrival]
+    ended: list[Ended]
+    outputs: list[Output]
+
+
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """A whole trace. `ended` and `outputs` are those of the last line; `is_torn` says that the file
-    breaks off."""
+    """A whole trace. `end` is its last line; None: the file breaks off."""
 
     header: TraceHeader
     state: HeldState | None = None
     steps: list[TracedStep] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    is_torn: bool = True
+    end: TraceEnd | None = None
+
+    @property
+    def is_torn(self) -> bool:
+        """True if the run was killed, or goes on."""
+        return self.end is None
 
 
 def read_trace(path: str | PathLike[str]) -> Recording:
@@ -224,8 +234,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
                     elif "state" in told:
                         recording.state = reader.read_state(told["state"])
                     elif "end" in told:
-                        recording.ended, recording.outputs = _ends(told["end"])
-                        recording.is_torn = False
+                        recording.end = TraceEnd(_arrivals(told["end"]), *_ends(told["end"]))
                 except (ValueError, KeyError, TypeError, IndexError) as error:
                     if is_whole or recording is None:
                         why = f"{type(error).__name__}: {error}"
@@ -298,7 +307,7 @@ class _StepReader:
         self._starts.update((held.row, held.num_computed_tokens) for held in rows)
         return HeldState(
             planned=_int(told["planned"]),
-            requests=[_arrival(one) for one in told["requests"]],
+            requests=_arrivals({"arrived": told["requests"]}),
             rows=rows,
             content=_content(told["content"]),
         )
@@ -336,7 +345,7 @@ class _StepReader:
             counts=counts,
             num_logits=num_logits,
             sampled=[_ints(tokens) for tokens in sampled],
-            arrived=[_arrival(one) for one in told.get("arrived", ())],
+            arrived=_arrivals(told),
             released=_ints(told.get("released", [])),
             admitted=admitted,
             siblings=[(_int(i), str(request_id)) for i, request_id in told.get("siblings", ())],
@@ -365,17 +374,20 @@ class _StepReader:
         )
 
 
-def _arrival(told: dict[str, Any]) -> Arrival:
-    return Arrival(
-        str(told["id"]),
-        _int(told["seq"]),
-        float(told["t"]),
-        _int(told["prompt"]),
-        _int(told["max"]),
-        _int(told.get("priority", 0)),
-        _int(told.get("n", 1)),
-        bool(told.get("chooser", False)),
-    )
+def _arrivals(told: dict[str, Any]) -> list[Arrival]:
+    return [
+        Arrival(
+            str(one["id"]),
+            _int(one["seq"]),
+            float(one["t"]),
+            _int(one["prompt"]),
+            _int(one["max"]),
+            _int(one.get("priority", 0)),
+            _int(one.get("n", 1)),
+            bool(one.get("chooser", False)),
+        )
+        for one in told.get("arrived", ())
+    ]
 
 
 def _ends(told: dict[str, Any]) -> tuple[list[Ended], list[Output]]:

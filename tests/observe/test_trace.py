@@ -71,7 +71,8 @@ def test_requests_are_told_with_their_arrival_and_their_end(tmp_path: Path) -> N
     ]  # fmt: skip
     assert [one.priority for one in arrived] == [0, 2, 0]
     assert 0 < arrived[0].time_s < arrived[2].time_s < recording.steps[-1].time_s
-    ended = [one for step in recording.steps for one in step.ended] + recording.ended
+    assert recording.end is not None
+    ended = [one for step in recording.steps for one in step.ended] + recording.end.ended
     assert [(one.seq_id, one.reason, one.num_output_tokens) for one in ended] == [
         (0, "length", 3), (1, "length", 2), (2, "abort", 0)
     ]  # fmt: skip
