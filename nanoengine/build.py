@@ -23,9 +23,12 @@ from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.policies import make_policy
 from nanoengine.core.prefix_cache import PrefixCache
+from nanoengine.draft_config import NgramDrafts, parse_speculative
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.features.drafting import Drafting
 from nanoengine.features.kv_tiers import make_tiers
+from nanoengine.features.ngram import NgramDrafter
 from nanoengine.observe.trace import trace_engine
 from nanoengine.parallel.executor import RankedExecutor
 from nanoengine.runner.model_runner import ModelRunner
@@ -143,6 +146,7 @@ def _engine_on(
             long_prefill_threshold=config.long_prefill_threshold,
             policy=make_policy(config.admission, config.preempt_above, config.admit_below),
         )
+        drafting = _make_drafting(config)
         info = _info(config, runner, layout, backend, time.perf_counter() - started)
         return LLMEngine(
             runner,
@@ -151,11 +155,22 @@ def _engine_on(
             seed=config.seed,
             overlap=device.type == "cuda" if config.overlap is None else config.overlap,
             debug_checks=config.debug_checks,
+            observers=() if drafting is None else (drafting,),
+            proposer=drafting,
         )
     except BaseException:
         # Why: the error may live on, say in a notebook, and with it the disk's lock.
         prefix_cache.close()
         raise
+
+
+def _make_drafting(config: EngineConfig) -> Drafting | None:
+    """Who drafts, and decides when."""
+    if config.speculative is None:
+        return None
+    drafts = parse_speculative(config.speculative)
+    assert isinstance(drafts, NgramDrafts)
+    return Drafting(drafter=NgramDrafter(drafts))
 
 
 def _tiered_cache(

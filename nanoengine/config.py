@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from nanoengine.checks import checked, shown
+from nanoengine.draft_config import parse_speculative
 from nanoengine.errors import ConfigError
 from nanoengine.tier_config import Tier, check_tiers
 from nanoengine.vllm_names import LLM_OPTIONS, translate
@@ -107,6 +108,10 @@ class EngineConfig:
     """auto: the model's dtype. bfloat16: beside float32, half of its memory and traffic, at 7 bits
     of mantissa (backends cpu and naive). fp8: e4m3 with a scale a layer, from the checkpoint or 1;
     half the memory and traffic of 16 bits, at 3 bits of mantissa (backends triton and naive)."""
+    speculative: str | None = None
+    """Drafts that each step verifies: "ngram", from prompt and output themselves, with options as
+    in "ngram:max=4,min=2,k=8"; or the path of a draft model, as in "path:k=4". The tokens are the
+    same; drafts are made where they are measured to pay. None: none."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
     trace: str | None = None
@@ -155,6 +160,8 @@ class EngineConfig:
         check_tiers(self.kv_tiers)
         if self.trace_steps is not None:
             self.steps_traced()
+        if self.speculative is not None:
+            parse_speculative(self.speculative)
         if self.kv_tiers and not self.enable_prefix_caching:
             raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
 

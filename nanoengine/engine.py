@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from nanoengine.core.doors import Executor, Launched, Observer
+from nanoengine.core.doors import Executor, Launched, Observer, Proposer
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import OutputFollower, Request, Sequence, TokenChooser
@@ -55,6 +55,7 @@ class LLMEngine:
         debug_checks: check all invariants after each step.
         observers: told of each step; they may abort requests. One with a `close` is closed with
             the engine.
+        proposer: drafts tokens; None: nobody does.
 
     Attributes:
         on_queued: called with each request that is queued.
@@ -70,12 +71,14 @@ class LLMEngine:
         overlap: bool = False,
         debug_checks: bool = False,
         observers: Iterable[Observer] = (),
+        proposer: Proposer | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.info = info
         self.observers = list(observers)
         self.on_queued: list[Callable[[Request], object]] = []
+        self.proposer = proposer
         self.overlap = overlap
         self.checker = RequestChecker(info, scheduler.block_manager)
         self.turns = Turns()
@@ -134,12 +137,13 @@ class LLMEngine:
     def _next_plan_needs(self, plan: StepPlan) -> bool:
         """True if the next step can't be planned before the tokens of this one are known.
 
-        With drafts, because the number of right ones decides where the sequence goes on. With a
-        chooser, because its sequences go on when it has seen what this step offers.
+        With drafts, because the number of right ones decides where the sequence goes on; and where
+        more are to be proposed. With a chooser, because its sequences go on when it has seen what
+        this step offers.
         """
-        return bool(plan.draft_token_ids) or any(
-            seq.request.chooser is not None for seq in self.scheduler.running
-        )
+        if plan.draft_token_ids or (self.proposer is not None and self.proposer.needs_tokens()):
+            return True
+        return any(seq.request.chooser is not None for seq in self.scheduler.running)
 
     def _take_in(self) -> None:
         """Waits for the step under way, if there is one, and commits it."""
@@ -169,9 +173,16 @@ class LLMEngine:
 
     def _launch(self) -> UnderWay:
         started = time.perf_counter()
+        if self.proposer is not None:
+            self._ask_for_drafts(self.proposer)
         plan = self.scheduler.schedule()
         schedule_s = time.perf_counter() - started
         return UnderWay(plan, self.executor.launch(plan), schedule_s)
+
+    def _ask_for_drafts(self, proposer: Proposer) -> None:
+        sequences = [seq for seq in self.scheduler.running if seq.may_draft]
+        for seq, drafts in zip(sequences, proposer.propose(sequences), strict=True):
+            seq.draft_token_ids = drafts
 
     def _commit(self, step: UnderWay) -> None:
         """Commits what a step has sampled; `step` returns the requests that end by it."""

@@ -59,7 +59,8 @@ class EngineStats:
 
     `cache_recent_hit_rate` looks back on 1,000 admissions; `cache_readmit_*` are sequences that
     came back from preemption; `cache_misses` counts reasons (see `CacheStats`); `waste_slots` are
-    allocated to running sequences and hold no token (yet).
+    allocated to running sequences and hold no token (yet). `drafted_tokens` were verified,
+    `accepted_tokens` of them right; `saved_steps` as in `SchedulerStats`.
     """
 
     steps: int
@@ -68,6 +69,9 @@ class EngineStats:
     prefill_tokens: int
     decode_tokens: int
     output_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    saved_steps: int
     recomputed_tokens: int
     preemptions: int
     finished_requests: int

@@ -240,6 +240,7 @@ def format_report(report: dict[str, Any]) -> str:
                           f" {count['preemptions']} preemptions"),
         ("prefix cache", f"{report['hit_rate']:.1%} of {count['cache_queried_tokens']:,} tokens"
                          " looked up"),
+        *(_drafts_line(count) if count["drafted_tokens"] else ()),
         ("time", _shares(report["step_times_s"], report["outside_steps_s"])),
         ("bandwidth", f"{achieved['gbs']:,.1f} GB/s, {achieved['bandwidth_frac']:.0%} of"
                       f" {peaks['read_gbs']:,.1f} measured now"),
@@ -264,6 +265,12 @@ def format_report(report: dict[str, Any]) -> str:
                               f" {other['speedup_min']:.2f} to {other['speedup_max']:.2f})"),
         ]  # fmt: skip
     return "\n".join(_line(label, text) for label, text in rows)
+
+
+def _drafts_line(count: dict[str, int]) -> list[tuple[str, str]]:
+    drafted, accepted = count["drafted_tokens"], count["accepted_tokens"]
+    text = f"{drafted:,} tokens, {accepted / drafted:.1%} of them right: {count['saved_steps']:,}"
+    return [("drafts", f"{text} steps of a sequence saved")]
 
 
 def _line(label: str, text: str) -> str:

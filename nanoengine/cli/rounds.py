@@ -33,6 +33,9 @@ COUNTERS = (
     "preemptions",
     "cache_queried_tokens",
     "cache_hit_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+    "saved_steps",
 )
 """Running totals of the engine that a round is charged for."""
 

@@ -41,8 +41,11 @@ class Executor(Protocol):
 class Proposer(Protocol):
     """Drafts tokens that the next step verifies."""
 
-    def propose(self, sequences: SequenceOf[Sequence]) -> list[list[int]]:
-        """One list of draft tokens for each sequence; empty means none."""
+    def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
+        """Draft tokens for each of the sequences that are about to decode; () means none."""
+
+    def needs_tokens(self) -> bool:
+        """False if the overlapped loop may plan its next step without asking for drafts."""
 
 
 class Observer(Protocol):

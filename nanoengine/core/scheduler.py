@@ -399,10 +399,14 @@ class Scheduler:
             num_drafts = plan.num_logits[i] - 1
             tokens = result.token_ids[i]
             seq.num_pending_tokens -= 1
+            num_known = len(seq.token_ids)
             if num_drafts:
                 seq.draft_token_ids = ()
                 seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
+                self.stats.drafted_tokens += num_drafts
+                self.stats.accepted_tokens += len(tokens) - 1
             self._append(seq, tokens, result.logprobs.get(i), now)
+            self.stats.saved_steps += len(seq.token_ids) - num_known - 1
 
     def _append(
         self, seq: Sequence, tokens: list[int], logprobs: TokenLogprobs | None, now: float

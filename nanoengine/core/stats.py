@@ -11,7 +11,8 @@ class SchedulerStats:
 
     `prefill_tokens` counts computed tokens that were not sampled in this life of the sequence
     (prompts, and everything recomputed after a preemption); `recomputed_tokens` are those of them
-    that had been computed before; `decode_tokens` the rest.
+    that had been computed before; `decode_tokens` the rest, drafts among them, right or wrong.
+    `saved_steps` counts steps that a sequence did not take, because a draft had its token already.
     """
 
     steps: int = 0
@@ -19,6 +20,9 @@ class SchedulerStats:
     decode_tokens: int = 0
     recomputed_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    saved_steps: int = 0
     preemptions: int = 0
     finished_requests: int = 0
 

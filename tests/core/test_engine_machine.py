@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import zip_longest
 from random import Random
 from typing import Any
@@ -38,6 +39,7 @@ from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.policies import make_policy
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import NO_ROW, Request
+from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.sampling_params import SamplingParams
@@ -103,6 +105,7 @@ class EngineRun:
             overlap=late,
             debug_checks=False,  # `holds` looks after each step
             scheduler_class=scheduler_class,
+            proposer=self,
         )
         assert isinstance(self.engine.executor, FakeExecutor)
         self.executor = self.engine.executor
@@ -173,21 +176,25 @@ class EngineRun:
             self.requests.append(request)
 
     def step(self) -> None:
-        if not self.engine.overlap and self.random.random() < 0.3:
-            self.propose()
         self.finished += [request.request_id for request in self.engine.step()]
         self.events["steps"] += 1
 
-    def propose(self) -> None:
-        for seq in self.scheduler.running:
-            if seq.num_computed_tokens == seq.num_tokens - 1:
-                prefix, drafts = prefix_hashes(seq.token_ids)[-1], []
-                for _ in range(self.random.randrange(5)):
-                    good = self.random.random() < 0.8
-                    drafts.append(next_token(prefix, seq.seed) if good else 1)
-                    prefix = chain(prefix, drafts[-1])
-                seq.draft_token_ids = tuple(drafts)
-                self.events["drafts"] += len(drafts)
+    def needs_tokens(self) -> bool:
+        return self.random.random() < 0.3
+
+    def propose(self, sequences: Sequence[CoreSequence]) -> list[tuple[int, ...]]:
+        if self.random.random() < 0.7:
+            return [()] * len(sequences)
+        return [self.drafts(seq) for seq in sequences]
+
+    def drafts(self, seq: CoreSequence) -> tuple[int, ...]:
+        prefix, drafts = prefix_hashes(seq.token_ids)[-1], []
+        for _ in range(self.random.randrange(5)):
+            good = self.random.random() < 0.8
+            drafts.append(next_token(prefix, seq.seed) if good else 1)
+            prefix = chain(prefix, drafts[-1])
+        self.events["late drafts" if self.engine.overlap else "drafts"] += len(drafts)
+        return tuple(drafts)
 
     def steps(self, count: int, seed: int) -> None:
         """Several, with what may come between any two of them: now and then, as in a long run."""
@@ -487,6 +494,7 @@ OFTEN = {
     "forks between steps": 20,
     "window drops": 200,
     "drafts": 100,
+    "late drafts": 100,
     "aborts": 10,
     "aborts of all": 2,
     "broken rows": 5,

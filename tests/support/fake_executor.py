@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.doors import Proposer
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
@@ -440,6 +441,7 @@ def make_engine(
     make_tiers: Callable[[FakeExecutor], TieredPrefixCache] | None = None,
     overlap: bool = False,
     scheduler_class: type[Scheduler] = FastScheduler,
+    proposer: Proposer | None = None,
 ) -> LLMEngine:
     """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
     delayed one."""
@@ -482,7 +484,13 @@ def make_engine(
         memory_plan="",
     )
     return LLMEngine(
-        executor, scheduler, info, overlap=overlap, debug_checks=debug_checks, observers=observers
+        executor,
+        scheduler,
+        info,
+        overlap=overlap,
+        debug_checks=debug_checks,
+        observers=observers,
+        proposer=proposer,
     )
 
 

@@ -1,0 +1,75 @@
+"""NgramDrafts, ModelDrafts: what `speculative="..."` asks for, as values.
+
+    "ngram"                     NgramDrafts()
+    "ngram:max=4,min=2,k=8"     the same, its options written out
+    "path/of/a/model:k=4"       ModelDrafts; the options may be left out
+
+Read by `build.py`, which makes the drafter; loads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from nanoengine.checks import shown
+from nanoengine.errors import ConfigError
+
+MOST_DRAFTS = 32
+LONGEST_NGRAM = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramDrafts:
+    """Drafts are what followed the last tokens where they stood before: in prompt or output.
+
+    `max` and `min` are the longest and shortest n-gram that is looked up, `k` the most drafts of a
+    sequence a step.
+    """
+
+    max: int = 4
+    min: int = 2
+    k: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDrafts:
+    """Drafts are the tokens of a smaller model; `k` of them at most for a sequence a step."""
+
+    model: str
+    k: int = 4
+
+
+def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
+    """Reads the option `speculative`.
+
+    Raises:
+        ConfigError: an option is unknown, no whole number, or out of range; or there is no name.
+    """
+    name, colon, rest = text.rpartition(":")
+    if not colon or "=" not in rest:
+        name, rest = text, ""
+    if not name:
+        raise ConfigError(
+            f"speculative must be 'ngram' or the path of a draft model, got {shown(text)}"
+        )
+    is_ngram = name == "ngram"
+    known = [f.name for f in fields(NgramDrafts if is_ngram else ModelDrafts) if f.name != "model"]
+    options = {}
+    for part in filter(None, rest.split(",")):
+        option, _, value = part.partition("=")
+        if option not in known or not value.isdecimal():
+            what = "'ngram'" if is_ngram else "a draft model"
+            raise ConfigError(
+                f"speculative: {what} takes {', '.join(known)}, whole numbers, as in"
+                f" '{name}:k=4'; got {shown(part)}"
+            )
+        options[option] = int(value)
+    drafts = NgramDrafts(**options) if is_ngram else ModelDrafts(model=name, **options)
+    if not 1 <= drafts.k <= MOST_DRAFTS:
+        raise ConfigError(f"speculative: k must be in [1, {MOST_DRAFTS}], got {drafts.k}")
+    if isinstance(drafts, NgramDrafts) and not 1 <= drafts.min <= drafts.max <= LONGEST_NGRAM:
+        raise ConfigError(
+            f"speculative: 1 <= min <= max <= {LONGEST_NGRAM} must hold, got min={drafts.min},"
+            f" max={drafts.max}"
+        )
+    return drafts

@@ -1,0 +1,346 @@
+"""Drafting: whether to draft, for whom and how many tokens, decided by what was measured.
+
+    propose   Drafter.look ─► Guess (how many, of which kind) ─► expected tokens of each draft
+              ─► those drafts that raise expected tokens a second ─► Drafter.draft ─► the plan
+    on_step   how many were right ─► Acceptance        how long the step took ─► StepCost
+
+A draft that is wrong costs a row of a step, and on most text most drafts are wrong. So nothing is
+drafted by option alone. A sequence keeps how often its drafts were right, by kind of guess and by
+place in the draft; the engine keeps what a step of so many rows costs. What is given up is tried
+again now and then.
+
+Only speed depends on this file: a draft is kept where it is the token that would be sampled anyway.
+A `Proposer` and an `Observer` of the engine. Which tokens to draft a `Drafter` says: `ngram.py`,
+`draft_model.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.sequence import Sequence
+from nanoengine.observe.metrics import step_seconds
+
+MARGIN = 1.02
+"""Expected speed-up below which nothing is drafted: timings are not more exact than this."""
+ASSUMED_ROW_COST = 0.05
+"""Of a step without drafts, what each further row is thought to cost until it was measured."""
+FEWEST_GAIN = 0.02
+"""Expected tokens below which a draft is not looked at."""
+FIRST_PATIENCE, MOST_PATIENCE = 4, 128
+"""Guesses that a sequence lets pass before it tries one again; doubled each time, until it pays."""
+ONE_MORE_EVERY = 48
+"""Steps with drafts of which one tries a draft more than seems best: a measurement may be wrong."""
+MOST_DRAFTED_STEPS = 128
+"""After so many steps with drafts one without is run, so that its cost stays known."""
+MOST_ASLEEP = 64
+"""Steps for which nothing is looked for after as long a time without drafts."""
+
+
+class Guess(NamedTuple):
+    """A drafter could draft `count` tokens; guesses of one `kind` are right about as often."""
+
+    count: int
+    kind: int
+
+
+class Drafter(Protocol):
+    """Knows what may come next. `priors`: for each kind, how often its guesses are right at first.
+
+    `always`: it must be asked before each step, and be told all tokens.
+    """
+
+    priors: SequenceOf[float]
+    always: bool
+
+    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+        """What it could draft for each sequence."""
+
+    def draft(
+        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
+    ) -> list[tuple[int, ...]]:
+        """At most `counts` tokens for each of the sequences it has just looked at."""
+
+    def forget_ended(self) -> None:
+        """Gives back what it holds of sequences that have ended."""
+
+
+class Acceptance:
+    """How often drafts are right, by kind and place; older ones count less and less.
+
+    Args:
+        prior: (kind, place) -> the share that is assumed, with the weight of `weight` drafts.
+        window: about how many drafts count.
+    """
+
+    def __init__(self, prior: Callable[[int, int], float], *, weight: float, window: float) -> None:
+        self._prior, self._weight, self._keep = prior, weight, 1 - 1 / window
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}  # right ones, all
+
+    def rate(self, kind: int, place: int) -> float:
+        """The share of drafts that are right at this place, those before them being right."""
+        right, tried = self._counts.get((kind, place), (0.0, 0.0))
+        return (right + self._weight * self._prior(kind, place)) / (tried + self._weight)
+
+    def add(self, kind: int, place: int, is_right: bool) -> None:
+        """Counts one draft."""
+        right, tried = self._counts.get((kind, place), (0.0, 0.0))
+        self._counts[kind, place] = (right * self._keep + is_right, tried * self._keep + 1)
+
+
+class StepCost:
+    """Seconds by size: the lower median of the latest measurements, and lines between them."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+        self._sizes: list[int] = []
+
+    def add(self, size: int, seconds: float) -> None:
+        """Takes in one measurement."""
+        size = bucket(size)
+        if size not in self._latest:
+            self._latest[size] = deque(maxlen=9)
+            insort(self._sizes, size)
+        latest = self._latest[size]
+        latest.append(seconds)
+        # Why the lower one: whatever else the machine does makes a step longer, never shorter.
+        self._medians[size] = sorted(latest)[(len(latest) - 1) // 2]
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    def limit(self, start: int) -> int:
+        """The largest size to try: a little above the last one from `start` on that was measured
+        without a gap. So a size that is far too large is never tried."""
+        reached = start
+        for size in self._sizes:
+            if size > reached + max(2, reached // 8):
+                break
+            reached = max(reached, size)
+        return reached + max(1, reached // 8)
+
+    def seconds(self, size: int, *, start: tuple[int, float], slope: float) -> float:
+        """What `size` costs, no less than at `start`, (size, seconds), where the curve begins.
+
+        Behind the last measurement it goes on with `slope` seconds more a size, or half as steeply
+        as from the start up to there.
+        """
+        low, low_s = start
+        place = bisect_left(self._sizes, bucket(size))
+        if place and self._sizes[place - 1] > low:
+            low = self._sizes[place - 1]
+            low_s = max(self._medians[low], low_s)
+        if place == len(self._sizes):
+            first, first_s = start
+            steepness = (low_s - first_s) / (low - first) / 2 if low > first else 0.0
+            return low_s + max(slope, steepness) * (size - low)
+        high = self._sizes[place]
+        high_s = max(self._medians[high], start[1])
+        return high_s if size >= high else low_s + (high_s - low_s) * (size - low) / (high - low)
+
+
+def bucket(size: int) -> int:
+    """Sizes that are measured together: up to 16 each its own, above in steps of an eighth.
+
+    >>> [bucket(size) for size in (1, 16, 17, 18, 33, 37, 300)]
+    [1, 16, 18, 18, 36, 40, 320]
+    """
+    step = max(1, 1 << size.bit_length() - 4) if size > 16 else 1
+    return -(-size // step) * step
+
+
+def best_counts(
+    gains: SequenceOf[SequenceOf[float]],
+    num_rows: int,
+    seconds: Callable[[int, int], float],
+    most: int,
+) -> list[int]:
+    """How many drafts of each sequence make the most of a second.
+
+    Args:
+        gains: for each sequence the expected tokens of its first, second, ... draft, falling.
+        num_rows: rows without drafts, each of them a token.
+        seconds: (drafts in all, longest draft) -> what the step costs.
+        most: drafts in all.
+    """
+    ranked = sorted(
+        ((gain, -place, i) for i, of_one in enumerate(gains) for place, gain in enumerate(of_one)),
+        reverse=True,
+    )
+    plain = num_rows / seconds(0, 0)
+    tokens, longest, best, best_number = float(num_rows), 0, plain * MARGIN, 0
+    for number, (gain, place, _) in enumerate(ranked[:most], start=1):
+        tokens += gain
+        longest = max(longest, 1 - place)
+        if (rate := tokens / seconds(number, longest)) > best:
+            best, best_number = rate, number
+    counts = [0] * len(gains)
+    for _, _, i in ranked[:best_number]:
+        counts[i] += 1
+    return counts
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracked:
+    """What is known of one sequence's drafts. `kind` is that of the last guess."""
+
+    seq: Sequence
+    acceptance: Acceptance
+    kind: int = 0
+    idle: int = 0  # guesses let pass since the last draft
+    patience: int = FIRST_PATIENCE
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """Asks a drafter, and decides.
+
+    Attributes:
+        drafter: whose guesses are drafted.
+        clock: seconds, to tell what drafting itself costs.
+    """
+
+    drafter: Drafter
+    clock: Callable[[], float] = time.perf_counter
+    overall: Acceptance = field(init=False)
+    _plain: StepCost = field(default_factory=StepCost)  # steps without drafts, by rows
+    _drafted: StepCost = field(default_factory=StepCost)  # steps with drafts, by rows
+    _drafter: StepCost = field(default_factory=StepCost)  # the drafter, by its longest draft
+    _tracked: dict[int, Tracked] = field(default_factory=dict)  # by sequence
+    _asked: dict[int, Tracked] = field(default_factory=dict)  # by row, in the step being planned
+    _num_drafted_steps: int = 0  # since one without
+    _num_without: int = 0  # calls in a row that proposed nothing
+    _num_asleep: int = 0
+
+    def __post_init__(self) -> None:
+        priors = self.drafter.priors
+        self.overall = Acceptance(lambda kind, place: priors[kind], weight=4, window=200)
+
+    # --- the Proposer -------------------------------------------------------------------------
+
+    def needs_tokens(self) -> bool:
+        """False while it has had nothing to propose for so long that it looks only now and then."""
+        if self.drafter.always or self._num_without < MOST_ASLEEP:
+            return True
+        self._num_asleep = (self._num_asleep + 1) % MOST_ASLEEP
+        return self._num_asleep == 0
+
+    def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
+        """The drafts that are expected to pay, for each sequence."""
+        self._asked.clear()
+        guesses = self.drafter.look(sequences)
+        counts = self._counts(sequences, guesses)
+        self._num_without = 0 if any(counts) else self._num_without + 1
+        if not any(counts):
+            return [()] * len(sequences)
+        started = self.clock()
+        drafts = self.drafter.draft(sequences, counts)
+        self._drafter.add(max(counts), self.clock() - started)
+        return drafts
+
+    def _counts(self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess]) -> list[int]:
+        """How many tokens to draft for each sequence."""
+        counts = [0] * len(sequences)
+        plain_s = self._plain_seconds(len(sequences))
+        if plain_s is None or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
+            self._num_drafted_steps = 0
+            return counts
+        guessed, gains = [], []
+        for i, (seq, guess) in enumerate(zip(sequences, guesses, strict=True)):
+            left = seq.max_num_tokens - seq.num_tokens - 1
+            if guess.count and left > 0:
+                one = self._asked[seq.row] = self._track(seq)
+                one.kind = guess.kind
+                guessed.append(i)
+                gains.append(_gains(one.acceptance, guess.kind, min(guess.count, left)))
+        if not guessed:
+            return counts
+        best = best_counts(
+            gains,
+            len(sequences),
+            lambda number, longest: self._seconds(len(sequences), plain_s, number, longest),
+            self._drafted.limit(len(sequences)) - len(sequences),
+        )
+        for i, count, of_one in zip(guessed, best, gains, strict=True):
+            counts[i] = self._pays_or_retries(self._asked[sequences[i].row], count)
+            if 0 < count < len(of_one) and self._num_drafted_steps % ONE_MORE_EVERY == 1:
+                counts[i] += 1
+        return counts
+
+    def _plain_seconds(self, num_rows: int) -> float | None:
+        """Seconds of a step without drafts; None: none was measured."""
+        if not self._plain:
+            return None
+        return self._plain.seconds(num_rows, start=(0, 0.0), slope=0.0)
+
+    def _seconds(self, num_rows: int, plain_s: float, num_drafts: int, longest: int) -> float:
+        """Seconds of a step with drafts, those of the drafter included."""
+        if not num_drafts:
+            return plain_s
+        slope = plain_s * min(ASSUMED_ROW_COST, 1 / num_rows)
+        step_s = self._drafted.seconds(
+            num_rows + num_drafts, start=(num_rows, plain_s), slope=slope
+        )
+        return step_s + self._drafter.seconds(longest, start=(0, 0.0), slope=0.0)
+
+    def _pays_or_retries(self, one: Tracked, count: int) -> int:
+        """`count`, or now and then one draft where none would pay: text and machine change."""
+        if count:
+            one.idle, one.patience = 0, FIRST_PATIENCE
+            return count
+        one.idle += 1
+        if one.idle <= one.patience:
+            return 0
+        one.idle, one.patience = 0, min(2 * one.patience, MOST_PATIENCE)
+        return 1
+
+    def _track(self, seq: Sequence) -> Tracked:
+        one = self._tracked.get(seq.seq_id)
+        if one is None:
+            acceptance = Acceptance(self.overall.rate, weight=3, window=16)
+            one = self._tracked[seq.seq_id] = Tracked(seq=seq, acceptance=acceptance)
+        return one
+
+    # --- the Observer -------------------------------------------------------------------------
+
+    def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
+        """Learns from a step what its drafts were worth, and what its rows cost."""
+        num_drafts = 0
+        if plan.draft_token_ids:
+            for entry, row in enumerate(plan.rows):
+                drafts = plan.draft_token_ids.get(row)
+                if drafts and entry not in result.errors and row in self._asked:
+                    num_drafts += len(drafts)
+                    self._learn(self._asked[row], len(drafts), len(result.token_ids[entry]) - 1)
+        num_rows = len(plan.rows)
+        if num_rows and not plan.admitted and plan.num_tokens == num_rows + num_drafts:
+            seconds = step_seconds(result.times)
+            (self._drafted if num_drafts else self._plain).add(num_rows + num_drafts, seconds)
+            self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafts else 0
+        if getattr(scheduler, "last_finished", None):
+            self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
+            self.drafter.forget_ended()
+
+    def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
+        for place in range(min(num_drafts, num_right + 1)):
+            for acceptance in (one.acceptance, self.overall):
+                acceptance.add(one.kind, place, place < num_right)
+
+
+def _gains(acceptance: Acceptance, kind: int, count: int) -> list[float]:
+    """Expected tokens of the first, second, ... draft: the chance that all up to it are right."""
+    gains, chance = [], 1.0
+    for place in range(count):
+        chance *= acceptance.rate(kind, place)
+        if chance < FEWEST_GAIN:
+            break
+        gains.append(chance)
+    return gains

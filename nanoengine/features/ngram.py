@@ -1,0 +1,180 @@
+"""NgramDrafter: what followed the last tokens where they stood before is the draft.
+
+    prompt  ... d e f g h i ...      output  ... d e f          the last 3 stood in the prompt
+                      └ drafts: g h i ...
+
+Edits, extractions and answers that quote repeat their prompt; most other text does not. The index
+holds for each n-gram where its latest occurrence went on. A new token costs a few entries, a lookup
+as many reads. All sequences of a request share the prompt's part; each has its output's own, so a
+fork copies nothing of the prompt.
+
+A `Drafter` of `drafting.py`, which decides how many tokens are worth a step's rows.
+Source: prompt lookup decoding (A. Saxena, 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from nanoengine.core.sequence import Request, Sequence
+from nanoengine.draft_config import NgramDrafts
+from nanoengine.features.drafting import Guess
+
+TOKEN_BITS = 20
+"""Of one token id in a key: the sampler takes vocabularies up to 2**19."""
+MOST_COMPARED = 16
+"""Tokens before a place that are compared to tell how long the match is."""
+MAX_TOKENS = 2**20
+"""Tokens that all indices together hold: about 0.3 GB with three lengths of n-grams."""
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text went on the last time.
+
+    Args:
+        shortest, longest: lengths n of the n-grams.
+        before: the index of what stands before this text; never changed by this one.
+    """
+
+    __slots__ = ("_before", "_mask", "_tables", "_window", "num_tokens")
+
+    def __init__(self, shortest: int, longest: int, before: NgramIndex | None = None) -> None:
+        # Longest first, as a lookup goes. A key packs n tokens, so equal keys are equal n-grams.
+        self._tables: list[tuple[int, int, dict[int, int]]] = [
+            (n, (1 << TOKEN_BITS * n) - 1, {}) for n in range(longest, shortest - 1, -1)
+        ]
+        self._mask = self._tables[0][1]
+        self._before = before
+        self._window = 0 if before is None else before._window  # the last `longest` tokens
+        self.num_tokens = 0 if before is None else before.num_tokens
+
+    def extend(self, token_ids: SequenceOf[int]) -> int:
+        """Takes in what the text, given whole, has gained; returns how many tokens that is."""
+        start, window, mask = self.num_tokens, self._window, self._mask
+        for position in range(start, len(token_ids)):
+            for n, bits, table in self._tables:
+                if position >= n:
+                    table[window & bits] = position
+            window = (window << TOKEN_BITS | token_ids[position]) & mask
+        self.num_tokens, self._window = len(token_ids), window
+        return self.num_tokens - start
+
+    def find(self) -> tuple[int, int] | None:
+        """(n, position) of the longest n-gram at the end that stood before, and where it went on;
+        of several such places the last."""
+        layers = [self] if self._before is None else [self, self._before]
+        for level, (n, bits, _) in enumerate(self._tables):
+            if n > self.num_tokens:
+                continue
+            for index in layers:
+                position = index._tables[level][2].get(self._window & bits)
+                if position is not None:
+                    return n, position
+        return None
+
+
+class NgramDrafter:
+    """Drafts from each sequence's own prompt and output.
+
+    Args:
+        options: n-grams and drafts.
+        max_tokens: tokens that all indices together may hold; a sequence that finds no room gets no
+            drafts until others have ended.
+    """
+
+    always = False
+    priors = (0.1, 0.3, 0.55, 0.75, 0.9)
+    """Acceptance to begin with, by kind: matches of 1, 2, 4, 8, 16 tokens and more."""
+
+    def __init__(self, options: NgramDrafts, max_tokens: int = MAX_TOKENS) -> None:
+        self.options = options
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._prompts: dict[Request, NgramIndex] = {}
+        self._outputs: dict[int, tuple[Sequence, NgramIndex]] = {}
+        self._found: dict[int, int] = {}
+
+    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+        """Finds each sequence's last tokens in what stands before them."""
+        self._found.clear()
+        return [self._look(seq) for seq in sequences]
+
+    def _look(self, seq: Sequence) -> Guess:
+        held = self._outputs.get(seq.seq_id)
+        if held is None:
+            index = self._make_index(seq)
+            if index is None:
+                return Guess(0, 0)
+        else:
+            index = held[1]
+        self.num_tokens += index.extend(seq.token_ids)
+        found = index.find()
+        if found is None:
+            return Guess(0, 0)
+        length, position = found
+        self._found[seq.seq_id] = position
+        if length == self.options.max:
+            length = match_length(seq.token_ids, position, length)
+        return Guess(self.options.k, length.bit_length() - 1)
+
+    def _make_index(self, seq: Sequence) -> NgramIndex | None:
+        """A sequence's index over the one of its prompt; None: there is no room."""
+        if self.num_tokens + len(seq.token_ids) > self.max_tokens:
+            self.forget_ended()
+            if self.num_tokens + len(seq.token_ids) > self.max_tokens:
+                return None
+        prompt = self._prompts.get(seq.request)
+        if prompt is None:
+            prompt = self._prompts[seq.request] = NgramIndex(self.options.min, self.options.max)
+            self.num_tokens += prompt.extend(seq.request.prompt_token_ids)
+        index = NgramIndex(self.options.min, self.options.max, prompt)
+        self._outputs[seq.seq_id] = (seq, index)
+        return index
+
+    def draft(
+        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
+    ) -> list[tuple[int, ...]]:
+        """What followed; a place close to the end goes on with its own drafts."""
+        return [
+            continuation(seq.token_ids, self._found[seq.seq_id], count) if count else ()
+            for seq, count in zip(sequences, counts, strict=True)
+        ]
+
+    def forget_ended(self) -> None:
+        """Gives back the indices of sequences that have ended."""
+        self._outputs = {
+            seq_id: (seq, index)
+            for seq_id, (seq, index) in self._outputs.items()
+            if not seq.is_finished
+        }
+        live = {seq.request for seq, _ in self._outputs.values()}
+        self._prompts = {r: index for r, index in self._prompts.items() if r in live}
+        self.num_tokens = sum(index.num_tokens for index in self._prompts.values()) + sum(
+            index.num_tokens - seq.num_prompt_tokens for seq, index in self._outputs.values()
+        )
+
+
+def match_length(token_ids: SequenceOf[int], position: int, length: int) -> int:
+    """How many tokens before `position` equal the last ones, `length` of them being known to.
+
+    >>> match_length([1, 2, 3, 4, 9, 2, 3, 4], 4, 2)
+    3
+    """
+    end = len(token_ids)
+    most = min(position, MOST_COMPARED)
+    while length < most and token_ids[position - 1 - length] == token_ids[end - 1 - length]:
+        length += 1
+    return length
+
+
+def continuation(token_ids: SequenceOf[int], position: int, count: int) -> tuple[int, ...]:
+    """The `count` tokens from `position` on; behind the last one the text is thought to repeat.
+
+    >>> continuation([7, 8, 7, 8, 7], 3, 4)
+    (8, 7, 8, 7)
+    """
+    found = list(token_ids[position : position + count])
+    period = len(token_ids) - position
+    while len(found) < count:
+        found.append(found[len(found) - period])
+    return tuple(found)

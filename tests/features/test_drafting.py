@@ -1,0 +1,282 @@
+"""When to draft: the decision on made-up texts and a made-up machine, whose clock is a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.core.sequence import Request, Sequence
+from nanoengine.features.drafting import (
+    MOST_ASLEEP,
+    Acceptance,
+    Drafting,
+    Guess,
+    StepCost,
+    best_counts,
+)
+from nanoengine.sampling_params import SamplingParams
+
+
+class Machine:
+    """A drafter whose drafts are right with chance `accept`, and a step that takes `cost(rows)`."""
+
+    always = False
+    priors = (0.5, 0.5)
+
+    def __init__(
+        self,
+        accept: float,
+        cost: Callable[[int], float],
+        *,
+        num_rows: int = 1,
+        k: int = 8,
+        draft_s: float = 0.0,
+    ) -> None:
+        self.accept, self.cost, self.k, self.draft_s = accept, cost, k, draft_s
+        self.random = Random(0)
+        self.now = 0.0
+        self.tokens = self.rows = self.steps = self.drafted = 0
+        request = Request("r", [1], SamplingParams(max_tokens=10**6))
+        self.sequences = [
+            Sequence(
+                request,
+                seq_id=i,
+                index=i,
+                token_ids=[1, 1],
+                seed=0,
+                stop_ids=frozenset(),
+                max_num_tokens=10**6,
+                row=i,
+            )
+            for i in range(num_rows)
+        ]
+        self.drafting = Drafting(drafter=self, clock=lambda: self.now)
+
+    def look(self, sequences):
+        return [Guess(self.k, 1) for _ in sequences]
+
+    def draft(self, sequences, counts):
+        self.now += self.draft_s * max(counts)
+        return [(7,) * count for count in counts]
+
+    def forget_ended(self):
+        pass
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+    def step(self) -> None:
+        plan, result = StepPlan(step=self.steps), StepResult(token_ids=[])
+        for seq, drafts in zip(
+            self.sequences, self.drafting.propose(self.sequences), strict=True
+        ):
+            right = 0
+            while right < len(drafts) and self.random.random() < self.accept:
+                right += 1
+            plan.add(seq.row, 1, 1 + len(drafts), num_logits=1 + len(drafts))
+            if drafts:
+                plan.draft_token_ids[seq.row] = drafts
+            result.token_ids.append([7] * (1 + right))
+            self.tokens += 1 + right
+        seconds = self.cost(plan.num_tokens)
+        result.times = StepTimes(forward_s=seconds)
+        self.now += seconds
+        self.steps += 1
+        self.rows += plan.num_tokens
+        self.drafted += plan.num_tokens - len(self.sequences)
+        self.drafting.on_step(plan, result, None)
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens a second over those of a machine that never drafts."""
+        num_rows = len(self.sequences)
+        return self.tokens / self.now * self.cost(num_rows) / num_rows
+
+
+def flat(rows: int) -> float:
+    """A step that reads weights: further rows are nearly free."""
+    return 1 + 0.05 * (rows - 1)
+
+
+def steep(rows: int) -> float:
+    """A step that computes: each row costs as much as the first."""
+    return float(rows)
+
+
+def cliff(rows: int) -> float:
+    """Tiles of three rows: a fourth one takes another tile."""
+    return 1.0 + (rows > 3) * 1.4 + 0.02 * rows
+
+
+def test_good_drafts_are_made_as_long_as_they_can_be():
+    machine = Machine(0.95, flat)
+    machine.run(200)
+    assert machine.speed_up > 4.5
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 32])
+@pytest.mark.parametrize("accept", [0.05, 0.3, 0.9])
+def test_where_rows_cost_what_they_give_nothing_is_lost(num_rows, accept):
+    machine = Machine(accept, steep, num_rows=num_rows)
+    machine.run(200)
+    assert machine.speed_up > 0.93
+    measured = Machine(accept, steep, num_rows=num_rows)
+    measured.drafting = machine.drafting
+    measured.run(200)
+    assert measured.speed_up > 0.98, "what is known already is not tried as often"
+
+
+def test_bad_drafts_are_given_up_and_tried_again_now_and_then():
+    machine = Machine(0.0, steep)
+    machine.run(500)
+    assert 5 < machine.drafted < 40
+
+
+def test_a_text_that_begins_to_repeat_is_noticed():
+    machine = Machine(0.0, flat)
+    machine.run(300)
+    machine.accept, machine.tokens, machine.now = 0.95, 0, 0.0
+    machine.run(200)
+    assert machine.speed_up > 3
+
+
+def test_a_draft_ends_before_the_tile_does():
+    machine = Machine(0.8, cliff)
+    machine.run(300)
+    two = (1 + 0.8 + 0.64) * cliff(1) / cliff(3)
+    assert machine.speed_up > 0.9 * two
+
+
+def test_what_a_drafter_takes_counts():
+    slow = Machine(0.7, flat, draft_s=1.0)
+    slow.run(300)
+    assert slow.speed_up > 0.9 and slow.drafted < 60
+    quick = Machine(0.7, flat, draft_s=0.02)
+    quick.run(300)
+    assert quick.speed_up > 1.8
+
+
+def test_one_long_step_does_not_end_drafting():
+    hiccup = iter([1, 1, 1, 50])
+    machine = Machine(0.95, lambda rows: flat(rows) * next(hiccup, 1))
+    machine.run(100)
+    machine.tokens, machine.now = 0, 0.0
+    machine.run(300)
+    assert machine.speed_up > 3
+
+
+def test_a_machine_that_becomes_slower_at_drafts_is_noticed():
+    machine = Machine(0.6, flat)
+    machine.run(200)
+    machine.cost, machine.tokens, machine.now = steep, 0, 0.0
+    machine.run(400)
+    assert machine.speed_up > 0.9
+
+
+def test_nothing_is_drafted_before_a_plain_step_was_measured():
+    machine = Machine(1.0, flat)
+    assert machine.drafting.propose(machine.sequences) == [()]
+    machine.step()
+    assert machine.drafting.propose(machine.sequences) != [()]
+
+
+def test_no_draft_passes_the_end_of_a_sequence():
+    machine = Machine(1.0, flat)
+    machine.run(40)
+    machine.sequences[0].max_num_tokens = 5
+    (drafts,) = machine.drafting.propose(machine.sequences)
+    assert len(drafts) == 2
+    machine.sequences[0].max_num_tokens = 3
+    assert machine.drafting.propose(machine.sequences) == [()]
+
+
+def test_who_has_nothing_to_propose_lets_the_overlapped_loop_go_on():
+    machine = Machine(1.0, flat, k=0)
+    assert machine.drafting.needs_tokens()
+    machine.run(MOST_ASLEEP)
+    asked = [machine.drafting.needs_tokens() for _ in range(4 * MOST_ASLEEP)]
+    assert sum(asked) == 4
+    machine.k = 8
+    machine.step()
+    assert machine.drafting.needs_tokens()
+
+
+def test_ended_sequences_are_forgotten():
+    machine = Machine(1.0, flat, num_rows=2)
+    machine.run(3)
+    machine.sequences[0].finish("stop")
+
+    class Scheduler:
+        last_finished = (machine.sequences[0].request,)
+
+    machine.drafting.on_step(StepPlan(step=9), StepResult(token_ids=[]), Scheduler())
+    assert list(machine.drafting._tracked) == [1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rates=st.lists(st.lists(st.floats(0.05, 0.95), max_size=3), min_size=1, max_size=3),
+    costs=st.lists(st.floats(0.0, 1.0), min_size=10, max_size=10),
+    draft_s=st.sampled_from([0.0, 0.3]),
+    most=st.integers(0, 9),
+)
+def test_the_best_counts_are_the_best_of_all(rates, costs, draft_s, most):
+    gains = []
+    for of_one in rates:
+        chance, found = 1.0, []
+        for rate in of_one:
+            chance *= rate
+            found.append(chance)
+        gains.append(found)
+
+    def seconds(number: int, longest: int) -> float:
+        return 1.0 + sum(costs[:number]) + draft_s * (number > 0)
+
+    def rate(counts: list[int]) -> float:
+        tokens = len(gains) + sum(sum(g[:n]) for g, n in zip(gains, counts, strict=True))
+        return tokens / seconds(sum(counts), max(counts))
+
+    def all_counts(of: list[list[float]]) -> list[list[int]]:
+        if not of:
+            return [[]]
+        rest = all_counts(of[1:])
+        return [[n, *more] for n in range(len(of[0]) + 1) for more in rest]
+
+    found = best_counts(gains, len(gains), seconds, most)
+    best = max(rate(counts) for counts in all_counts(gains) if sum(counts) <= most)
+    plain = rate([0] * len(gains))
+    assert sum(found) <= most
+    assert rate(found) >= best - 1e-9 or (not any(found) and best <= plain * 1.02 + 1e-9)
+
+
+def test_costs_are_medians_and_lines_between_them():
+    cost = StepCost()
+    for seconds in (3.0, 9.0, 1.0, 3.0):
+        cost.add(4, seconds)
+    cost.add(8, 5.0)
+    start = (2, 2.0)
+    assert cost.seconds(4, start=start, slope=0.1) == 3.0
+    assert cost.seconds(6, start=start, slope=0.1) == 4.0
+    assert cost.seconds(3, start=start, slope=0.1) == 2.5
+    assert cost.seconds(12, start=start, slope=0.1) == 6.0, "half as steep as up to there"
+    assert cost.seconds(12, start=start, slope=0.5) == 7.0
+    assert cost.limit(2) == 5 and StepCost().limit(2) == 3, "no further than what is near"
+    assert cost.seconds(4, start=(2, 3.5), slope=0.1) == 3.5, "more rows never cost less"
+
+
+def test_acceptance_begins_at_the_prior_and_forgets():
+    acceptance = Acceptance(lambda kind, place: 0.5, weight=2, window=10)
+    assert acceptance.rate(0, 0) == 0.5
+    for _ in range(100):
+        acceptance.add(0, 0, True)
+    assert acceptance.rate(0, 0) > 0.9
+    assert acceptance.rate(0, 1) == acceptance.rate(1, 0) == 0.5
+    for _ in range(30):
+        acceptance.add(0, 0, False)
+    assert acceptance.rate(0, 0) < 0.2

@@ -1,0 +1,135 @@
+"""The n-gram drafter: its index against a plain search, what sequences share, what it may hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine.config import EngineConfig
+from nanoengine.core.sequence import Request, Sequence
+from nanoengine.draft_config import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.errors import ConfigError
+from nanoengine.features.ngram import NgramDrafter, NgramIndex, continuation, match_length
+from nanoengine.sampling_params import SamplingParams
+
+FEW_IDS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def searched(token_ids: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
+    """(n, position) as the index finds them, by looking everywhere."""
+    end = len(token_ids)
+    for n in range(min(longest, end), shortest - 1, -1):
+        for position in range(end - 1, n - 1, -1):
+            if token_ids[position - n : position] == token_ids[end - n :]:
+                return n, position
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompt=FEW_IDS, output=FEW_IDS, shortest=st.integers(1, 3), more=st.integers(0, 3))
+def test_the_index_finds_what_a_search_finds(prompt, output, shortest, more):
+    longest = shortest + more
+    before = NgramIndex(shortest, longest)
+    before.extend(prompt)
+    index = NgramIndex(shortest, longest, before)
+    for end in range(len(output) + 1):
+        text = prompt + output[:end]
+        index.extend(text)
+        assert index.find() == searched(text, shortest, longest)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=FEW_IDS.filter(len), place=st.data(), count=st.integers(1, 12))
+def test_a_continuation_repeats_what_lies_behind_its_place(text, place, count):
+    position = place.draw(st.integers(0, len(text) - 1))
+    whole = list(text)
+    for i in range(count):
+        whole.append(whole[position + i])
+    assert continuation(text, position, count) == tuple(whole[len(text) :])
+
+
+def test_a_match_is_followed_back_as_far_as_it_goes_and_no_further_than_needed():
+    text = [*range(50, 80), 1, *range(50, 80)]
+    assert match_length(text, 30, 4) == 16
+    assert match_length([5, 1, 2, 3, 6, 1, 2, 3], 4, 2) == 3
+
+
+def make_sequences(prompt: list[int], count: int, first_id: int = 0) -> list[Sequence]:
+    request = Request("r", prompt, SamplingParams(n=count, max_tokens=100))
+    request.sequences = [
+        Sequence(
+            request,
+            seq_id=first_id + i,
+            index=i,
+            token_ids=list(prompt),
+            seed=i,
+            stop_ids=frozenset(),
+            max_num_tokens=1000,
+        )
+        for i in range(count)
+    ]
+    return request.sequences
+
+
+def drafts_of(drafter: NgramDrafter, sequences: list[Sequence]) -> list[tuple[int, ...]]:
+    counts = [guess.count for guess in drafter.look(sequences)]
+    return drafter.draft(sequences, counts)
+
+
+def test_sequences_of_a_request_share_the_prompt_and_nothing_else():
+    one, other = make_sequences([1, 2, 3, 4, 5, 9, 9], 2)
+    drafter = NgramDrafter(NgramDrafts(k=2))
+    one.token_ids += [2, 3]
+    other.token_ids += [7, 8]
+    assert drafts_of(drafter, [one, other]) == [(4, 5), ()]
+    assert drafter.num_tokens == 7 + 2 + 2, "the prompt is indexed once"
+    other.token_ids += [6, 7, 8]
+    one.token_ids += [7, 8]
+    assert drafts_of(drafter, [one, other]) == [(), (6, 7)]
+    one.finish("stop")
+    drafter.forget_ended()
+    assert drafter.num_tokens == 7 + 5
+    other.finish("abort")
+    drafter.forget_ended()
+    assert drafter.num_tokens == 0
+
+
+def test_what_an_index_may_hold_is_bounded_and_room_comes_back():
+    drafter = NgramDrafter(NgramDrafts(), max_tokens=20)
+    (first,) = make_sequences([1, 2, 3] * 4, 1)
+    (second,) = make_sequences([4, 5, 6] * 4, 1, first_id=1)
+    assert [bool(drafts) for drafts in drafts_of(drafter, [first, second])] == [True, False]
+    first.finish("stop")
+    assert drafts_of(drafter, [second]) == [(4, 5, 6, 4, 5, 6, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts"),
+    [
+        ("ngram", NgramDrafts()),
+        ("ngram:max=3,min=1,k=5", NgramDrafts(max=3, min=1, k=5)),
+        ("some/model", ModelDrafts(model="some/model")),
+        ("C:/some/model:k=2", ModelDrafts(model="C:/some/model", k=2)),
+        ("C:/some/model", ModelDrafts(model="C:/some/model")),
+    ],
+)
+def test_the_option_is_read(text, drafts):
+    assert parse_speculative(text) == drafts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be 'ngram' or the path of a draft model, got ''"),
+        ("ngram:min=5", r"1 <= min <= max <= 16 must hold, got min=5, max=4"),
+        ("ngram:max=17", "got min=2, max=17"),
+        ("ngram:k=0", r"k must be in \[1, 32\], got 0"),
+        ("ngram:k=x", "'ngram' takes max, min, k, whole numbers, as in 'ngram:k=4'; got 'k=x'"),
+        ("ngram:n=3", "got 'n=3'"),
+        ("some/model:max=3", "a draft model takes k, .*got 'max=3'"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(text, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", speculative=text)
