@@ -71,7 +71,7 @@ TEXT_ONLY = "prompts are text; images, audio and video are not implemented"
 GENERATES = "models generate text; embeddings, classes and scores are not implemented"
 STRUCTURED = "structured outputs are not implemented; allowed_token_ids bounds what is sampled"
 PROCESSORS = "logits processors of the caller's are not implemented; logit_bias adds to logits"
-DRAFTS = "speculative decoding is not implemented"
+DRAFTS = "set speculative: 'ngram', or the path of a draft model"
 
 LLM_OPTIONS: Table = {
     # --- other names

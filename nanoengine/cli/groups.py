@@ -64,7 +64,8 @@ GROUPS = {
         (
             "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill",
             "long_prefill_threshold", "watermark_frac", "admission", "preempt_above", "admit_below",
-            "overlap", "keep_input_order", "replicas", "threads", "ray", "debug_checks",
+            "speculative", "overlap", "keep_input_order", "replicas", "threads", "ray",
+            "debug_checks",
         ),
     ),
     "watching": Group("What each step did, to look at it later.", ("trace", "trace_steps")),

@@ -51,7 +51,7 @@ OPENAI: Table = {
     "modalities": Refused("answers are text", (None, ["text"])),
     "audio": Refused("answers are text"),
     "web_search_options": Refused("nothing is searched"),
-    "prediction": Refused("speculative decoding is not implemented"),
+    "prediction": Refused("drafts come from prompt and output alone: speculative='ngram'"),
     "echo": Refused("the request has the prompt"),
     "suffix": Refused("models continue a prompt; none is filled in", (None, "")),
 }

@@ -73,9 +73,7 @@ class Machine:
 
     def step(self) -> None:
         plan, result = StepPlan(step=self.steps), StepResult(token_ids=[])
-        for seq, drafts in zip(
-            self.sequences, self.drafting.propose(self.sequences), strict=True
-        ):
+        for seq, drafts in zip(self.sequences, self.drafting.propose(self.sequences), strict=True):
             right = 0
             while right < len(drafts) and self.random.random() < self.accept:
                 right += 1

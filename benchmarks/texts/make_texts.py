@@ -1,0 +1,121 @@
+"""Makes recorded.json, the texts that `benchmarks/speculative.py` replays, from this history.
+
+    edits  lines of code as they were before a commit, then as they are since
+    json   a function's source and the fields to extract, then these as a JSON object
+    prose  the beginning of a page of docs/, then how it goes on
+
+`python benchmarks/texts/make_texts.py` in a clone with all its history writes the same file each
+time. Only texts are recorded: `speculative.py` cuts them into tokens.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+from pathlib import Path
+
+EDITS = (
+    ("21fd651", "nanoengine/runner/sampler.py"),
+    ("2f20eb5", "nanoengine/layers/packed.py"),
+    ("3ddeb25", "nanoengine/kernels/cpu_linear.py"),
+    ("10cd3b3", "nanoengine/core/scheduler.py"),
+    ("2c55c14", "nanoengine/cli/batch.py"),
+    ("31951da", "nanoengine/build.py"),
+    ("96f7bac", "nanoengine/observe/trace.py"),
+    ("c025c67", "nanoengine/runner/pick.py"),
+    ("f0983d9", "nanoengine/layers/packed.py"),
+    ("24875f1", "nanoengine/core/scheduler.py"),
+)
+"""Ten commits that chance drew: a file's first change, with 25 lines before and behind it."""
+AT = "2fab99d"
+FUNCTIONS_OF = (
+    "nanoengine/core/block_manager.py",
+    "nanoengine/core/forks.py",
+    "nanoengine/runner/memory.py",
+    "nanoengine/runner/row_buffers.py",
+)
+ASKED = """\
+Describe the function below as JSON, in this form:
+{"name": "...", "arguments": [{"name": "...", "type": "..."}], "returns": "...", "summary": "...",\
+ "lines": 0}"""
+PAGES = ("docs/overlap.md", "docs/quantization.md", "docs/kv_tiers.md", "docs/gpu.md")
+
+
+def run_git(*arguments: str) -> str:
+    """What git prints."""
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def stored(commit: str, path: str) -> str:
+    """A file as a commit has it."""
+    return run_git("show", f"{commit}:{path}")
+
+
+def edits() -> list[dict[str, str]]:
+    """Old lines in, new lines out."""
+    found = []
+    for commit, path in EDITS:
+        change = run_git("diff", "-U25", f"{commit}^", commit, "--", path)
+        lines = re.split(r"(?m)^@@.*@@.*\n", change)[1].splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        found.append({"prompt": f"Change this code:\n{old}\nThe new code:\n", "answer": new})
+    return found
+
+
+def extractions() -> list[dict[str, str]]:
+    """Three functions of each file: source in, fields out."""
+    found = []
+    for path in FUNCTIONS_OF:
+        source = stored(AT, path)
+        functions = [
+            node
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef)
+            and len(node.args.args) > 2
+            and ast.get_docstring(node)
+        ]
+        for node in functions[:3]:
+            text = ast.get_source_segment(source, node) or ""
+            fields = {
+                "name": node.name,
+                "arguments": [
+                    {"name": a.arg, "type": ast.unparse(a.annotation)}
+                    for a in node.args.args
+                    if a.annotation is not None
+                ],
+                "returns": ast.unparse(node.returns) if node.returns else None,
+                "summary": (ast.get_docstring(node) or "").partition("\n")[0],
+                "lines": text.count("\n") + 1,
+            }
+            found.append(
+                {
+                    "prompt": f"{ASKED}\n\n{text}\n\n",
+                    "answer": json.dumps(fields),
+                }
+            )
+    return found
+
+
+def prose() -> list[dict[str, str]]:
+    """How a page begins, and how it goes on; tables and code are left out."""
+    found = []
+    for path in PAGES:
+        parts = stored(AT, path).split("\n\n")
+        texts = [part for part in parts if part[:1].isalpha() and len(part) > 150]
+        found.append({"prompt": texts[0] + "\n\n", "answer": "\n\n".join(texts[1:7])})
+    return found
+
+
+def main() -> None:
+    """Writes all three kinds."""
+    kinds = {"edits": edits(), "json": extractions(), "prose": prose()}
+    text = json.dumps(kinds, indent=1, ensure_ascii=False)
+    (Path(__file__).parent / "recorded.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
