@@ -6,6 +6,7 @@ decided here, and the answers are returned in EngineInfo; the config itself neve
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from dataclasses import replace
@@ -23,9 +24,10 @@ from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.policies import make_policy
 from nanoengine.core.prefix_cache import PrefixCache
-from nanoengine.draft_config import NgramDrafts, parse_speculative
+from nanoengine.draft_config import ModelDrafts, NgramDrafts, parse_speculative
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.features.draft_model import DraftedRunner, DraftModel
 from nanoengine.features.drafting import Drafting
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.features.ngram import NgramDrafter
@@ -77,6 +79,10 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         device=device.type,
     )
     executor = ModelRunner if config.tensor_parallel_size == 1 else RankedExecutor
+    drafts = parse_speculative(config.speculative) if config.speculative else None
+    if isinstance(drafts, ModelDrafts):
+        draft = _make_draft_runner(drafts, config, device, dtype, backend)
+        executor = functools.partial(DraftedRunner, draft=draft)
     runner = executor(
         config,
         model_config,
@@ -146,7 +152,7 @@ def _engine_on(
             long_prefill_threshold=config.long_prefill_threshold,
             policy=make_policy(config.admission, config.preempt_above, config.admit_below),
         )
-        drafting = _make_drafting(config)
+        drafting = _make_drafting(config, runner, manager)
         info = _info(config, runner, layout, backend, time.perf_counter() - started)
         return LLMEngine(
             runner,
@@ -164,13 +170,51 @@ def _engine_on(
         raise
 
 
-def _make_drafting(config: EngineConfig) -> Drafting | None:
+def _make_draft_runner(
+    drafts: ModelDrafts,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+) -> ModelRunner:
+    """The draft model's runner, not started: the settings of the engine, by its own checkpoint."""
+    own = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
+    # Why eager: its steps are no plain decodes.
+    config = replace(
+        config, model=drafts.model, speculative=None, max_model_len=None, enforce_eager=True, **own
+    )
+    try:
+        directory = resolve_model(config)
+    except ConfigError as error:
+        raise ConfigError(f"speculative is neither 'ngram' nor a draft model: {error}") from error
+    model_config = load_model_config(directory)
+    at_load = (config.quantization or "").startswith("int")
+    return ModelRunner(
+        config,
+        model_config,
+        directory,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        quantization=resolve_quantization(
+            config.quantization if at_load else None,
+            model_config.quantization,
+            device=device.type,
+        ),
+    )
+
+
+def _make_drafting(
+    config: EngineConfig, runner: ModelRunner | RankedExecutor, manager: BlockManager
+) -> Drafting | None:
     """Who drafts, and decides when."""
     if config.speculative is None:
         return None
     drafts = parse_speculative(config.speculative)
-    assert isinstance(drafts, NgramDrafts)
-    return Drafting(drafter=NgramDrafter(drafts))
+    if isinstance(drafts, NgramDrafts):
+        return Drafting(drafter=NgramDrafter(drafts))
+    assert isinstance(runner, DraftedRunner)
+    return Drafting(drafter=DraftModel(runner, manager, drafts.k))
 
 
 def _tiered_cache(

@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from nanoengine.checks import checked, shown
-from nanoengine.draft_config import parse_speculative
+from nanoengine.draft_config import ModelDrafts, parse_speculative
 from nanoengine.errors import ConfigError
 from nanoengine.tier_config import Tier, check_tiers
 from nanoengine.vllm_names import LLM_OPTIONS, translate
@@ -161,7 +161,12 @@ class EngineConfig:
         if self.trace_steps is not None:
             self.steps_traced()
         if self.speculative is not None:
-            parse_speculative(self.speculative)
+            drafts = parse_speculative(self.speculative)
+            if isinstance(drafts, ModelDrafts) and (self.kv_tiers or self.tensor_parallel_size > 1):
+                raise ConfigError(
+                    "speculative: a draft model goes neither with kv_tiers, whose blocks are of one"
+                    " model, nor with ranks; 'ngram' goes with both"
+                )
         if self.kv_tiers and not self.enable_prefix_caching:
             raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
 

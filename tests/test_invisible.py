@@ -13,6 +13,7 @@ import torch
 
 from nanoengine import DiskTier, HostTier
 from nanoengine.sampling_params import SamplingParams
+from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 NUM_TOKENS = 20
@@ -193,6 +194,24 @@ def test_drafts_right_or_wrong_do_not_show(overlap, truth):
                 seq.draft_token_ids = tuple(drafts[: NUM_TOKENS - done - 1])
     assert tokens(requests) == truth["full"]
     assert engine.stats().steps < NUM_TOKENS
+
+
+@LOOPS
+@pytest.mark.parametrize("draft", ["ngram:max=3,min=1,k=4", "qwen3", "llama"])
+def test_speculation_does_not_show(draft, overlap, truth):
+    engine = make_engine(
+        checkpoint("qwen3"),
+        speculative=draft if "ngram" in draft else checkpoint(draft),
+        block_size=8,
+        num_kv_blocks=25,
+        long_prefill_threshold=7,
+        overlap=overlap,
+    )
+    draft_always(engine)
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.drafted_tokens > 50
+    assert (stats.drafted_tokens == stats.accepted_tokens) is (draft == "qwen3")
 
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)

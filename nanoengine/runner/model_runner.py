@@ -96,7 +96,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.quantization = quantization
-        self._directory = directory
+        self.directory = directory
         default = backend_class(backend).default_block_size
         self.block_size = config.block_size or default
         self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
@@ -112,6 +112,7 @@ class ModelRunner:
         self.groups = make_kv_groups(model_config.sliding_windows)
         self.load_s = 0.0
         self.num_parameters = 0
+        self.extra_block_bytes = 0  # of a block, for what else is kept of its tokens
         self.tier_storage: dict[str, TierStorage] = {}
 
     # --- start --------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class ModelRunner:
             raise ConfigError(
                 f"max_model_len must be at most the model's context of {context_len}, got {asked}"
             )
-        self._load()
+        self.load()
         block_bytes = kv_cache.block_bytes(
             block_size=self.block_size,
             num_kv_heads=self._num_kv_heads,
@@ -138,6 +139,7 @@ class ModelRunner:
             num_layers=max(len(group.layers) for group in self.groups),
             dtype=self.kv_dtype,
         )
+        block_bytes += self.extra_block_bytes
         self._require_rows(SAMPLER_BYTES)
         self.sampler = Sampler(
             self.model_config.vocab_size, self.config.max_num_seqs, self.model_config.eos_token_ids
@@ -173,7 +175,10 @@ class ModelRunner:
             groups=self.groups,
         )
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Loads the model, once: `start` does, unless it is loaded ahead of that."""
+        if self.num_parameters:
+            return
         started = time.perf_counter()
         context = make_context(
             self.config,
@@ -186,7 +191,7 @@ class ModelRunner:
         )
         self.model = load_model(
             self.model_config,
-            self._directory,
+            self.directory,
             context=context,
             load_format=self.config.load_format,
             seed=self.config.seed,

@@ -1,0 +1,261 @@
+"""DraftModel: a smaller model drafts. Its keys and values lie in the same blocks as the target's.
+
+    plan ─► target.launch ─► the step
+       └──► draft.launch     rows, tables, copies, and prompts; of decodes a block that becomes full
+    propose ─► draft.launch, k times: what is missing of each sequence, then a draft from a draft
+
+The two have a cache each, of as many blocks, and one set of block tables. So what the BlockManager
+does to a block is done to both: prefix hits, copies on write and preemptions need no code here.
+
+Wrong keys and values of the draft model could only make drafts wrong, never tokens: the target
+verifies each draft. What is computed when is chosen so that a block which the prefix cache holds is
+right in both caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.plan import AdmittedSequence, StepPlan
+from nanoengine.core.sequence import Sequence
+from nanoengine.errors import ConfigError
+from nanoengine.features.drafting import Guess
+from nanoengine.runner import kv_cache
+from nanoengine.runner.launched_step import LaunchedStep
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.sampling_params import SamplingParams
+
+
+class DraftedRunner(ModelRunner):
+    """A ModelRunner with a second one beside it, which follows its plans.
+
+    Args:
+        draft: the draft model's, not started; gets as many blocks of as many tokens.
+        others: as of a ModelRunner.
+
+    Attributes:
+        draft: the draft model's runner.
+        num_computed: of each row, how many of its tokens the draft model has computed.
+    """
+
+    def __init__(self, *args: Any, draft: ModelRunner, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.draft = draft
+        rows = self.config.max_num_seqs
+        self.num_computed = np.zeros(rows, np.int64)
+        self._num_admitted = np.zeros(rows, np.int64)  # tokens that a row came with
+        self._guessed: dict[int, tuple[int, ...]] = {}  # by row: computed behind the known tokens
+
+    def start(self) -> KVLayout:
+        """Starts both; the memory plan counts the draft model's weights and blocks too.
+
+        Raises:
+            ConfigError: a model can't be the draft model of the other.
+        """
+        if len(self.groups) > 1 or self.groups[0].sliding_window is not None:
+            raise ConfigError(
+                "speculative: a draft model needs a model whose layers all have full attention;"
+                " 'ngram' drafts for any"
+            )
+        require_same_vocabulary(self, self.draft)
+        draft, model = self.draft, self.draft.model_config
+        # Why one group: the block tables are the target's, which keep all blocks.
+        draft.groups = (KVGroup(layers=tuple(range(model.num_hidden_layers))),)
+        draft.load()
+        self.extra_block_bytes = kv_cache.block_bytes(
+            block_size=self.block_size,
+            num_kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            num_layers=model.num_hidden_layers,
+            dtype=draft.kv_dtype,
+        )
+        layout = super().start()
+        if model.max_position_embeddings < self.memory.max_model_len:
+            raise ConfigError(
+                f"speculative: the draft model's context of {model.max_position_embeddings} tokens"
+                f" is shorter than max_model_len={self.memory.max_model_len}: lower that"
+            )
+        draft.config = dataclasses.replace(
+            draft.config,
+            num_kv_blocks=self.memory.num_blocks,
+            max_model_len=self.memory.max_model_len,
+        )
+        draft.start()
+        draft.rows.token_ids = self.rows.token_ids  # Why one: what is sampled is known to both.
+        self.memory = dataclasses.replace(
+            self.memory, weight_bytes=self.weight_bytes + draft.weight_bytes
+        )
+        return layout
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Carries out a plan, and has the draft model follow it."""
+        step = super().launch(plan)
+        self.draft.rows.pool_positions[:] = -1  # Why: drafts may have been wrong.
+        self.draft.launch(self._followed(plan))
+        return step
+
+    def _followed(self, plan: StepPlan) -> StepPlan:
+        """What the draft model computes when this plan runs: prompts, and ends of blocks.
+
+        Other decodes wait until a draft is asked for, which may be never. But a block that becomes
+        full may be found by others from now on.
+        """
+        followed = StepPlan(
+            step=plan.step,
+            released=plan.released,
+            admitted=[_admitted_for_drafts(new) for new in plan.admitted],
+            forks=plan.forks,
+            chosen_tokens=plan.chosen_tokens,
+            table_updates=plan.table_updates,
+            block_copies=plan.block_copies,
+        )
+        for new in plan.admitted:
+            self.num_computed[new.row] = new.num_cached_tokens
+            self._num_admitted[new.row] = len(new.token_ids)
+            self._guessed.pop(new.row, None)
+        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        for fork in plan.forks:
+            # Why the least: the parent's drafts may lie behind what the two share.
+            self.num_computed[fork.row] = min(
+                self.num_computed[fork.parent_row], starts.get(fork.row, 0)
+            )
+            self._num_admitted[fork.row] = self._num_admitted[fork.parent_row]
+            self._guessed.pop(fork.row, None)
+        for row, start, count in zip(
+            plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
+        ):
+            end = start + count - len(plan.draft_token_ids.get(row, ()))
+            is_prompt = start < self._num_admitted[row]
+            begin = start if is_prompt else self.count_computed(row, end)
+            if count and (is_prompt or end // self.block_size > begin // self.block_size):
+                followed.add(row, begin, end - begin, num_logits=0)
+                self.num_computed[row] = end
+        for fork in plan.forks:  # of this step: they share what it computes
+            if fork.row in plan.rows and not plan.num_scheduled_tokens[plan.rows.index(fork.row)]:
+                self.num_computed[fork.row] = self.num_computed[fork.parent_row]
+        return followed
+
+    def count_computed(self, row: int, num_known: int) -> int:
+        """How many of a row's known tokens the draft model has computed, right drafts included."""
+        count = int(self.num_computed[row])
+        for token_id in self._guessed.pop(row, ()):
+            if count >= num_known or self.rows.token_ids[row, count] != token_id:
+                break
+            count += 1
+        self.num_computed[row] = count
+        return count
+
+    def propose(self, wanted: dict[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+        """Drafts by the draft model, which has the blocks for them.
+
+        Args:
+            wanted: row -> (known tokens, drafts).
+        """
+        self.draft.rows.pool_positions[:] = -1
+        steps: list[tuple[list[int], LaunchedStep]] = []
+        for place in range(max(count for _, count in wanted.values())):
+            plan = StepPlan(step=0)
+            for row, (num_known, count) in wanted.items():
+                if place < count:
+                    end = num_known + place
+                    start = end - 1 if place else min(self.count_computed(row, end), end - 1)
+                    plan.add(row, start, end - start, num_logits=1)
+            steps.append((plan.rows, self.draft.launch(plan)))
+        found: dict[int, list[int]] = {row: [] for row in wanted}
+        for rows, step in steps:
+            for row, tokens in zip(rows, step.result().token_ids, strict=True):
+                found[row] += tokens
+        for row, (num_known, _) in wanted.items():
+            self.num_computed[row] = num_known
+            self._guessed[row] = tuple(found[row][:-1])
+        return {row: tuple(tokens) for row, tokens in found.items()}
+
+    def shutdown(self) -> None:
+        """Gives the memory of both back."""
+        self.draft.shutdown()
+        super().shutdown()
+
+
+def _admitted_for_drafts(new: AdmittedSequence) -> AdmittedSequence:
+    """The draft model draws with the same filters and the same random numbers, so that it draws the
+    same token more often; penalties and the like are left to the target."""
+    p = new.params
+    drawn = SamplingParams(
+        temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, max_tokens=1
+    )
+    return new._replace(params=drawn, bad_word_ids=())
+
+
+def require_same_vocabulary(target: ModelRunner, draft: ModelRunner) -> None:
+    """Raises ConfigError unless equal token ids mean equal text in both, as far as files tell."""
+    sizes = target.model_config.vocab_size, draft.model_config.vocab_size
+    words = _vocabulary(target.directory), _vocabulary(draft.directory)
+    if sizes[0] != sizes[1] or (words[0] and words[1] and words[0] != words[1]):
+        raise ConfigError(
+            f"speculative: the draft model {draft.config.model!r} has another vocabulary"
+            f" ({sizes[1]:,} tokens) than {target.config.model!r} ({sizes[0]:,} tokens): take a"
+            " smaller model of the same family, or 'ngram'"
+        )
+
+
+def _vocabulary(directory: Path) -> object:
+    """What a tokenizer.json has as its vocabulary; None: there is none."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    return json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+
+
+class DraftModel:
+    """The drafter over a DraftedRunner.
+
+    Args:
+        runner: has started.
+        manager: gives a sequence the blocks that its drafts need.
+        k: most drafts of a sequence a step.
+    """
+
+    priors = (0.6,)
+    always = True  # Why: it follows each plan, whose tokens it must know.
+
+    def __init__(self, runner: DraftedRunner, manager: BlockManager, k: int) -> None:
+        self.runner, self.manager, self.k = runner, manager, k
+
+    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+        """A draft model always has something to say."""
+        return [Guess(self.k, 0)] * len(sequences)
+
+    def draft(
+        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
+    ) -> list[tuple[int, ...]]:
+        """Drafts for those that have a row in the runner, and blocks."""
+        wanted = {
+            seq.row: (seq.num_tokens, count)
+            for seq, count in zip(sequences, counts, strict=True)
+            if count and self._has_room(seq, count)
+        }
+        drafts = self.runner.propose(wanted) if wanted else {}
+        return [drafts.get(seq.row, ()) for seq in sequences]
+
+    def _has_room(self, seq: Sequence, count: int) -> bool:
+        """Gets the blocks that the step with these drafts will need anyway, ahead of its plan."""
+        rows, num_copies = self.runner.draft.rows, len(self.manager.copies)
+        if rows.seq_ids[seq.row] != seq.seq_id:
+            return False  # a fork that the next plan tells of
+        if not self.manager.may_append(seq, count + 1) or len(self.manager.copies) > num_copies:
+            return False  # Why: a copy on write runs with the plan, after the drafts
+        (table,) = seq.block_tables
+        first = max(seq.num_computed_tokens // rows.block_size - 1, 0)
+        rows.block_tables[0, seq.row, first : len(table)] = table[first:]
+        return True
+
+    def forget_ended(self) -> None:
+        """Nothing is held: rows are the runner's."""
