@@ -123,8 +123,9 @@ class EngineConfig:
     deterministic: bool = False
     """The same bits for the same tokens, whatever runs beside them and however prompts are chunked
     or found in the cache; slower. On a GPU with the triton backend; refused elsewhere."""
-    attention_backend: Literal["auto", "naive", "cpu", "triton", "flash_attn"] = "auto"
-    """auto: cpu on a CPU, triton on a GPU."""
+    attention_backend: str = "auto"
+    """naive, cpu, triton, flash_attn, or a name that was added to `attention.BACKENDS`; auto: cpu
+    on a CPU, triton on a GPU."""
     enforce_eager: bool = False
     """Do without CUDA graphs; has no effect on a CPU, which has none."""
     overlap: bool | None = None

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoengine.attention import BACKENDS
+from nanoengine.checkpoint.families import FAMILIES
 from nanoengine.cli.main import COMMANDS, main, parse
 from tests.support import pages
 from tests.support.pages import ROOT, Block
@@ -30,11 +32,15 @@ def params(blocks: list[Block]) -> list[object]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; what is imported from there is forgotten afterwards."""
+    """An empty working directory; what is imported from there is forgotten afterwards, and so is
+    what it added to the engine's tables."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
+    before, tables = set(sys.modules), [(table, dict(table)) for table in (FAMILIES, BACKENDS)]
     yield tmp_path
+    for table, rows in tables:
+        table.clear()
+        table.update(rows)
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
