@@ -7,7 +7,7 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-extras core clients soak test-gpu bench lint loc
+.PHONY: demo test test-all test-extras core clients soak test-gpu bench lint loc docs
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
@@ -38,6 +38,11 @@ test-gpu: $(READY)  ## what needs an NVIDIA GPU
 
 bench: $(READY)  ## the benchmark at a scale for small machines; ARGS= for the standard workload
 	@$(BIN)/python bench.py $(ARGS)
+
+docs: $(READY)  ## the site of the docs, into site/; links and anchors are checked
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "written to site/index.html"
 
 lint: $(READY)  ## style, format and types
 	@$(BIN)/ruff check .

@@ -1,0 +1,65 @@
+"""The site: every page stands in it, and no link or anchor leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def pages_in(nav: list[Any]) -> list[str]:
+    """The pages of a navigation, whose entries are pages or sections of entries."""
+    found: list[str] = []
+    for entry in nav:
+        if isinstance(entry, str):
+            found.append(entry)
+        else:
+            for inner in entry.values():
+                found += [inner] if isinstance(inner, str) else pages_in(inner)
+    return found
+
+
+def test_every_page_stands_in_the_site_once() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(pages_in(site["nav"])) == [page.name for page in PAGES]
+
+
+def test_links_of_pages_stay_among_the_pages() -> None:
+    """On the site there is nothing else: name a file of the repository in `code`."""
+    outside = {
+        page.name: links
+        for page in PAGES
+        if (links := re.findall(r"\]\((\.\.[^)]*)\)", page.read_text(encoding="utf-8")))
+    }
+    assert outside == {}
+
+
+def build(root: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    # Why not --quiet: warnings that are not logged are not counted either.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
+    return subprocess.run([*command, str(target)], cwd=root, capture_output=True, text=True)
+
+
+@pytest.mark.extra
+def test_the_site_builds_strictly_and_a_bad_anchor_stops_it(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    done = build(ROOT, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    for page in PAGES:
+        assert (tmp_path / "site" / f"{page.stem}.html").is_file()
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    tour = tmp_path / "docs" / "tour.md"
+    tour.write_text(tour.read_text("utf-8") + "\n[x](batch.md#no-such-heading)\n", encoding="utf-8")
+    done = build(tmp_path, tmp_path / "again")
+    assert done.returncode != 0
+    assert "no-such-heading" in done.stderr
