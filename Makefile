@@ -22,6 +22,7 @@ test-all: test test-extras  ## everything that a CPU can test, with the optional
 test-extras: $(READY)  ## what needs optional packages: Parquet, evaluation, and Ray, which runs alone
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,plot,docs,notebook]"
 	@$(BIN)/python -m pytest -m "extra or eval" -n 2 --dist loadfile
+	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray
 
 core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core

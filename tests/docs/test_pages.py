@@ -10,6 +10,7 @@ import contextlib
 import doctest
 import importlib.util
 import io
+import json
 import re
 import runpy
 import sys
@@ -247,3 +248,15 @@ def test_a_difference_is_noticed_and_what_varies_is_not() -> None:
     shown = "steps  3,915\nsimulated in  ... s\n"
     assert pages.difference(shown, "steps           3,915\nsimulated in    1.97 s\n") == ""
     assert pages.difference(shown, "steps           3,916\nsimulated in    1.97 s\n") != ""
+
+
+# --- notebooks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
+def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
+    """`make test-extras` runs it, from top to bottom."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 5
+    assert [cell for cell in code if cell["outputs"] or cell["execution_count"]] == []
