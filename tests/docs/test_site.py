@@ -30,7 +30,8 @@ def pages_in(nav: list[Any]) -> list[str]:
 
 def test_every_page_stands_in_the_site_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert sorted(pages_in(site["nav"])) == [page.name for page in PAGES]
+    listed, there = sorted(pages_in(site["nav"])), [page.name for page in PAGES]
+    assert listed == there, "a new page needs a line in nav of mkdocs.yml"
 
 
 def test_links_of_pages_stay_among_the_pages() -> None:
