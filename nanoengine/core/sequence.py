@@ -156,11 +156,8 @@ class Sequence:
     @property
     def may_draft(self) -> bool:
         """True if the next step decodes it, and all its tokens are known."""
-        return (
-            self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
-            and not self.num_pending_tokens
-            and self.request.chooser is None
-        )
+        is_next = self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
+        return is_next and self.request.chooser is None
 
     def fork(self, *, seq_id: int, index: int, seed: int) -> Sequence:
         """A copy with its own id, index and seed, that has no row and no blocks yet."""

@@ -98,7 +98,7 @@ class DraftedRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Carries out a plan, and has the draft model follow it."""
         step = super().launch(plan)
-        self.draft.rows.pool_positions[:] = -1  # Why: drafts may have been wrong.
+        self.draft.rows.pool_positions[:] = -1  # Why: it holds drafts, which may be wrong.
         self.draft.launch(self._followed(plan))
         return step
 
@@ -159,7 +159,6 @@ class DraftedRunner(ModelRunner):
         Args:
             wanted: row -> (known tokens, drafts).
         """
-        self.draft.rows.pool_positions[:] = -1
         steps: list[tuple[list[int], LaunchedStep]] = []
         for place in range(max(count for _, count in wanted.values())):
             plan = StepPlan(step=0)

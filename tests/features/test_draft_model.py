@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanoengine import HostTier
 from nanoengine.errors import ConfigError
@@ -83,6 +84,20 @@ def test_blocks_that_were_filled_without_drafting_are_right():
     stats = engine.stats()
     assert stats.cache_hit_tokens - before > 200
     assert stats.drafted_tokens == stats.accepted_tokens > 50
+
+
+def test_wrong_drafts_leave_nothing_in_the_blocks():
+    """With penalties, of which the draft model knows nothing, drafts are right and wrong in turn."""
+    penalized = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=60, ignore_eos=True)
+    engine = drafting_engine(checkpoint("qwen3"), block_size=8)
+    run(engine, prompts(), penalized)
+    stats = engine.stats()
+    assert 20 < stats.accepted_tokens < stats.drafted_tokens - 20
+    pool = engine.scheduler.block_manager.pool
+    full = [block.block_id for block in pool.blocks if block.prefix is not None]
+    assert len(full) > 30
+    mine, draft = engine.executor.kv_cache.kv, engine.executor.draft.kv_cache.kv
+    torch.testing.assert_close(draft[:, :, full], mine[:, :, full], rtol=1e-9, atol=1e-9)
 
 
 def test_forks_between_steps():
