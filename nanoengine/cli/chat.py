@@ -129,7 +129,8 @@ class Chat:
             "stats": self._stats,
         }
         if name not in commands:
-            print(f"unknown command {'/' + name!r}; {nearest(name, [*commands, 'quit'])}")
+            known = [f"/{one}" for one in (*commands, "quit")]
+            print(f"unknown command {'/' + name!r}; {nearest('/' + name, known)}")
             return
         commands[name](rest)
 

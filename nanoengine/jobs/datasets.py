@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.checks import shown
 from nanoengine.config import EngineConfig
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
@@ -54,6 +55,8 @@ def generate_dataset(
     row_options: Mapping[str, Any],
 ) -> Any:
     """Answers each row of a source; see `LLM.generate_dataset`."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
     sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
     options = RowOptions(sampling=sampling, **row_options)
     defaults = answering.defaults if params is None else {}
@@ -64,10 +67,14 @@ def generate_dataset(
         run_job(answering, os.fspath(source), os.fspath(output), reader, options)
         return Path(output)
     rows, rebuild = _taken_apart(source)
-    if output is not None:
-        return rebuild(_resumable(answering, rows, Path(output), reader, options))
-    recorder = Recorder(answering.config.model)
-    return rebuild(_in_order(answers(rows, answering.stream, reader, recorder)))
+
+    def answer() -> Iterator[dict[str, Any]]:
+        if output is not None:
+            return _resumable(answering, rows, Path(output), reader, options)
+        recorder = Recorder(answering.config.model)
+        return _in_order(answers(rows, answering.stream, reader, recorder))
+
+    return rebuild(answer)
 
 
 def run_job(
@@ -152,43 +159,98 @@ def _resumable(
 
 # --- kinds of tables ------------------------------------------------------------------------------
 
-Rebuild = Callable[[Iterator[dict[str, Any]]], Any]
+Answer = Callable[[], Iterator[dict[str, Any]]]
+"""Answers the rows: each with its new columns, in their order."""
+
+Rebuild = Callable[[Answer], Any]
 
 
-class _Once:
-    """Rows for a library that names what it is given by pickling it, which no generator allows."""
+class _Again:
+    """Rows for a library that names what it is given by pickling it, which no closure allows. Who
+    reads them a second time has them answered a second time, as with all that is lazy there."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        self._rows = rows
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
 
     def __call__(self) -> Iterator[dict[str, Any]]:
-        yield from self._rows
+        yield from self._answer()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return uuid.uuid4, ()
 
 
 def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
-    """The rows of a source, and what makes its kind of rows with more columns."""
+    """The rows of a source, and what makes its kind with more columns.
+
+    A table keeps its own columns as they are, with their types: new ones are put beside them.
+    """
     library = type(source).__module__.partition(".")[0]
-    name = type(source).__name__
-    if library == "datasets" and name == "Dataset":
-        return source, lambda rows: type(source).from_list(list(rows))
-    if library == "datasets" and name == "IterableDataset":
-        return source, lambda rows: type(source).from_generator(_Once(rows))
-    if library == "pandas" and name == "DataFrame":
-        records = source.to_dict("records")
-        return records, lambda rows: type(source)(list(rows), index=source.index)
-    if library == "polars" and name == "DataFrame":
-        return source.iter_rows(named=True), lambda rows: type(source)(
-            list(rows), infer_schema_length=None
-        )
-    if library == "pyarrow" and name == "Table":
-        rows = (row for batch in source.to_batches() for row in batch.to_pylist())
-        return rows, lambda made: type(source).from_pylist(list(made))
+    kind = f"{library}.{type(source).__name__}"
+    if kind == "datasets.IterableDataset":
+        return source, lambda answer: type(source).from_generator(_Again(answer))
+    if kind in _TABLES:
+        names, rows, join = _TABLES[kind]
+        columns = names(source)
+        twice = [name for name in columns if columns.count(name) > 1]
+        if twice:
+            raise RequestError(f"column {twice[0]!r} stands twice in the {type(source).__name__}")
+        return rows(source), lambda answer: join(source, columns, _columns(answer()))
     if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
         raise RequestError(
             "source must be a path, an iterable of rows, a Dataset, a data frame or an Arrow table,"
             f" got {type(source).__name__}"
         )
-    return source, list if isinstance(source, Sequence) else iter
+    rebuild = list if isinstance(source, Sequence) else iter
+    return source, lambda answer: rebuild(answer())
+
+
+def _columns(rows: Iterator[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The new columns of all rows."""
+    found: dict[str, list[Any]] = {name: [] for name in NEW_COLUMNS}
+    for row in rows:
+        for name, column in found.items():
+            column.append(row[name])
+    return found
+
+
+def _join_dataset(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
+    source = source.remove_columns([name for name in columns if name in new])
+    for name, column in new.items():
+        source = source.add_column(name, column)
+    return source
+
+
+def _join_polars(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
+    rows = list(zip(*new.values(), strict=True))
+    found = type(source)(rows, schema=list(new), orient="row", infer_schema_length=None)
+    return source.with_columns(found.get_columns())
+
+
+def _join_arrow(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
+    import pyarrow  # type: ignore[import-untyped]
+
+    source = source.drop_columns([name for name in columns if name in new])
+    for name, column in new.items():
+        source = source.append_column(name, pyarrow.array(column))
+    return source
+
+
+_TABLES: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Iterable[Any]], Any]] = {
+    "datasets.Dataset": (lambda table: table.column_names, lambda table: table, _join_dataset),
+    "pandas.DataFrame": (
+        lambda table: list(table.columns),
+        lambda table: table.to_dict("records"),
+        lambda table, columns, new: table.assign(**new),
+    ),
+    "polars.DataFrame": (
+        lambda table: table.columns,
+        lambda table: table.iter_rows(named=True),
+        _join_polars,
+    ),
+    "pyarrow.Table": (
+        lambda table: table.column_names,
+        lambda table: (row for batch in table.to_batches() for row in batch.to_pylist()),
+        _join_arrow,
+    ),
+}
+"""Class -> names of its columns, its rows, and it with new columns."""

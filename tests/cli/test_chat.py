@@ -64,7 +64,7 @@ def test_commands(llm: LLM, capsys: Any, tmp_path: Path) -> None:
     assert [m["role"] for m in saved] == ["user", "assistant"]
     shown = capsys.readouterr().out
     assert "prompt tokens computed" in shown
-    assert "unknown command '/sytem'; did you mean 'system'?" in shown
+    assert "unknown command '/sytem'; did you mean '/system'?" in shown
     assert "/save needs the name of a file" in shown
     assert "/no/x can't be written: No such file or directory" in shown
     assert chat.messages == [{"role": "system", "content": "be short"}]

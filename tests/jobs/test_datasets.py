@@ -112,6 +112,64 @@ def test_a_pandas_frame(llm: LLM) -> None:
 
 
 @pytest.mark.extra
+def test_tables_keep_their_columns_and_types(llm: LLM) -> None:
+    """They were made anew of Python's values: types were guessed, those of bytes and maps wrongly
+    when all was answered, and an empty table had no columns left."""
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    own = {
+        "prompt": pyarrow.array(["one", None]),
+        "n": pyarrow.array([1, 2], pyarrow.int8()),
+        "bytes": pyarrow.array([b"\xff", b""]),
+        "map": pyarrow.array([[("a", 1)], None], pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+        "error": pyarrow.array(["mine", "mine"]),
+    }
+    table = pyarrow.table(own)
+    for rows in (table, table[:0]):
+        found = llm.generate_dataset(rows, template="{{ prompt }}")
+        assert found.select(["prompt", "n", "map"]) == rows.select(["prompt", "n", "map"])
+        assert found.column_names == ["prompt", "n", "bytes", "map", "outputs", "usage", "error"]
+    frame = pandas.DataFrame({"prompt": ["one"], "day": pandas.to_datetime(["2020-01-01"])})
+    frame = frame.astype({"prompt": "category"})
+    for part in (frame, frame[:0]):
+        found = llm.generate_dataset(part)
+        pandas.testing.assert_frame_equal(found[["prompt", "day"]], part)
+        assert list(found.columns) == ["prompt", "day", "outputs", "usage", "error"]
+    kept = datasets.Dataset(table.select(["prompt", "n"]))
+    for part in (kept, kept.select([])):
+        found = llm.generate_dataset(part, template="{{ prompt }}")
+        assert found.features["n"] == part.features["n"]
+        assert found.column_names == ["prompt", "n", "outputs", "usage", "error"]
+
+
+@pytest.mark.extra
+def test_a_column_that_stands_twice_is_refused(llm: LLM) -> None:
+    """One of the two was dropped without a word, and might have been the prompt."""
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    columns = [pyarrow.array(["one"]), pyarrow.array(["dog"])]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"])
+    frame = pandas.DataFrame([["one", "dog"]], columns=["prompt", "prompt"])
+    for source in (table, frame):
+        with pytest.raises(RequestError, match="column 'prompt' stands twice"):
+            llm.generate_dataset(source)
+
+
+@pytest.mark.extra
+def test_a_lazy_dataset_may_be_read_again(llm: LLM) -> None:
+    """The second time it was empty."""
+    datasets = pytest.importorskip("datasets")
+    source = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    found = llm.generate_dataset(source, sampling_params=GREEDY)
+    check(list(found))
+    check(list(found))
+
+
+def test_parameters_are_parameters(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="sampling_params must be SamplingParams or None, got"):
+        llm.generate_dataset(ROWS, sampling_params={"max_tokens": 2})  # type: ignore[arg-type]
+
+
+@pytest.mark.extra
 def test_a_polars_frame(llm: LLM) -> None:
     polars = pytest.importorskip("polars")
     found = llm.generate_dataset(polars.DataFrame(ROWS), sampling_params=GREEDY)
