@@ -30,6 +30,8 @@ COMMANDS = {
     "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
     "plot": ("PlotArgs", "draw reports of bench, side by side, as SVG and PNG"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
+    "explain": ("ExplainArgs", "say in sentences what a trace shows: run, request or step"),
+    "trace": ("TraceArgs", "convert a trace for Perfetto"),
     "eval": (None, "score a model on tasks of lm-evaluation-harness"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
     "completion": (None, "print what completes these commands in bash, zsh or fish"),

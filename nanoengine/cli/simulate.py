@@ -10,14 +10,17 @@ import dataclasses
 import json as json_module
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from nanoengine.cli import workload
 from nanoengine.cli.workload import WorkItem
+from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.observe.simulator import SimulationReport, TimeModel, make_scheduler, simulate
+from nanoengine.observe.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +62,28 @@ class SimulateArgs:
     """Report of `nanoengine bench --json`: its steps give the times."""
     json: bool = False
     """Print JSON."""
+    trace: str | None = None
+    """Write what each step does to this file; see docs/trace.md."""
+    trace_steps: str | None = None
+    """Trace the steps from A up to and without B: A:B, either of which may be left out."""
 
     def __post_init__(self) -> None:
-        from nanoengine.config import EngineConfig
-
-        EngineConfig(  # Why: the same names, so the same bounds and the same errors.
-            model="none",
-            num_kv_blocks=self.num_blocks,
-            block_size=self.block_size,
-            **{name: getattr(self, name) for name in SCHEDULER_OPTIONS},
-        )
+        self.engine_config()
         for name in ("num_requests", "prefix_len", "length_cap"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+
+    def engine_config(self) -> EngineConfig:
+        """These settings as an engine's: the same names, so the same bounds and the same errors."""
+        return EngineConfig(
+            model="none",
+            num_kv_blocks=self.num_blocks,
+            block_size=self.block_size,
+            trace=self.trace,
+            trace_steps=self.trace_steps,
+            **{name: getattr(self, name) for name in SCHEDULER_OPTIONS},
+        )
 
 
 SCHEDULER_OPTIONS = (
@@ -103,7 +114,11 @@ def main(args: SimulateArgs) -> None:
         **{name: getattr(args, name) for name in SCHEDULER_OPTIONS[:5]},
     )
     time_model = load_time_model(args.fit) if args.fit else None
-    report = simulate(items, scheduler, length_cap=args.length_cap, time_model=time_model)
+    steps = args.engine_config().steps_traced()
+    with Trace(args.trace, scheduler, steps=steps) if args.trace else nullcontext() as trace:
+        report = simulate(
+            items, scheduler, length_cap=args.length_cap, time_model=time_model, trace=trace
+        )
     if args.json:
         print(json_module.dumps(dataclasses.asdict(report), indent=2))
     else:

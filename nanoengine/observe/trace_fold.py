@@ -82,7 +82,7 @@ class BlockEvents:
         shared: active blocks that one more sequence refers to.
         freed: nobody refers to them any more; the last one who did.
         hashed: their content can be hit from now on; who computed it, None: it was loaded.
-        evicted: lost their content.
+        evicted: (block, name of the content that it has lost).
         copied, moved: as in the plan.
     """
 
@@ -91,7 +91,7 @@ class BlockEvents:
     shared: list[tuple[int, int]] = field(default_factory=list)
     freed: list[tuple[int, int]] = field(default_factory=list)
     hashed: list[tuple[int, int | None]] = field(default_factory=list)
-    evicted: list[int] = field(default_factory=list)
+    evicted: list[tuple[int, int]] = field(default_factory=list)
     copied: list[BlockCopy] = field(default_factory=list)
     moved: list[Transfer] = field(default_factory=list)
 
@@ -216,12 +216,12 @@ class Fold:
         held = {block_id for block_id, _ in self._events.taken if block_id in before}
         filled = self._filled(step) if step.content else {}
         for event in step.content:
-            self._note(event)
+            lost = self._note(event)
             if event.pool != "device":
                 continue
             if event.content is None:
-                self._events.evicted.append(event.block_id)
-                held.discard(event.block_id)
+                self._events.evicted += lost
+                held.difference_update(block_id for block_id, _ in lost)
                 continue
             seq_id = filled.get(event.block_id)
             self._events.hashed.append((event.block_id, seq_id))
@@ -244,14 +244,15 @@ class Fold:
                         filled[block_id] = seq.seq_id
         return filled
 
-    def _note(self, event: ContentEvent) -> None:
+    def _note(self, event: ContentEvent) -> list[tuple[int, int]]:
+        """Follows one event; returns the blocks that have lost their content, and its name."""
         held = self.content.setdefault(event.pool, {})
         if event.content is not None:
             held[event.block_id] = Content(event.content, event.group)
-        elif event.block_id == NULL_BLOCK:
-            held.clear()
-        else:
-            held.pop(event.block_id, None)
+            return []
+        is_all = event.block_id == NULL_BLOCK
+        lost = list(held) if is_all else [event.block_id] if event.block_id in held else []
+        return [(block_id, held.pop(block_id).name) for block_id in lost]
 
     # --- what a result does -------------------------------------------------------------------
 

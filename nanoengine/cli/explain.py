@@ -1,0 +1,50 @@
+"""`nanoengine explain`: what a trace says of a run, a request or a step, in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from nanoengine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainArgs:
+    """Explains a trace: the five things worth knowing, a request's story, or one step.
+
+    examples:
+      nanoengine explain run.trace.gz
+      nanoengine explain run.trace.gz --request 7
+      nanoengine explain run.trace.gz --step 120
+    """
+
+    recording: Annotated[Positional[Path], arg(metavar="TRACE")]
+    """File of --trace."""
+    request: str | None = None
+    """Tell the story of this request, from its arrival to its end."""
+    step: int | None = None
+    """Tell what this step did, and why."""
+
+    def __post_init__(self) -> None:
+        if self.request is not None and self.step is not None:
+            raise ConfigError("--request and --step are two questions: ask one at a time")
+
+
+def main(args: ExplainArgs) -> None:
+    """Prints a sentence a line.
+
+    Raises:
+        TraceError: the file is no trace, or tells of no such request or step.
+    """
+    from nanoengine.observe.explain import Story
+    from nanoengine.observe.trace_reader import read_trace
+
+    story = Story(read_trace(args.recording), step=args.step)
+    if args.request is not None:
+        lines = story.request_lines(args.request)
+    else:
+        lines = story.run_lines() if args.step is None else story.step_lines()
+    print("\n".join(lines))

@@ -1,0 +1,49 @@
+"""`nanoengine trace`: a trace in a format that another program draws."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceArgs:
+    """Converts a trace: to the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    examples:
+      nanoengine trace run.trace.gz --to chrome --output run.json
+      nanoengine trace run.trace.gz --to chrome > run.json
+      nanoengine trace run.trace.gz --to chrome --output /dev/stdout | gzip > run.json.gz
+    """
+
+    recording: Annotated[Positional[Path], arg(metavar="TRACE")]
+    """File of --trace."""
+    to: Literal["chrome"] = "chrome"
+    """chrome: steps with their parts, a track a row, requests as flows, counters."""
+    output: Path | None = None
+    """Where to write; without it standard output."""
+
+
+def main(args: TraceArgs) -> None:
+    """Converts.
+
+    Raises:
+        TraceError: the file is no trace.
+    """
+    from nanoengine.observe.chrome import chrome_events
+    from nanoengine.observe.trace_reader import read_trace
+
+    events = chrome_events(read_trace(args.recording))
+    sink = sys.stdout if args.output is None else open(args.output, "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        sink.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        sink.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in events))
+        sink.write("\n]}\n")
+    finally:
+        if args.output is not None:
+            sink.close()

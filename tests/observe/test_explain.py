@@ -1,0 +1,187 @@
+"""What is told of recorded runs, word by word; and what Perfetto is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from nanoengine.cli import main as cli
+from nanoengine.core.plan import StepTimes
+from nanoengine.engine import LLMEngine
+from nanoengine.observe.chrome import ENGINE, chrome_events
+from nanoengine.observe.explain import Story
+from nanoengine.observe.trace import trace_engine
+from nanoengine.observe.trace_reader import Recording, read_trace
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import make_engine, run
+
+SAMPLE = Path(__file__).parent / "sample.trace.gz"
+STEP_S = 0.01
+
+
+def add(
+    engine: LLMEngine, name: str, first: int, length: int, max_tokens: int, **more: int
+) -> None:
+    prompt = [(first + i) % 40 for i in range(length)]
+    engine.add_request(
+        name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), **more
+    )
+
+
+def recorded(engine: LLMEngine, path: Path) -> Recording:
+    """The trace, with a step every 10 ms and arrivals at the end of the step before."""
+    engine.close()
+    recording = read_trace(path)
+    recording.steps = [
+        dataclasses.replace(
+            step,
+            time_s=(i + 1) * STEP_S,
+            times=StepTimes(forward_s=STEP_S),
+            arrived=[one._replace(time_s=i * STEP_S) for one in step.arrived],
+        )
+        for i, step in enumerate(recording.steps)
+    ]
+    return recording
+
+
+@pytest.fixture
+def preemption(tmp_path: Path) -> Recording:
+    engine = make_engine(num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
+    trace_engine(engine, tmp_path / "run.trace")
+    add(engine, "first", 0, 9, 16)
+    add(engine, "second", 20, 10, 16)
+    run(engine)
+    return recorded(engine, tmp_path / "run.trace")
+
+
+@pytest.fixture
+def eviction(tmp_path: Path) -> Recording:
+    engine = make_engine(num_blocks=10, block_size=4, max_num_seqs=2)
+    trace_engine(engine, tmp_path / "run.trace")
+    add(engine, "early", 0, 13, 2)
+    run(engine)
+    add(engine, "large", 20, 30, 2)
+    run(engine)
+    add(engine, "late", 0, 13, 2)
+    run(engine)
+    return recorded(engine, tmp_path / "run.trace")
+
+
+@pytest.fixture
+def starved(tmp_path: Path) -> Recording:
+    engine = make_engine(num_blocks=33, block_size=4, max_num_seqs=1)
+    trace_engine(engine, tmp_path / "run.trace")
+    add(engine, "running", 0, 5, 4)
+    engine.step()
+    add(engine, "patient", 7, 5, 2, priority=1)
+    for number in range(3):
+        add(engine, f"urgent-{number}", 3 * number, 6, 3)
+        engine.step()
+        engine.step()
+    run(engine)
+    return recorded(engine, tmp_path / "run.trace")
+
+
+GOLDEN = (Path(__file__).parent / "explained.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("preemption", {"request": "second"}),
+        ("preemption", {"step": 7}),
+        ("preemption", {"step": 15}),
+        ("preemption", {}),
+        ("eviction", {"request": "late"}),
+        ("eviction", {}),
+        ("starved", {"request": "patient"}),
+        ("starved", {}),
+    ],
+)
+def test_what_is_told_of_a_recorded_run(
+    name: str, question: dict[str, str | int], request: pytest.FixtureRequest
+) -> None:
+    recording = request.getfixturevalue(name)
+    title = " ".join([name, *(f"--{key} {value}" for key, value in question.items())])
+    story = Story(recording, step=question.get("step"))  # type: ignore[arg-type]
+    if "request" in question:
+        lines = story.request_lines(str(question["request"]))
+    else:
+        lines = story.step_lines() if question else story.run_lines()
+    told = GOLDEN.partition(f"$ explain {title}\n")[2].partition("\n\n")[0]
+    assert "\n".join(lines) == told.rstrip("\n"), "\n".join(lines)
+
+
+def test_explain_answers_each_question_or_says_why_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["explain", str(SAMPLE)]) == 0
+    run_told = capsys.readouterr().out.splitlines()
+    assert [line.partition(".")[0] for line in run_told[1:]] == list("12345")
+    assert cli.main(["explain", str(SAMPLE), "--request", "3"]) == 0
+    assert "preempted" in capsys.readouterr().out
+    assert cli.main(["explain", str(SAMPLE), "--step", "30"]) == 0
+    assert capsys.readouterr().out.startswith("Step 30 was committed")
+    (tmp_path / "empty").touch()
+    for wrong, why in (
+        ([str(SAMPLE), "--request", "none"], "the trace tells of no request 'none'"),
+        ([str(SAMPLE), "--step", "9999"], "the trace has no step 9999: it has steps 0 to 223"),
+        ([str(SAMPLE), "--step", "1", "--request", "3"], "one at a time"),
+        ([str(tmp_path / "empty")], "is empty"),
+        ([str(tmp_path / "none")], "can't be read"),
+    ):
+        assert cli.main(["explain", *wrong]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and why in told and told.count("\n") == 1
+
+
+# --- Perfetto -------------------------------------------------------------------------------------
+
+
+def test_the_slices_of_a_track_nest_and_requests_are_flows(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    assert cli.main(["trace", str(SAMPLE), "--to", "chrome", "--output", str(path)]) == 0
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    recording = read_trace(SAMPLE)
+    slices = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in slices if event["name"].startswith("step ")]
+    assert len(steps) == len(recording.steps)
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in slices:
+        assert event["dur"] >= 0 and event["ts"] >= 0, event
+        tracks.setdefault((event["pid"], event["tid"]), []).append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
+    for track, spans in tracks.items():
+        around: list[float] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= start + 0.01:
+                around.pop()
+            assert not around or end <= around[-1] + 0.01, (track, start, end, around)
+            around.append(end)
+    parts = [event for event in slices if event["pid"] == ENGINE and event not in steps]
+    assert {part["name"] for part in parts} == {
+        "schedule", "prepare", "load", "forward", "sample", "commit"
+    }  # fmt: skip
+    flows: dict[int, list[dict]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            flows.setdefault(event["id"], []).append(event)
+            track = tracks[event["pid"], event["tid"]]
+            assert any(start <= event["ts"] <= end for start, end in track), event
+    sequences = {new.seq_id for step in recording.steps for new in step.admitted}
+    sequences |= {fork.seq_id for step in recording.steps for fork in step.forked}
+    assert set(flows) == sequences
+    for flow in flows.values():
+        assert [event["ph"] for event in flow] == ["s"] + ["t"] * (len(flow) - 2) + ["f"]
+        assert all(one["ts"] <= other["ts"] for one, other in pairwise(flow))
+
+
+def test_a_trace_without_an_end_is_converted_too(preemption: Recording) -> None:
+    preemption.end = None
+    del preemption.steps[9:]
+    assert sum(event["ph"] == "X" for event in chrome_events(preemption)) > 9
