@@ -434,6 +434,9 @@ class Story:
             f" {_n(header.num_blocks - 1, 'block')} of {header.block_size} tokens,"
             f" {_n(header.scheduler['max_num_seqs'], 'row')}."
         )
+        if self.counts["drafts"]:
+            right, drafts = self.counts["right drafts"], self.counts["drafts"]
+            title += f" {right:,} of {drafts:,} drafts were right."
         if self.recording.is_torn:
             title += " The file breaks off: the run was killed, or goes on."
         told = (self._waits(), self._waste(), self._evictions(), self._budget(), self._tiers())

@@ -74,7 +74,7 @@ def test_help_has_every_option_once_and_says_what_it_does(
     assert sorted(told) == sorted(set(told))
     names = {field.name for field in dataclasses.fields(cls)} - {"kv_tiers", "sampling", "inputs"}
     missing = {name.replace("_", "-") for name in names} - set(told)
-    assert missing <= {"model", "reports"}  # which are positional
+    assert missing <= {"model", "reports", "recording"}  # which are positional
     docs = groups._docstrings(cls)
     assert all(docs[name] for name in names)
 
