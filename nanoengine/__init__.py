@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from nanoengine.outputs import Logprob as Logprob
     from nanoengine.outputs import RequestMetrics as RequestMetrics
     from nanoengine.outputs import RequestOutput as RequestOutput
+    from nanoengine.runner.logits import LogitsProcessor as LogitsProcessor
+    from nanoengine.runner.logits import RowState as RowState
     from nanoengine.sampling_params import SamplingParams as SamplingParams
+    from nanoengine.structured_outputs import StructuredOutputs as StructuredOutputs
+    from nanoengine.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from nanoengine.tier_config import DiskTier as DiskTier
     from nanoengine.tier_config import HostTier as HostTier
 
@@ -45,6 +49,10 @@ _HOME = {
     "HostTier": "tier_config",
     "DiskTier": "tier_config",
     "SamplingParams": "sampling_params",
+    "StructuredOutputs": "structured_outputs",
+    "StructuredOutputsParams": "structured_outputs",
+    "LogitsProcessor": "runner.logits",
+    "RowState": "runner.logits",
     "Row": "inputs",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",

@@ -26,14 +26,17 @@ from nanoengine.core.policies import make_policy
 from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.draft_config import ModelDrafts, NgramDrafts, parse_speculative
 from nanoengine.engine import LLMEngine
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
 from nanoengine.features.drafting import Drafting
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.features.ngram import NgramDrafter
+from nanoengine.features.processors import make_processors
+from nanoengine.features.structured import Structured, make_structured
 from nanoengine.observe.trace import trace_engine
-from nanoengine.parallel.executor import RankedExecutor
+from nanoengine.parallel.executor import RankedExecutor, require_sendable
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.stats import EngineInfo
 from nanoengine.vllm_names import warn_idle
 
@@ -78,6 +81,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         model_config.quantization,
         device=device.type,
     )
+    structured = make_structured(config, model_config, directory)
     executor = ModelRunner if config.tensor_parallel_size == 1 else RankedExecutor
     drafts = parse_speculative(config.speculative) if config.speculative else None
     if isinstance(drafts, ModelDrafts):
@@ -91,10 +95,11 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         dtype=dtype,
         backend=backend,
         quantization=quantization,
+        processors=(*make_processors(config.logits_processors), structured),
     )
     layout = runner.start()
     try:
-        engine = _engine_on(runner, config, layout, backend, directory, started)
+        engine = _engine_on(runner, config, layout, backend, directory, structured, started)
     except BaseException:
         runner.shutdown()
         raise
@@ -122,6 +127,7 @@ def _engine_on(
     layout: KVLayout,
     backend: str,
     directory: Path,
+    structured: Structured,
     started: float,
 ) -> LLMEngine:
     """The engine over an executor that has started."""
@@ -163,6 +169,7 @@ def _engine_on(
             debug_checks=config.debug_checks,
             observers=() if drafting is None else (drafting,),
             proposer=drafting,
+            check_params=functools.partial(_check_params, structured, config),
         )
     except BaseException:
         # Why: the error may live on, say in a notebook, and with it the disk's lock.
@@ -215,6 +222,14 @@ def _make_drafting(
         return Drafting(drafter=NgramDrafter(drafts))
     assert isinstance(runner, DraftedRunner)
     return Drafting(drafter=DraftModel(runner, manager, drafts.k))
+
+
+def _check_params(structured: Structured, config: EngineConfig, params: SamplingParams) -> None:
+    """Raises RequestError for parameters that processors or ranks can't obey."""
+    structured.check(params)
+    if config.tensor_parallel_size > 1 and (params.logits_processors or params.extra_args):
+        sent = (params.logits_processors, params.extra_args)
+        require_sendable("logits_processors and extra_args", sent, RequestError)
 
 
 def _tiered_cache(

@@ -38,6 +38,7 @@ WORDS: dict[Any, tuple[str, ...]] = {
     dict: ("a dict",),
     Mapping: ("a dict",),
     PathLike: ("a path",),
+    Callable: ("a function",),
 }
 
 

@@ -7,15 +7,27 @@ Frozen: what is discovered at start (number of blocks, dtype, EOS ids, backend) 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from nanoengine.checks import checked, shown
 from nanoengine.draft_config import ModelDrafts, parse_speculative
 from nanoengine.errors import ConfigError
 from nanoengine.tier_config import Tier, check_tiers
 from nanoengine.vllm_names import LLM_OPTIONS, translate
+
+
+@runtime_checkable
+class LogitsStage(Protocol):
+    """A stage of the sampler's; `runner/logits.py` says what its methods are called with."""
+
+    def admit(self, sequence: Any) -> Any:
+        """The state of a row."""
+
+    def apply(self, logits: Any, lines: Any, states: Any) -> None:
+        """Edits lines of logits."""
 
 
 @checked(ConfigError, functools.partial(translate, table=LLM_OPTIONS, error=ConfigError))
@@ -112,6 +124,11 @@ class EngineConfig:
     """Drafts that each step verifies: "ngram", from prompt and output themselves, with options as
     in "ngram:max=4,min=2,k=8"; or the path of a draft model, as in "path:k=4". The tokens are the
     same; drafts are made where they are measured to pay. None: none."""
+    logits_processors: tuple[Callable[..., Any] | LogitsStage, ...] = ()
+    """Edit the logits of every request, in this order: functions as `SamplingParams` takes them, or
+    stages with `admit` and `apply` (docs/structured_output.md)."""
+    grammar_backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    """The library behind `SamplingParams.structured_outputs`; auto: llguidance."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
     trace: str | None = None

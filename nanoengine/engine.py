@@ -56,6 +56,7 @@ class LLMEngine:
         observers: told of each step; they may abort requests. One with a `close` is closed with
             the engine.
         proposer: drafts tokens; None: nobody does.
+        check_params: raises RequestError for parameters that the executor can't obey.
 
     Attributes:
         on_queued: called with each request that is queued.
@@ -72,6 +73,7 @@ class LLMEngine:
         debug_checks: bool = False,
         observers: Iterable[Observer] = (),
         proposer: Proposer | None = None,
+        check_params: Callable[[SamplingParams], None] | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -80,7 +82,7 @@ class LLMEngine:
         self.on_queued: list[Callable[[Request], object]] = []
         self.proposer = proposer
         self.overlap = overlap
-        self.checker = RequestChecker(info, scheduler.block_manager)
+        self.checker = RequestChecker(info, scheduler.block_manager, check_params)
         self.turns = Turns()
         self._seed = seed
         self._debug_checks = debug_checks

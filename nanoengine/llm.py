@@ -376,6 +376,11 @@ class LLM:
                 f"beam_width={params.beam_width} sequences run together:"
                 f" max_num_seqs={self.config.max_num_seqs} must be at least that"
             )
+        if self.config.logits_processors:
+            raise RequestError(
+                "a beam search ranks the model's own log-probabilities, which logits_processors"
+                " don't reach: make an LLM without them"
+            )
         with self._calls.alone():
             shared = make_search(params, self.info, 0).sampling_params
             given = prompt_list(prompts)

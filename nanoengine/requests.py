@@ -10,7 +10,7 @@ engine's limits, so nobody behind it checks again. It queues nothing and knows n
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -47,11 +47,18 @@ class RequestChecker:
     Args:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
+        further: raises RequestError for parameters that what runs the model can't obey.
     """
 
-    def __init__(self, info: EngineInfo, manager: BlockManager) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        manager: BlockManager,
+        further: Callable[[SamplingParams], None] | None = None,
+    ) -> None:
         self.info = info
         self._manager = manager
+        self._further = further
 
     def check(
         self,
@@ -143,6 +150,8 @@ class RequestChecker:
             count = getattr(params, name)
             if count is not None and count > size:
                 raise RequestError(f"{name} must be at most {size}, got {count}")
+        if self._further is not None:
+            self._further(params)
 
     def check_fork(self, parent: Sequence, next_token_id: int) -> None:
         """Raises RequestError unless a fork of `parent` may have this token as its last one."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from nanoengine.checks import checked, shown
 from nanoengine.errors import RequestError
+from nanoengine.structured_outputs import StructuredOutputs
 from nanoengine.vllm_names import SAMPLING_PARAMS, translate
 
 MOST_COMPLETIONS = 16_384
@@ -54,6 +57,12 @@ class SamplingParams:
         bad_words: strings never generated.
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these ids may be sampled.
+        structured_outputs: what the output must look like: JSON of a schema, a pattern, a choice, a
+            grammar. A dict of the fields of StructuredOutputs will do.
+        logits_processors: functions that edit the logits, each in turn: called with the output's
+            token ids and the logits [V], or with the prompt's, the output's and the logits, they
+            return the logits to go on with. V is the vocabulary; -inf bans a token.
+        extra_args: anything, for logits processors to read.
         logprobs: report this many top log-probabilities per generated token (0: only the sampled
             one's; -1: those of the whole vocabulary).
         prompt_logprobs: the same for prompt tokens.
@@ -95,6 +104,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] | list[str] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None
+    logits_processors: tuple[Callable[..., Any], ...] | list[Callable[..., Any]] | None = None
+    extra_args: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     priority: int = 0
@@ -102,6 +114,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.structured_outputs, dict):
+            asked = StructuredOutputs(**self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", asked)
         self._check_ranges()
         self._check_texts_and_ids()
 
@@ -166,6 +181,10 @@ class SamplingParams:
                     raise RequestError(f"{name} must hold ids of at least 0, got {token_id}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty: no token could be sampled")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos must be False with structured_outputs: an EOS id ends what is complete"
+            )
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop strings need text: leave detokenize=True, or use stop_token_ids"

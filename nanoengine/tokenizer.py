@@ -82,6 +82,18 @@ class Tokenizer:
             return _load_backend(str(self._plain.directory))
         return self._plain
 
+    def definition(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, with all its added tokens.
+
+        Raises:
+            RequestError: it is of another kind, which no such file can hold.
+        """
+        raw = getattr(self._plain, "backend_tokenizer", None)
+        if raw is None:
+            kind = type(self._plain).__name__
+            raise RequestError(f"the tokenizer, a {kind}, is none of the tokenizers library")
+        return str(raw.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the BOS that the tokenizer adds.
 

@@ -40,7 +40,7 @@ class TokenizerFile:
         self.directory = directory
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # All of them are among the added tokens.
-        self._raw = raw
+        self.backend_tokenizer = raw
 
     @classmethod
     def find(cls, directory: Path) -> TokenizerFile | None:
@@ -82,7 +82,9 @@ class TokenizerFile:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
-        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend_tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        ).ids
         return ids
 
     def decode(
@@ -90,14 +92,16 @@ class TokenizerFile:
     ) -> str:
         """The text of `token_ids`, never cleaned up."""
         assert not any(no_cleaning.values()), no_cleaning
-        return str(self._raw.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(
+            self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        )
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """The id of a token's name; None: there is none."""
-        token_id: int | None = self._raw.token_to_id(token)
+        token_id: int | None = self.backend_tokenizer.token_to_id(token)
         return token_id
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
         """The name of a token."""
-        name: str | None = self._raw.id_to_token(token_id)
+        name: str | None = self.backend_tokenizer.id_to_token(token_id)
         return name

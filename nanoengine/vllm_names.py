@@ -69,8 +69,6 @@ def _asks_for_no_media(value: Any) -> bool:
 LORA = "LoRA adapters are not implemented"
 TEXT_ONLY = "prompts are text; images, audio and video are not implemented"
 GENERATES = "models generate text; embeddings, classes and scores are not implemented"
-STRUCTURED = "structured outputs are not implemented; allowed_token_ids bounds what is sampled"
-PROCESSORS = "logits processors of the caller's are not implemented; logit_bias adds to logits"
 DRAFTS = "set speculative: 'ngram', or the path of a draft model"
 
 LLM_OPTIONS: Table = {
@@ -78,6 +76,7 @@ LLM_OPTIONS: Table = {
     "num_gpu_blocks_override": Alias("num_kv_blocks"),
     "long_prefill_token_threshold": Alias("long_prefill_threshold"),
     "async_scheduling": Alias("overlap"),
+    "guided_decoding_backend": Alias("grammar_backend"),
     # --- values
     "dtype": Values(
         (
@@ -130,9 +129,7 @@ LLM_OPTIONS: Table = {
     "max_loras": Refused(LORA),
     "max_lora_rank": Refused(LORA),
     "speculative_config": Refused(DRAFTS),
-    "structured_outputs_config": Refused(STRUCTURED),
-    "guided_decoding_backend": Refused(STRUCTURED, (None, "auto")),
-    "logits_processors": Refused(PROCESSORS),
+    "structured_outputs_config": Refused("set grammar_backend"),
     "reasoning_parser": Refused("answers are not parsed", (None, "")),
     "pooler_config": Refused(GENERATES),
     "override_pooler_config": Refused(GENERATES),
@@ -175,9 +172,7 @@ SAMPLING_PARAMS: Table = {
     "use_beam_search": Refused("call llm.beam_search"),
     "length_penalty": Refused("BeamSearchParams has it", (None, 1, 1.0)),
     "early_stopping": Refused("BeamSearchParams has it"),
-    "structured_outputs": Refused(STRUCTURED),
-    "guided_decoding": Refused(STRUCTURED),
-    "logits_processors": Refused(PROCESSORS),
+    "guided_decoding": Refused("give structured_outputs"),
     "logprob_token_ids": Refused("ask for logprobs=-1 and pick from them"),
     "prompt_logprob_token_ids": Refused("ask for prompt_logprobs=-1 and pick from them"),
     "prompt_logprob_start": Refused("give prompt_logprobs_start"),
@@ -186,9 +181,17 @@ SAMPLING_PARAMS: Table = {
     "thinking_token_budget": Refused("max_tokens bounds the whole answer"),
     "repetition_detection": Refused("repetition_penalty discourages repetitions"),
     "skip_reading_prefix_cache": Refused("a cache_salt in the prompt keeps it from others'"),
-    "extra_args": Refused("nothing reads them", (None, {})),
 }
 """Fields of vLLM's `SamplingParams`."""
+
+STRUCTURED_OUTPUTS: Table = {
+    "disable_any_whitespace": Idle("JSON is compact unless whitespace=True"),
+    "disable_fallback": Idle("nothing falls back: what can't be compiled is an error"),
+    "disable_additional_properties": Refused('write "additionalProperties": false in the schema'),
+    "whitespace_pattern": Refused("whitespace=True allows blanks and newlines"),
+    "structural_tag": Refused("give a grammar"),
+}
+"""Fields of vLLM's `StructuredOutputsParams`."""
 
 BEAM_SEARCH_PARAMS: Table = {
     "include_stop_str_in_output": Refused(

@@ -25,11 +25,12 @@ EVERYONE = {
     "checks",
     "json_file",
     "sampling_params",
+    "structured_outputs",
     "version",
     "vllm_names",
 }
 """What anyone may import: the package's own name, the exceptions, the checks of values, the reader
-of small files, the sampling parameters, and what vLLM's names mean."""
+of small files, the sampling parameters, the forms of outputs, and what vLLM's names mean."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     # part of the package -> the parts that it may import besides EVERYONE and itself
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "vllm_names": set(),
     "sampling_params": set(),
+    "structured_outputs": set(),
     "tier_config": set(),
     "draft_config": set(),
     "config": {"tier_config", "draft_config"},
@@ -60,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel.shard": set(),
     "parallel.collectives": {"parallel.shard"},
     "parallel.executor": {"config", "core.plan", "core.layout", "checkpoint", "models.decoder",
-                          "layers.quantized_weight", "parallel"},
+                          "layers.quantized_weight", "parallel", "runner.logits"},
     "parallel.rank": {"core.plan", "core.layout", "runner", "parallel"},
     "parallel.feed": {"inputs"},
     "parallel.ray_cluster": {"parallel.replica", "parallel.replicas", "config"},
@@ -83,6 +85,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer_file": set(),
     "inputs": {"config", "conversations"},
     "outputs": {"core", "tokenizer"},
+    "features.processors": {"core.plan", "runner.logits", "config"},
+    "features.structured": {"core.plan", "runner.transfers", "checkpoint", "config", "tokenizer",
+                            "features"},
+    "features.llguidance_grammars": {"tokenizer"},
+    "features.xgrammar_grammars": {"tokenizer"},
     "features.beam": {"core", "calls", "prompts", "stats", "tokenizer"},
     "observe": {"core", "engine", "stats", "config", "checkpoint", "kernels"},
     "jobs": {"config", "inputs", "outputs", "stats"},
@@ -93,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {"llm", "outputs"},
     "cli": {"*"},
     "nanoengine": {"llm", "config", "inputs", "outputs", "tokenizer", "engine", "features.beam",
-                   "tier_config"},
+                   "tier_config", "runner.logits"},
 }  # fmt: skip
 
 STANDARD_LIBRARY_AND = {
@@ -104,6 +111,7 @@ STANDARD_LIBRARY_AND = {
     "version": set(),
     "vllm_names": set(),
     "sampling_params": set(),
+    "structured_outputs": set(),
     "config": set(),
     "core": {"xxhash", "numpy"},
     "engine": {"xxhash"},

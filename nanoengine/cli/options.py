@@ -7,18 +7,20 @@ import inspect
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
-from nanoengine.config import EngineConfig
+from nanoengine.config import EngineConfig, LogitsStage
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.tier_config import DiskTier, HostTier, Tier
 
 DEMO = "demo"
+OBJECTS = ("structured_outputs", "logits_processors", "extra_args")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class EngineArgs(EngineConfig):
     """Keep full KV blocks in this much host memory [GiB] too, for when the device has no room."""
     kv_disk: Path | None = None
     """Keep them in this directory as well, where they outlive the process; needs both sizes."""
+    logits_processors: Suppress[tuple[Callable[..., Any] | LogitsStage, ...]] = ()
+    """Functions: for programs."""
     kv_disk_gib: float | None = None
     """Most that the directory holds for this model [GiB]."""
 
@@ -84,14 +88,15 @@ def sampling_fields(args: object) -> dict[str, Any]:
 def _sampling_options() -> list[tuple[str, Any, Any]]:
     """Name, type and default of each field of SamplingParams; one that is not given has None.
 
-    Why no seed: --seed is the engine's, of which each row draws another one.
+    Why no seed: --seed is the engine's, of which each row draws another one. Objects are for rows
+    and programs.
     """
     text = inspect.getdoc(SamplingParams) or ""
     told = dict(re.findall(r"^    (\w+): ((?:.|\n {8})+)", text, re.MULTILINE))
     hints = typing.get_type_hints(SamplingParams)
     options: list[tuple[str, Any, Any]] = []
     for param in fields(SamplingParams):
-        if param.name == "seed":
+        if param.name in ("seed", *OBJECTS):
             continue
         kind, default = hints[param.name], None
         kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)

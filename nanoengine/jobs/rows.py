@@ -24,7 +24,7 @@ from nanoengine.errors import ConfigError, RequestError
 from nanoengine.inputs import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.vllm_names import SAMPLING_PARAMS, STRUCTURED, Alias, Refused, Table, translate
+from nanoengine.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
 
 Kind = Literal["chat", "completion", "simple"]
 
@@ -34,16 +34,17 @@ KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 NO_STREAM = "a batch has nobody to stream to"
+GUIDED = "give response_format, or structured_outputs"
 NO_TOOLS = "answers are not parsed for calls; tools go into the template alone"
 OPENAI: Table = {
     "max_completion_tokens": Alias("max_tokens"),
     "stream": Refused(NO_STREAM),
     "stream_options": Refused(NO_STREAM),
-    "response_format": Refused(STRUCTURED, (None, {"type": "text"})),
-    "guided_json": Refused(STRUCTURED),
-    "guided_regex": Refused(STRUCTURED),
-    "guided_choice": Refused(STRUCTURED),
-    "guided_grammar": Refused(STRUCTURED),
+    "response_format": Alias("structured_outputs"),
+    "guided_json": Refused(GUIDED),
+    "guided_regex": Refused(GUIDED),
+    "guided_choice": Refused(GUIDED),
+    "guided_grammar": Refused(GUIDED),
     "tool_choice": Refused(NO_TOOLS, (None, "auto", "none")),
     "parallel_tool_calls": Refused(NO_TOOLS, (None, True)),
     "functions": Refused("give tools", (None, [])),
@@ -328,6 +329,8 @@ class RowReader:
         return params
 
     def _make_params(self, own: dict[str, Any], kind: Kind) -> SamplingParams:
+        if own.get("response_format") is not None:
+            own["response_format"] = _structured(own["response_format"])
         own = translate(own, OPENAI, RequestError)
         biases = own.get("logit_bias")
         if isinstance(biases, dict):
@@ -347,6 +350,21 @@ def _body_names(kind: str) -> dict[str, None]:
 def _token_id(name: object) -> object:
     """Keys of JSON objects are strings."""
     return int(name) if isinstance(name, str) and name.isdecimal() else name
+
+
+def _structured(response_format: object) -> dict[str, Any] | None:
+    """What OpenAI's response_format asks for, as fields of `StructuredOutputs`."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return {"json": schema}
+    raise RequestError(
+        "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type':"
+        " 'json_schema', 'json_schema': {'schema': {...}}}, got " + shown(response_format)
+    )
 
 
 def _completion_prompt(body: Mapping[str, Any]) -> Any:

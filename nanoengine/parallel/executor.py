@@ -49,6 +49,7 @@ from nanoengine.layers.quantized_weight import GROUP_SIZE
 from nanoengine.models.decoder import CausalLM
 from nanoengine.parallel.collectives import LOOPBACK
 from nanoengine.parallel.rank import Answer, Failure, Order, Setup, Started, pickled
+from nanoengine.runner.logits import LogitsProcessor
 
 PROGRAM = (
     "import sys; fixed, sys.path[:] = sys.argv[1:4], sys.argv[4:];"
@@ -86,6 +87,8 @@ def require_ranks(
     for holds, why in refused:
         if holds:
             raise ConfigError(f"tensor_parallel_size={ranks} does not go with {why or holds}")
+    for processor in config.logits_processors:
+        require_sendable("logits_processors", processor, ConfigError)
 
 
 def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
@@ -111,6 +114,19 @@ def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str
     return None
 
 
+def require_sendable(name: str, value: object, error: type[Exception]) -> None:
+    """Raises `error` for what no rank can be sent: it comes by its name, and runs no script."""
+    try:
+        way = pickled(value)
+    except Exception as why:
+        raise error(f"{name}: {value!r} can't be sent to a rank: {why}") from why
+    if b"__main__" in way:
+        raise error(
+            f"{name}: {value!r} can't be sent to a rank, which does not run the main script: put it"
+            " into a module that is imported"
+        )
+
+
 class RankedExecutor:
     """Runs one model on the `config.tensor_parallel_size` ranks of one machine.
 
@@ -134,6 +150,7 @@ class RankedExecutor:
         dtype: torch.dtype,
         backend: str,
         quantization: Quantization | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         require_ranks(config, model_config, device=device, quantization=quantization)
         self.model_config, self.quantization = model_config, quantization
@@ -146,6 +163,7 @@ class RankedExecutor:
             "dtype": dtype,
             "backend": backend,
             "quantization": quantization,
+            "processors": tuple(processors),
         }
         self._num_launched = 0
 

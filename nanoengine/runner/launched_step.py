@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
-from nanoengine.runner.logits import RowState
+from nanoengine.runner.logits import RowEdits
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.runner.sampler import SampledTokens, accept_tokens
 from nanoengine.runner.scores import to_records
@@ -31,7 +31,7 @@ class LaunchedStep:
     Attributes:
         times: what is known so far; the stopwatch adds forward and sampling.
         lines, sampled: who samples, and what; None if nobody does.
-        states: processors' states that must see the tokens, by entry of the plan.
+        edits: what processors remember of rows, and must see the tokens, by entry of the plan.
         scored_entries: for each tensor of prompt scores, the entry of the plan that it belongs to.
         download: the tensors of `sampled`, then those of the prompt scores.
         stores: each waits for copies to a tier that belong to this step.
@@ -42,7 +42,7 @@ class LaunchedStep:
     times: StepTimes = field(default_factory=StepTimes)
     lines: SamplingLines | None = None
     sampled: SampledTokens | None = None
-    states: dict[int, list[RowState]] = field(default_factory=dict)
+    edits: dict[int, RowEdits] = field(default_factory=dict)
     scored_entries: list[int] = field(default_factory=list)
     download: Download | None = None
     stopwatch: Stopwatch | None = None
@@ -92,4 +92,4 @@ class LaunchedStep:
                 result.errors[entry] = fetched.errors[line]
             if line in fetched.logprobs:
                 result.logprobs.setdefault(entry, []).append(fetched.logprobs[line])
-        accept_tokens(self.states, result.token_ids)
+        accept_tokens(self.edits, result.token_ids)

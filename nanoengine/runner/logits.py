@@ -1,30 +1,41 @@
 """Logits processors: the stages that edit logits before a token is sampled, in the order of
 `standard_processors`.
 
-The Sampler calls them, and keeps for each processor the state of every row that uses it. A
+The Sampler calls them, and keeps of every row the states of the processors that it uses. A
 processor is two small classes: the stage, which all rows share, and the state of one row. So a
-stage costs nothing in a step where no row uses it, and a feature (structured output, say) enters as
-two such classes.
+stage costs nothing in a step where no row uses it.
 
-    allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─ [sample a token]
+    allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─┐
+        ┌────────────────────────────────────────────────────────────────┘
+        └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
+
+A processor that raises ends the row that it was called for, and no other.
 
 Legend: L lines of logits, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence
+from nanoengine.errors import NanoEngineError
 from nanoengine.runner.transfers import ship
+
+logger = logging.getLogger(__name__)
 
 
 class RowState(Protocol):
-    """What one processor remembers about one row."""
+    """What one processor remembers about one row.
+
+    A state may also have `forced_tokens() -> list[int]`: the tokens that must come next.
+    """
 
     def accept(self, token_id: int) -> None:
         """Takes the row's next token."""
@@ -46,6 +57,99 @@ class LogitsProcessor(Protocol):
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[RowState]) -> None:
         """Edits `logits[lines]` ([L, V], float32 or float64) in place, one state for each line."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowEdits:
+    """What all processors remember about one row.
+
+    Attributes:
+        processors: all stages; sequence: the row's, as it was admitted.
+        states: those of the stages that edit this row's logits, by the stage's place.
+        error: what a processor has raised for this row, which can't go on.
+    """
+
+    processors: Sequence[LogitsProcessor]
+    sequence: AdmittedSequence
+    states: dict[int, RowState] = field(default_factory=dict)
+    error: str | None = None
+
+    @classmethod
+    def admit(
+        cls, processors: Sequence[LogitsProcessor], sequence: AdmittedSequence
+    ) -> RowEdits | None:
+        """The states of a sequence with all its known tokens accepted; None: nothing edits it."""
+        row = cls(processors=processors, sequence=sequence)
+        for place, processor in enumerate(processors):
+            row._guard(place, processor.admit, sequence)
+        return row if row.states or row.error else None
+
+    def accept(self, token_id: int) -> None:
+        """Takes the row's next token."""
+        for place, state in self.states.items():
+            self._guard(place, state.accept, token_id)
+
+    def fork(self) -> RowEdits:
+        """A copy whose later changes don't reach this one."""
+        copy = RowEdits(processors=self.processors, sequence=self.sequence, error=self.error)
+        for place, state in self.states.items():
+            copy._guard(place, state.fork)
+        return copy
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens that must come next, as far as one of the states knows any."""
+        for state in self.states.values():
+            if forced := getattr(state, "forced_tokens", None):
+                return forced()
+        return []
+
+    def _guard(self, place: int, call: Callable[..., RowState | None], *args: object) -> None:
+        """Calls a stage or its state; keeps the state that it returns, or what it raises."""
+        if self.error is None:
+            try:
+                state = call(*args)
+            except Exception as error:
+                self.fail(place, error)
+            else:
+                if state is not None:
+                    self.states[place] = state
+
+    def fail(self, place: int, error: Exception) -> None:
+        """Ends the row for what the stage at this place has raised."""
+        self.error = str(error)
+        if not isinstance(error, NanoEngineError):
+            name = type(self.processors[place]).__name__
+            self.error = f"logits processor {name} raised {type(error).__name__}: {error}"
+        where = error.__cause__ or error
+        logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
+
+
+def apply_processors(
+    processors: Sequence[LogitsProcessor], logits: torch.Tensor, rows: Mapping[int, RowEdits]
+) -> Raised | None:
+    """Edits lines of `logits` ([L, V]) in place by all processors, in their order.
+
+    Args:
+        rows: the lines that are edited, none of which has an error.
+
+    Returns:
+        What a processor has raised; the lines are edited in part then.
+    """
+    for place, processor in enumerate(processors):
+        of_line = {line: row.states[place] for line, row in rows.items() if place in row.states}
+        if of_line:
+            try:
+                processor.apply(logits, list(of_line), list(of_line.values()))
+            except Exception as error:
+                return Raised(place, error)
+    return None
+
+
+class Raised(NamedTuple):
+    """What the stage at this place has raised."""
+
+    place: int
+    error: Exception
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, graph_bytes
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.launched_step import LaunchedStep
+from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.runner.memory import LargestSteps, free_gpu_bytes, plan_memory, require_memory
 from nanoengine.runner.numerics import make_context
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
@@ -75,6 +76,7 @@ class ModelRunner:
         model_config: of the checkpoint in `directory`.
         device, dtype, backend: as resolved from "auto".
         quantization: of linear layers; None: floats of `dtype`.
+        processors: of logits, run after those of SamplingParams.
         ranks: with whom this one shares each layer; None: with nobody.
     """
 
@@ -88,9 +90,11 @@ class ModelRunner:
         dtype: torch.dtype,
         backend: str,
         quantization: Quantization | None = None,
+        processors: Sequence[LogitsProcessor] = (),
         ranks: Collectives | None = None,
     ) -> None:
         self.ranks = ranks or Collectives()
+        self._processors = processors
         self.config = config
         self.model_config = model_config
         self.device = device
@@ -142,7 +146,10 @@ class ModelRunner:
         block_bytes += self.extra_block_bytes
         self._require_rows(SAMPLER_BYTES)
         self.sampler = Sampler(
-            self.model_config.vocab_size, self.config.max_num_seqs, self.model_config.eos_token_ids
+            self.model_config.vocab_size,
+            self.config.max_num_seqs,
+            self.model_config.eos_token_ids,
+            self._processors,
         )
         self.memory = plan_memory(
             self.config,
@@ -404,7 +411,7 @@ class ModelRunner:
     ) -> list[torch.Tensor]:
         """Notes who waits for the tokens; returns copies of them that no later step overwrites."""
         step.lines, step.sampled = lines, sampled
-        step.states = self.sampler.states_of(plan.rows)
+        step.edits = self.sampler.edits_of(plan.rows)
         return sampled.tensors
 
     # --- end ----------------------------------------------------------------------------------

@@ -28,7 +28,13 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
 from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
-from nanoengine.runner.logits import LogitsProcessor, RowState, standard_processors
+from nanoengine.runner.logits import (
+    LogitsProcessor,
+    Raised,
+    RowEdits,
+    apply_processors,
+    standard_processors,
+)
 from nanoengine.runner.sampling_ops import (
     MAX_VOCAB_SIZE,
     DrawParams,
@@ -73,12 +79,14 @@ class SampledTokens:
         logprob_lines: the lines that asked for log-probabilities, and how many top ones each.
         logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if no line
             asked.
+        errors: of some invalid lines, what a processor has raised.
     """
 
     token_ids: torch.Tensor
     valid: torch.Tensor
     logprob_lines: list[tuple[int, int]] = field(default_factory=list)
     logprobs: torch.Tensor | None = None
+    errors: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def most_likely(cls, token_ids: torch.Tensor, logits: torch.Tensor) -> SampledTokens:
@@ -101,23 +109,22 @@ class SampledTokens:
             entries = tensors[1].tolist()
             for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
                 logprobs[line] = to_records(found[: 1 + num_top])
-        errors = {line: NO_TOKEN for line, holds in enumerate(valid) if not holds}
+        errors = {
+            line: self.errors.get(line, NO_TOKEN) for line, holds in enumerate(valid) if not holds
+        }
         return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
 
 
-def accept_tokens(
-    states: Mapping[int, Sequence[RowState]], token_ids: Sequence[Sequence[int]]
-) -> None:
-    """Tells processors' states the tokens that their rows have gained.
+def accept_tokens(edits: Mapping[int, RowEdits], token_ids: Sequence[Sequence[int]]) -> None:
+    """Tells processors the tokens that rows have gained.
 
     Args:
-        states: as `Sampler.states_of` returns them.
+        edits: as `Sampler.edits_of` returns them.
         token_ids: of each entry, those that it sampled, or the drafts that were right and one more.
     """
-    for entry, of_row in states.items():
-        for state in of_row:
-            for token_id in token_ids[entry]:
-                state.accept(token_id)
+    for entry, of_row in edits.items():
+        for token_id in token_ids[entry]:
+            of_row.accept(token_id)
 
 
 class Sampler:
@@ -127,8 +134,7 @@ class Sampler:
         vocab_size: V, at most 2**19.
         max_num_seqs: rows are 0 ... max_num_seqs - 1.
         eos_token_ids: the model's, masked until min_tokens.
-        processors: further stages, run after those of SamplingParams (structured output enters
-            here).
+        processors: further stages, run after those of SamplingParams.
 
     Raises:
         ValueError: a size or an EOS id is out of range.
@@ -147,16 +153,15 @@ class Sampler:
             raise ValueError(f"EOS ids must be in [0, {vocab_size}), got {bad}")
         self.vocab_size = vocab_size
         self.processors = (*standard_processors(eos_token_ids), *processors)
-        self.states: list[dict[int, RowState]] = [{} for _ in self.processors]
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.temperature = np.zeros(max_num_seqs)
         self.top_k = np.full(max_num_seqs, float(vocab_size))
         self.top_p = np.ones(max_num_seqs)
         self.min_p = np.zeros(max_num_seqs)
         self.greedy = np.ones(max_num_seqs, dtype=bool)
-        self.edited = np.zeros(max_num_seqs, dtype=bool)  # some processor has a state of this row
+        self.edited = np.zeros(max_num_seqs, dtype=bool)  # the row has an entry in `edits`
         self.num_logprobs = np.full(max_num_seqs, -1)  # -1: none asked for
-        self.admitted: dict[int, AdmittedSequence] = {}  # of the edited rows, as they were admitted
+        self.edits: dict[int, RowEdits] = {}
         self.changed: set[int] = set()  # rows with new parameters; the decode step empties it
 
     def admit(self, sequence: AdmittedSequence) -> None:
@@ -174,26 +179,22 @@ class Sampler:
         self.greedy[row] = params.is_greedy
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.changed.add(row)
-        self._admit_states(row, sequence)
+        self._set_edits(row, RowEdits.admit(self.processors, sequence))
 
-    def _admit_states(self, row: int, sequence: AdmittedSequence) -> None:
-        self.release(row)
-        for processor, states in zip(self.processors, self.states, strict=True):
-            if (state := processor.admit(sequence)) is not None:
-                states[row] = state
-                self.edited[row] = True
-        if self.edited[row]:
-            self.admitted[row] = sequence
+    def _set_edits(self, row: int, edits: RowEdits | None) -> None:
+        self.edited[row] = edits is not None
+        self.edits.pop(row, None)
+        if edits is not None:
+            self.edits[row] = edits
 
     def rewrite(self, row: int, token_ids: np.ndarray) -> None:
         """Tells that the row's tokens are these: one was chosen in place of the sampled one."""
         if self.edited[row]:
-            sequence = self.admitted[row]
-            self._admit_states(row, sequence._replace(token_ids=token_ids.tolist()))
+            sequence = self.edits[row].sequence._replace(token_ids=token_ids.tolist())
+            self._set_edits(row, RowEdits.admit(self.processors, sequence))
 
     def fork(self, fork: Fork) -> None:
         """Makes a row a copy of its parent, with its own seed."""
-        self.release(fork.row)
         for column in (
             self.temperature,
             self.top_k,
@@ -201,34 +202,30 @@ class Sampler:
             self.min_p,
             self.greedy,
             self.num_logprobs,
-            self.edited,
         ):
             column[fork.row] = column[fork.parent_row]
         self.seed[fork.row] = fork.seed
         self.changed.add(fork.row)
-        for states in self.states:
-            if fork.parent_row in states:
-                states[fork.row] = states[fork.parent_row].fork()
-        if fork.parent_row in self.admitted:
-            self.admitted[fork.row] = self.admitted[fork.parent_row]
+        parent = self.edits.get(fork.parent_row)
+        self._set_edits(fork.row, None if parent is None else parent.fork())
 
     def release(self, row: int) -> None:
         """Forgets a row's tokens; its parameters are overwritten by the next `admit`."""
-        self.edited[row] = False
-        self.admitted.pop(row, None)
-        for states in self.states:
-            states.pop(row, None)
+        self._set_edits(row, None)
 
-    def states_of(self, rows: Sequence[int]) -> dict[int, list[RowState]]:
-        """The states that must see the tokens that these rows are about to sample, by their place
-        in `rows`. `accept_tokens` tells them.
+    def edits_of(self, rows: Sequence[int]) -> dict[int, RowEdits]:
+        """What must see the tokens that these rows are about to sample, by their place in `rows`.
+        `accept_tokens` tells it.
 
-        Why the states and not the rows: by the time the tokens are known, a row may have passed on.
+        Why not the rows: by the time the tokens are known, a row may have passed on.
         """
-        return {
-            int(i): [states[rows[i]] for states in self.states if rows[i] in states]
-            for i in np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
-        }
+        edited = np.flatnonzero(self.edited[np.asarray(rows, dtype=np.int64)])
+        return {int(i): self.edits[rows[i]] for i in edited}
+
+    def forced_tokens(self, row: int) -> list[int]:
+        """The tokens that a processor forces on a row next, whatever the logits; none it knows of:
+        empty. They follow the tokens of steps whose result has been asked for."""
+        return self.edits[row].forced_tokens() if self.edited[row] else []
 
     def looks_at_logits(self, rows: np.ndarray) -> bool:
         """Whether more is done with the logits of these rows than to sample their tokens:
@@ -259,6 +256,7 @@ class Sampler:
         device = logits.device
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=device)
         valid = torch.ones(len(rows), dtype=torch.bool, device=device)
+        errors: dict[int, str] = {}
         for lines, sample in self._groups(rows, positions, device):
             edits = self._edits(rows, lines, drafts or {})
             as_they_are = sample is _sample_greedy or device.type != "cpu"
@@ -267,20 +265,44 @@ class Sampler:
                 break
             for start, stop in line_chunks(len(lines), logits):
                 (chunk,) = ship(device, lines[start:stop])
-                work = _take(logits, lines[start:stop], copy=bool(edits))
-                for processor, of_line in edits:
-                    inside = [i for i in of_line if start <= i < stop]
-                    if inside:
-                        processor.apply(
-                            work[:, : self.vocab_size],
-                            [i - start for i in inside],
-                            [of_line[i] for i in inside],
-                        )
+                inside = {i - start: row for i, row in edits.items() if start <= i < stop}
+                work = self._edited_lines(logits, lines[start:stop], inside)
                 token_ids[chunk], valid[chunk] = sample(work, slice(start, stop))
-        return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid)
+                errors |= {
+                    int(lines[start + i]): row.error for i, row in inside.items() if row.error
+                }
+        return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid, errors)
+
+    def _edited_lines(
+        self, logits: torch.Tensor, lines: np.ndarray, edits: dict[int, RowEdits]
+    ) -> torch.Tensor:
+        """Some lines as the processors make them; nothing but -inf in those of rows with errors.
+
+        Args:
+            edits: of the edited lines, counted within `lines`.
+        """
+        work = _take(logits, lines, copy=bool(edits))
+        whole = {i: row for i, row in edits.items() if row.error is None}
+        if self._apply(work, whole) is not None:
+            work = _take(logits, lines, copy=True)
+            for i, row in whole.items():  # Why one by one: this finds whose error it is.
+                if (raised := self._apply(work, {i: row})) is not None:
+                    row.fail(raised.place, raised.error)
+        for i, row in edits.items():
+            if row.error is not None:
+                work[i] = -torch.inf
+        return work
+
+    def _apply(self, work: torch.Tensor, edits: Mapping[int, RowEdits]) -> Raised | None:
+        return apply_processors(self.processors, work[:, : self.vocab_size], edits)
 
     def _with_logprobs(
-        self, logits: torch.Tensor, rows: np.ndarray, token_ids: torch.Tensor, valid: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        token_ids: torch.Tensor,
+        valid: torch.Tensor,
+        errors: dict[int, str],
     ) -> SampledTokens:
         """Adds log-probabilities under the raw logits, for the lines that asked for them."""
         asked = self.num_logprobs[rows]
@@ -294,6 +316,7 @@ class Sampler:
             valid=valid,
             logprob_lines=[(int(line), int(asked[line])) for line in lines],
             logprobs=logprobs,
+            errors=errors,
         )
 
     def _groups(
@@ -354,24 +377,21 @@ class Sampler:
 
     def _edits(
         self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
-    ) -> list[tuple[LogitsProcessor, dict[int, RowState]]]:
-        """The processors that run on these lines: index in `lines` -> state, for each of them."""
-        touched = np.flatnonzero(self.edited[rows[lines]])
-        if not len(touched):
-            return []
-        edits = []
-        for processor, states in zip(self.processors, self.states, strict=True):
-            of_line = {}
-            for i in touched:
-                row = int(rows[lines[i]])
-                if (state := states.get(row)) is not None:
-                    num_before = int((rows[: lines[i]] == row).sum())
-                    draft = drafts.get(row, ())
-                    assert num_before <= len(draft), f"row {row} has more lines than drafts"
-                    of_line[int(i)] = _after(state, draft[:num_before])
-            if of_line:
-                edits.append((processor, of_line))
-        return edits
+    ) -> dict[int, RowEdits]:
+        """What edits these lines: index in `lines` -> the row's own, or behind drafts a fork."""
+        found: dict[int, RowEdits] = {}
+        latest: dict[int, tuple[int, RowEdits]] = {}  # row -> drafts accepted so far
+        for i in np.flatnonzero(self.edited[rows[lines]]).tolist():
+            row = int(rows[lines[i]])
+            if row not in latest:
+                latest[row] = 0, self.edits[row]
+            else:
+                num_before, edits = latest[row]
+                edits = edits.fork()
+                edits.accept(drafts[row][num_before])
+                latest[row] = num_before + 1, edits
+            found[i] = latest[row][1]
+        return found
 
 
 LineSampler = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
@@ -389,15 +409,6 @@ def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> Line
         return draw_lines(logits, largest, params[lines]), largest[:, 0].isfinite()
 
     return drawn
-
-
-def _after(state: RowState, draft_token_ids: Sequence[int]) -> RowState:
-    """The state as it would be with these tokens accepted."""
-    if draft_token_ids:
-        state = state.fork()
-        for token_id in draft_token_ids:
-            state.accept(token_id)
-    return state
 
 
 def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 import nanoengine
-from nanoengine import LLM, BeamSearchParams, NanoEngineError, SamplingParams, vllm_names
+from nanoengine import (
+    LLM,
+    BeamSearchParams,
+    NanoEngineError,
+    SamplingParams,
+    StructuredOutputs,
+    vllm_names,
+)
 from nanoengine.assets import demo_model_path
 from nanoengine.build import share_of_memory
 from nanoengine.config import EngineConfig
@@ -53,10 +60,16 @@ def make_beams(**options: Any) -> BeamSearchParams:
     return BeamSearchParams(**{"beam_width": 1, "max_tokens": 1} | options)
 
 
+def make_form(**options: Any) -> StructuredOutputs:
+    alone = options.keys() & {"regex", "choice", "grammar", "json_object"}
+    return StructuredOutputs(**({} if alone else {"json": "{}"}) | options)
+
+
 SETTINGS: dict[str, tuple[Any, vllm_names.Table]] = {
     "Arguments of LLM": (make_config, vllm_names.LLM_OPTIONS),
     "SamplingParams": (SamplingParams, vllm_names.SAMPLING_PARAMS),
     "BeamSearchParams": (make_beams, vllm_names.BEAM_SEARCH_PARAMS),
+    "StructuredOutputsParams": (make_form, vllm_names.STRUCTURED_OUTPUTS),
 }
 
 

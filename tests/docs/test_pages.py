@@ -27,8 +27,19 @@ from tests.support import pages
 from tests.support.pages import ROOT, Block
 
 
+NEEDS = "StructuredOutputs("
+"""In scripts that need an extra."""
+GRAMMARS = [
+    pytest.mark.extra,
+    pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs llguidance"),
+]
+
+
 def params(blocks: list[Block]) -> list[object]:
-    return [pytest.param(block, id=block.name) for block in blocks]
+    return [
+        pytest.param(block, id=block.name, marks=GRAMMARS if NEEDS in block.text else ())
+        for block in blocks
+    ]
 
 
 @pytest.fixture

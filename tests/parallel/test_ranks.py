@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.processors import either
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
 SMALL = {
@@ -37,7 +39,13 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
     sampled = [
         SamplingParams(temperature=0.9, top_p=0.9, seed=1, max_tokens=24, ignore_eos=True),
         SamplingParams(temperature=1.2, top_k=20, n=2, max_tokens=24, ignore_eos=True),
-        SamplingParams(temperature=1.0, min_p=0.05, repetition_penalty=1.3, max_tokens=24),
+        SamplingParams(
+            temperature=1.0,
+            min_p=0.05,
+            repetition_penalty=1.3,
+            max_tokens=24,
+            logits_processors=[either],
+        ),
     ]
     return prompts * 2, [greedy(24)] * len(prompts) + (sampled * len(prompts))[: len(prompts)]
 
@@ -81,4 +89,6 @@ def check(case: str) -> None:
         flat = [[entry for token in entries for entry in token] for entries in (ours, theirs)]
         assert [entry.token_id for entry in flat[0]] == [entry.token_id for entry in flat[1]]
         assert [e.logprob for e in flat[0]] == pytest.approx([e.logprob for e in flat[1]], abs=1e-4)
+    with pytest.raises(RequestError, match="can't be sent to a rank"):
+        two.add_request("a", [5], SamplingParams(logits_processors=[lambda ids, x: x]))
     two.close()

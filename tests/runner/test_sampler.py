@@ -395,7 +395,7 @@ def run(sampler, row, position, num_tokens, vocab_size):
     for place in range(position, position + num_tokens):
         logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(place)) / 2
         tokens += sampler.sample(logits, [row], [place]).fetch().token_ids
-        accept_tokens(sampler.states_of([row]), [tokens[-1:]])
+        accept_tokens(sampler.edits_of([row]), [tokens[-1:]])
     return tokens
 
 
@@ -430,10 +430,10 @@ def test_penalties_updated_step_by_step_equal_those_rebuilt():
     stepwise = sampler_of(vocab_size, sequence)
     tokens = run(stepwise, 0, 100, 150, vocab_size)
     rebuilt = sampler_of(vocab_size, admitted(0, STATEFUL, range(100), tokens, seed=1))
-    for a, b in zip(stepwise.states, rebuilt.states, strict=True):
-        assert a.keys() == b.keys()
-        for x, y in zip(a.values(), b.values(), strict=True):
-            assert {k: str(v) for k, v in _fields(x)} == {k: str(v) for k, v in _fields(y)}
+    a, b = stepwise.edits[0].states, rebuilt.edits[0].states
+    assert a.keys() == b.keys()
+    for x, y in zip(a.values(), b.values(), strict=True):
+        assert {k: str(v) for k, v in _fields(x)} == {k: str(v) for k, v in _fields(y)}
 
 
 def _fields(state):
@@ -630,8 +630,8 @@ def test_a_further_processor_enters_by_the_door():
     sampler = sampler_of(10, *sequences, processors=(OnlyEven(),))
     tokens = sampler.sample(torch.arange(10.0).expand(2, -1), [0, 1], [1, 1]).fetch().token_ids
     assert tokens == [8, 9]
-    accept_tokens(sampler.states_of([1, 0]), [[9], [8, 6]])
-    assert sampler.states[-1][0].accepted == 2
+    accept_tokens(sampler.edits_of([1, 0]), [[9], [8, 6]])
+    assert list(sampler.edits[0].states.values())[-1].accepted == 2
 
 
 def test_sizes_out_of_range_are_refused():

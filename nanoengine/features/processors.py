@@ -1,0 +1,107 @@
+"""Logits processors of a caller's: functions, and stages of the engine's own kind.
+
+    f(output_ids, logits)                         SamplingParams(logits_processors=[f])
+    g(prompt_ids, output_ids, logits)             LLM(..., logits_processors=[g]): for all requests
+    admit(sequence), apply(logits, lines, states) LLM(..., logits_processors=[stage])
+
+A function is called for one row at a time, with plain lists of ids and the row's logits, and keeps
+nothing: what it returns follows from its arguments, so it is the same after a preemption, behind
+drafts, and in each of several ranks. A stage (`runner/logits.py`) sees all rows of a step at once
+and keeps a state for each.
+
+Called by `build.py`. The signatures of functions are vLLM's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nanoengine.config import LogitsStage
+from nanoengine.core.plan import AdmittedSequence
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.runner.logits import LogitsProcessor
+
+LogitsFunction = Callable[..., torch.Tensor]
+
+
+def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
+    """The stages of what an LLM was given: its own, then its functions with those of requests.
+
+    Raises:
+        ConfigError: one is a class.
+    """
+    for one in given:
+        if isinstance(one, type):
+            raise ConfigError(f"logits_processors must be functions or objects, got the {one!r}")
+    stages = [one for one in given if isinstance(one, LogitsStage)]
+    return (*stages, Functions([one for one in given if not isinstance(one, LogitsStage)]))
+
+
+class Functions:
+    """The stage of functions: those of all requests, then those of a request."""
+
+    def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
+        self.of_all = tuple(of_all)
+
+    def admit(self, sequence: AdmittedSequence) -> FunctionsState | None:
+        functions = (*self.of_all, *(sequence.params.logits_processors or ()))
+        if not functions:
+            return None
+        ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
+        return FunctionsState([(f, _takes_prompt(f)) for f in functions], ids[:start], ids[start:])
+
+    def apply(
+        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[FunctionsState]
+    ) -> None:
+        for line, state in zip(lines, states, strict=True):
+            edited = row = logits[line]
+            for function, takes_prompt in state.functions:
+                ids = (state.prompt, state.output) if takes_prompt else (state.output,)
+                edited = _called(function, *ids, edited)
+            if edited is not row:
+                logits[line] = edited
+
+
+class FunctionsState:
+    """The functions of a row, and the ids that they are shown."""
+
+    def __init__(
+        self, functions: list[tuple[LogitsFunction, bool]], prompt: list[int], output: list[int]
+    ) -> None:
+        self.functions, self.prompt, self.output = functions, prompt, output
+
+    def accept(self, token_id: int) -> None:
+        self.output.append(token_id)
+
+    def fork(self) -> FunctionsState:
+        return FunctionsState(self.functions, self.prompt, list(self.output))
+
+
+def _takes_prompt(function: LogitsFunction) -> bool:
+    """Whether a function is shown the prompt's ids too."""
+    return len(inspect.signature(function).parameters) == 3
+
+
+def _called(function: LogitsFunction, *args: Any) -> torch.Tensor:
+    """What a function makes of the row's logits, which come last.
+
+    Raises:
+        RequestError: it raised, or returned no logits.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    try:
+        edited = function(*args)
+    except Exception as error:
+        why = f"logits processor {name} raised {type(error).__name__}: {error}"
+        raise RequestError(why) from error
+    shape = args[-1].shape
+    if not isinstance(edited, torch.Tensor) or edited.shape != shape:
+        got = getattr(edited, "shape", edited)
+        raise RequestError(
+            f"logits processor {name} must return logits of shape {tuple(shape)}, got {got!r}"
+        )
+    return edited

@@ -1,0 +1,182 @@
+"""Structured outputs: a grammar says which tokens may come next, and when an output is complete.
+
+    StructuredOutputs ── check a prompt: compile, cached ──────────────┐  off the step
+    admit a row ────── fork the compiled grammar ── accept its tokens <┘
+    each step ──────── a bit a token, for all rows in one call ── the others' logits become -inf
+    complete ───────── an EOS id is all that may come: the sequence ends with "stop"
+
+`Structured` is a `LogitsProcessor`, and a `Grammar` the state of a row. So grammars fork, come back
+from preemption and follow drafts as penalties do. What compiles and matches is a library behind
+`GrammarLibrary` (`llguidance_grammars.py`, `xgrammar_grammars.py`); its tables of the tokenizer are
+built when the first grammar comes. With ranks each one compiles for itself.
+
+Made by `build.py`. Legend: L lines of logits, V vocabulary, W = ceil(V / 32) words of a mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.config import EngineConfig
+from nanoengine.core.plan import AdmittedSequence
+from nanoengine.errors import MissingDependencyError, RequestError
+from nanoengine.runner.transfers import ship
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.structured_outputs import StructuredOutputs
+from nanoengine.tokenizer import Tokenizer
+
+MOST_GRAMMARS = 1024
+"""Compiled grammars that are kept, the latest used ones; one that has gone is compiled again."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar, and how far a text has come in it. The `RowState` of a row."""
+
+    def accept(self, token_id: int) -> None:
+        """Takes the text's next token; an EOS id changes nothing.
+
+        Raises:
+            RequestError: the grammar does not allow it.
+        """
+
+    def fork(self) -> Self:
+        """A copy whose later changes don't reach this one."""
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens of the text that must come next, whatever the model says; often none."""
+
+
+class GrammarLibrary(Protocol):
+    """Compiles grammars for one tokenizer, and fills masks."""
+
+    def compile(self, asked: StructuredOutputs) -> Grammar:
+        """The grammar at the start of a text.
+
+        Raises:
+            RequestError: it can't be compiled; the message names what it is.
+        """
+
+    def fill(self, grammars: Sequence[Grammar], masks: np.ndarray) -> None:
+        """Sets the bits of tokens that may come next, of EOS ids where the text may end.
+
+        Args:
+            masks: [L, W] int32, zeros; token t of line l is bit t % 32 of masks[l, t // 32].
+
+        Raises:
+            RequestError: a text has passed the library's limits.
+        """
+
+
+class Structured:
+    """The stage of structured outputs.
+
+    Args:
+        make: makes the library, when the first grammar comes.
+        vocab_size: V.
+        eos_token_ids: what may follow a complete text.
+    """
+
+    def __init__(
+        self, make: Callable[[], GrammarLibrary], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.make, self.vocab_size, self.eos_token_ids = make, vocab_size, tuple(eos_token_ids)
+        self._library: GrammarLibrary | None = None
+        self._compiled: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
+
+    def __reduce__(self) -> tuple[type[Structured], tuple[object, ...]]:
+        """Each rank has its own tables."""
+        return Structured, (self.make, self.vocab_size, self.eos_token_ids)
+
+    def check(self, params: SamplingParams) -> None:
+        """Compiles what is asked for, ahead of the step that admits it.
+
+        Raises:
+            RequestError: it can't be compiled, or no EOS id could end it.
+            MissingDependencyError: the library is not installed.
+        """
+        if params.structured_outputs is None:
+            return
+        if not self.eos_token_ids:
+            raise RequestError("structured_outputs need an EOS id to end with; the model has none")
+        self._compile(params.structured_outputs)
+
+    def admit(self, sequence: AdmittedSequence) -> Grammar | None:
+        if sequence.params.structured_outputs is None:
+            return None
+        grammar = self._compile(sequence.params.structured_outputs).fork()
+        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+            grammar.accept(token_id)
+        return grammar
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Grammar]) -> None:
+        assert self._library is not None
+        masks = np.zeros((len(lines), -(-self.vocab_size // 32)), np.int32)
+        self._library.fill(states, masks)
+        banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
+        (index, mask) = ship(
+            logits.device, np.asarray(lines), banned[:, : self.vocab_size].view(bool)
+        )
+        logits[index] = logits[index].masked_fill(mask, -torch.inf)
+        for i in self._complete(masks):  # Why not by the mask: min_tokens may have banned it.
+            logits[lines[i], self.eos_token_ids[0]] = 0.0
+
+    def _complete(self, masks: np.ndarray) -> list[int]:
+        """The lines whose text is complete: nothing but an EOS id may come."""
+        words, bits = np.divmod(self.eos_token_ids, 32)
+        may_end = np.flatnonzero(masks[:, words[0]] >> bits[0] & 1)
+        rest = masks[may_end]
+        for word, bit in zip(words, bits, strict=True):
+            rest[:, word] &= ~np.int32(1 << bit)
+        return may_end[~rest.any(axis=1)].tolist()
+
+    def _compile(self, asked: StructuredOutputs) -> Grammar:
+        with self._lock:
+            grammar = self._compiled.pop(asked, None)
+            if grammar is None:
+                self._library = self._library or self.make()
+                grammar = self._library.compile(asked)
+                if len(self._compiled) >= MOST_GRAMMARS:
+                    self._compiled.popitem(last=False)
+            self._compiled[asked] = grammar
+            return grammar
+
+
+def make_structured(config: EngineConfig, model_config: ModelConfig, directory: Path) -> Structured:
+    """The stage for a model in `directory`."""
+    vocab_size, eos_token_ids = model_config.vocab_size, tuple(model_config.eos_token_ids)
+    make = functools.partial(_library, config, directory, vocab_size, eos_token_ids)
+    return Structured(make, vocab_size, eos_token_ids)
+
+
+def _library(
+    config: EngineConfig, directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> GrammarLibrary:
+    if config.skip_tokenizer_init:
+        raise RequestError(
+            "structured_outputs need the tokenizer, and this LLM was made with"
+            " skip_tokenizer_init=True"
+        )
+    tokenizer = Tokenizer.load(
+        config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
+    )
+    package = "xgrammar" if config.grammar_backend == "xgrammar" else "llguidance"
+    try:
+        if package == "xgrammar":
+            from nanoengine.features.xgrammar_grammars import XGrammar as Library
+        else:
+            from nanoengine.features.llguidance_grammars import LLGuidance as Library
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"structured_outputs need {package}: pip install 'nanoengine[structured]'"
+        ) from error
+    return Library(tokenizer, vocab_size, eos_token_ids)

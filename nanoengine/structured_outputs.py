@@ -1,0 +1,92 @@
+"""StructuredOutputs: what an output must look like. Everyone may import this file.
+
+    json          '{"type": "object", ...}' or the same as a dict: JSON that a schema describes
+    json_object   any JSON object
+    regex         text that matches as a whole
+    choice        one of some strings
+    grammar       text of a context-free grammar
+
+Checked for form when built. Whether it can be compiled is seen when a prompt is checked
+(`features/structured.py`). Names are those of vLLM's `StructuredOutputsParams`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from nanoengine.checks import checked, shown
+from nanoengine.errors import RequestError
+from nanoengine.vllm_names import STRUCTURED_OUTPUTS, translate
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@checked(RequestError, functools.partial(translate, table=STRUCTURED_OUTPUTS, error=RequestError))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """One form of an output; exactly one of the first five fields. Equal ones compile once.
+
+    Attributes:
+        json: a JSON schema, as text or dict; kept as text. Properties come in the schema's order.
+        json_object: True: any JSON object.
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these strings.
+        grammar: a grammar, in Lark's or GBNF's notation for llguidance, in EBNF for xgrammar.
+        whitespace: blanks and newlines may stand between JSON's tokens. Without them JSON is
+            compact: a small model may fill its tokens with blanks.
+
+    Raises:
+        RequestError: none or several are given; a schema that is no JSON object.
+
+    >>> StructuredOutputs(json={"type": "integer"}).json
+    '{"type": "integer"}'
+    >>> StructuredOutputs(regex="a+", choice=["a"])
+    Traceback (most recent call last):
+    nanoengine.errors.RequestError: structured_outputs must have exactly one of json, json_object, \
+regex, choice, grammar, got regex, choice
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs must have exactly one of {', '.join(KINDS)}, got"
+                f" {', '.join(given) or 'none of them'}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None and not self.choice:
+            raise RequestError("choice must hold at least one string")
+        if self.whitespace and self.schema is None:
+            raise RequestError(f"whitespace is for json and json_object, got {given[0]}")
+
+    @property
+    def schema(self) -> str | None:
+        """The JSON schema, of an object if any will do; None: it is no JSON."""
+        return '{"type": "object"}' if self.json_object else self.json  # type: ignore[return-value]
+
+
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""
+
+
+def _schema_text(schema: str | dict[str, Any]) -> str:
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json must be a JSON schema, got {shown(schema)}: {error}") from error
+    if not isinstance(parsed, dict):
+        raise RequestError(f"json must be a schema that is an object, got {shown(schema)}")
+    return text

@@ -1,0 +1,231 @@
+"""A caller's logits processors: what they see, that no feature shows in them, and their errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
+from nanoengine.config import EngineConfig
+from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.processors import as_they_are, either, force, forced_text, forced_token
+
+NUM_TOKENS = 16
+PROMPTS = random_prompts(6, [1, 9, 20, 33])
+FORCED = [[forced_text(prompt, NUM_TOKENS)] for prompt in PROMPTS]
+SMALL_POOL = {"block_size": 8, "num_kv_blocks": 18}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlapped": {"overlap": True},
+    "chunks": {"long_prefill_threshold": 7, "block_size": 8},
+    "small pool": SMALL_POOL,
+    "small pool, overlapped": SMALL_POOL | {"overlap": True},
+}
+every_setting = pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+
+
+@every_setting
+def test_a_function_of_prompt_and_output_forces_tokens(options: dict[str, Any]) -> None:
+    one = replace(greedy(NUM_TOKENS), logits_processors=[force])
+    drawn = SamplingParams(
+        max_tokens=NUM_TOKENS, ignore_eos=True, temperature=2.0, logits_processors=[force]
+    )
+    engine = make_engine(checkpoint("qwen3"), **options)
+    assert tokens(run(engine, PROMPTS, [one, drawn] * 3)) == FORCED
+    assert (engine.stats().preemptions > 0) == ("num_kv_blocks" in options)
+    for_all = make_engine(checkpoint("qwen3"), logits_processors=[force], **options)
+    assert tokens(run(for_all, PROMPTS, greedy(NUM_TOKENS))) == FORCED
+
+
+@every_setting
+def test_what_a_function_sees_forks_with_a_sequence(options: dict[str, Any]) -> None:
+    params = SamplingParams(
+        n=3, max_tokens=NUM_TOKENS, ignore_eos=True, seed=5, logits_processors=[either]
+    )
+    found = tokens(run(make_engine(checkpoint("qwen3"), **options), PROMPTS, params))
+    for prompt, outputs in zip(PROMPTS, found, strict=True):
+        assert len({tuple(output) for output in outputs}) > 1, "nothing was drawn"
+        for output in outputs:
+            for i, token_id in enumerate(output):
+                first = forced_token(prompt, output[:i])
+                assert token_id in (first, 3 + (first + 1) % 253)
+    assert found == tokens(run(make_engine(checkpoint("qwen3")), PROMPTS, params))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_right_and_wrong_are_seen_as_the_output_they_would_be(overlap: bool) -> None:
+    engine = make_engine(checkpoint("qwen3"), overlap=overlap, logits_processors=[force])
+    requests = [
+        engine.add_request(str(i), prompt, greedy(NUM_TOKENS)) for i, prompt in enumerate(PROMPTS)
+    ]
+    while engine.has_unfinished():
+        engine.step()
+        engine.settle()
+        for seq in engine.scheduler.running:
+            done = seq.num_output_tokens
+            drafts = FORCED[int(seq.request.request_id)][0][done : done + 3]
+            if done % 3 == 1:
+                drafts[1:2] = [5]
+            if seq.num_tokens - seq.num_computed_tokens == 1:
+                seq.draft_token_ids = tuple(drafts[: NUM_TOKENS - done - 1])
+    assert tokens(requests) == FORCED
+    assert engine.stats().steps < NUM_TOKENS
+
+
+def test_a_fork_between_steps_goes_on_from_the_chosen_token() -> None:
+    engine = make_engine(checkpoint("qwen3"), logits_processors=[force])
+    request = engine.add_request("a", PROMPTS[1], greedy(6))
+    for _ in range(3):
+        engine.step()
+    engine.fork("a", next_token_id=7)
+    while engine.has_unfinished():
+        engine.step()
+    first, second = (seq.output_token_ids for seq in request.sequences)
+    assert first == forced_text(PROMPTS[1], 6)
+    expected = [*first[:2], 7]
+    while len(expected) < 6:
+        expected.append(forced_token(PROMPTS[1], expected))
+    assert second == expected
+
+
+def test_processors_run_in_their_order_the_callers_after_the_standard_ones() -> None:
+    seen: list[tuple[str, float]] = []
+
+    def add(name: str) -> Any:
+        def processor(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+            seen.append((name, round(logits[9].item(), 6)))
+            return logits + 1
+
+        return processor
+
+    of_all = make_engine(checkpoint("qwen3"), logits_processors=[add("a"), add("b")])
+    params = SamplingParams(
+        temperature=0, max_tokens=1, logit_bias={9: 50.0}, logits_processors=[add("c")]
+    )
+    ((found,),) = tokens(run(of_all, PROMPTS[:1], params))
+    assert [name for name, _ in seen] == ["a", "b", "c"]
+    first = seen[0][1]
+    assert first > 25, "the bias was there"
+    assert [value for _, value in seen] == pytest.approx([first, first + 1, first + 2])
+    assert found == [9]
+
+
+class Stage:
+    """Edits rows whose prompt starts with `marked`; raises for them where `where` says."""
+
+    def __init__(self, where: str, marked: int) -> None:
+        self.where, self.marked = where, marked
+
+    def admit(self, sequence: Any) -> Stage.State | None:
+        if sequence.token_ids[0] != self.marked:
+            return Stage.State("nowhere")
+        self.reach("admit", len(sequence.token_ids) - sequence.num_prompt_tokens >= 0)
+        return Stage.State(self.where)
+
+    def apply(self, logits: torch.Tensor, lines: Any, states: Any) -> None:
+        for line, state in zip(lines, states, strict=True):
+            logits[line] *= 1.0
+            if state.where == "apply" and state.count == 2:
+                logits[line] = 7.0
+                raise ValueError("not that one")
+
+    def reach(self, where: str, now: bool) -> None:
+        if where == self.where and now:
+            raise ValueError("not that one")
+
+    class State:
+        def __init__(self, where: str, count: int = 0) -> None:
+            self.where, self.count = where, count
+
+        def accept(self, token_id: int) -> None:
+            self.count += 1
+            if self.where == "accept" and self.count == 2:
+                raise ValueError("not that one")
+
+        def fork(self) -> Stage.State:
+            if self.where == "fork":
+                raise ValueError("not that one")
+            return Stage.State(self.where, self.count)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["admit", "accept", "apply", "fork"])
+def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> None:
+    params = [replace(greedy(8), temperature=0.7, n=2 if where == "fork" else 1, seed=3)] * 6
+    expected = tokens(run(make_engine(checkpoint("qwen3")), PROMPTS, params))
+    marked = PROMPTS[2][0]
+    assert [prompt[0] for prompt in PROMPTS].count(marked) == 1
+    engine = make_engine(
+        checkpoint("qwen3"), overlap=overlap, logits_processors=[Stage(where, marked)]
+    )
+    requests = [engine.add_request(str(i), p, params[0]) for i, p in enumerate(PROMPTS)]
+    while engine.has_unfinished():
+        engine.step()
+    failed = requests[2]
+    assert failed.error == "logits processor Stage raised ValueError: not that one"
+    last = failed.sequences[-1]
+    assert last.finish_reason == "error"
+    reached = {"admit": 0, "accept": 2, "apply": 2, "fork": 0}[where]
+    assert last.output_token_ids == expected[2][-1][:reached]
+    others = [r for r in requests if r is not failed]
+    assert tokens(others) == expected[:2] + expected[3:]
+    assert not any(r.error for r in others)
+    again = run(engine, PROMPTS[:2], params[:2])
+    assert tokens(again) == expected[:2], "the engine goes on"
+
+
+def test_a_function_that_raises_or_returns_no_logits_is_named() -> None:
+    def gives_up(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output) == 3:
+            raise KeyError("gone")
+        return logits
+
+    def forgets(output: list[int], logits: torch.Tensor) -> None:
+        logits[0] = 0
+
+    def cuts(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits[:5]
+
+    params = [
+        replace(greedy(5), logits_processors=processors)
+        for processors in ([gives_up], [forgets], [as_they_are, cuts], [as_they_are])
+    ]
+    engine = make_engine(checkpoint("qwen3"))
+    requests = [engine.add_request(str(i), PROMPTS[i], one) for i, one in enumerate(params)]
+    while engine.has_unfinished():
+        engine.step()
+    errors = [str(request.error) for request in requests]
+    assert "gives_up raised KeyError: 'gone'" in errors[0]
+    assert "forgets must return logits of shape (256,), got None" in errors[1]
+    assert "cuts must return logits of shape (256,), got torch.Size([5])" in errors[2]
+    assert requests[3].error is None
+    expected = tokens(run(engine, PROMPTS[3:4], greedy(5)))
+    assert [[request.output_token_ids for request in requests[3].sequences]] == expected
+
+
+def test_what_is_no_processor_is_refused_by_name() -> None:
+    for given in ("package.module:Class", 3):
+        with pytest.raises(ConfigError, match=r"logits_processors\[0\] must be a function or"):
+            EngineConfig(model="m", logits_processors=[given])
+    with pytest.raises(ConfigError, match="must be functions or objects, got the <class"):
+        make_engine(checkpoint("qwen3"), logits_processors=[Stage])
+    with pytest.raises(RequestError, match=r"logits_processors\[0\] must be a function, got 'f'"):
+        SamplingParams(logits_processors=["f"])
+    with pytest.raises(ConfigError, match=r"lambda.*can't be sent to a rank"):
+        make_engine(
+            checkpoint("qwen3"), tensor_parallel_size=2, logits_processors=[lambda ids, x: x]
+        )
+
+
+def test_a_beam_search_refuses_what_it_would_not_obey() -> None:
+    directory = checkpoint("qwen3")
+    with (
+        LLM(directory, skip_tokenizer_init=True, kv_cache_gib=0.01, logits_processors=[force])
+        as llm,
+        pytest.raises(RequestError, match="logits_processors"),
+    ):  # fmt: skip
+        llm.beam_search([[5, 6]], BeamSearchParams(beam_width=2, max_tokens=3))
