@@ -3,6 +3,7 @@ a half that each process takes to load torch."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -31,17 +32,12 @@ class ThreadRank:
 
     def _run(self, number: int, connection: Connection, listeners: list[int]) -> None:
         _LISTENERS.value = listeners
-        with connection:
-            try:
-                rank._run(rank._start(number, connection), connection, answers=number == 0)
-            except (EOFError, OSError):
-                pass  # it was ended
+        with connection, contextlib.suppress(EOFError, OSError):  # it was ended
+            rank._run(rank._start(number, connection), connection, answers=number == 0)
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # once more
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # once more
 
     def wait(self) -> int:
         if self._thread is not threading.current_thread():
