@@ -146,6 +146,8 @@ class DraftedRunner(ModelRunner):
     def count_computed(self, row: int, num_known: int) -> int:
         """How many of a row's known tokens the draft model has computed, right drafts included."""
         count = int(self.num_computed[row])
+        if count >= num_known:
+            return count
         for token_id in self._guessed.pop(row, ()):
             if count >= num_known or self.rows.token_ids[row, count] != token_id:
                 break

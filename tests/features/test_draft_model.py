@@ -86,10 +86,25 @@ def test_blocks_that_were_filled_without_drafting_are_right():
     assert stats.drafted_tokens == stats.accepted_tokens > 50
 
 
+class EverySecondTime:
+    """Proposes in every second step, so that plain decodes follow wrong drafts."""
+
+    def __init__(self, proposer: Drafting) -> None:
+        self.proposer, self.calls = proposer, 0
+
+    def propose(self, sequences):
+        self.calls += 1
+        return self.proposer.propose(sequences) if self.calls % 2 else [()] * len(sequences)
+
+    def needs_tokens(self) -> bool:
+        return True
+
+
 def test_wrong_drafts_leave_nothing_in_the_blocks():
     """With penalties, of which the draft model knows nothing, drafts are right and wrong in turn."""
     penalized = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=60, ignore_eos=True)
     engine = drafting_engine(checkpoint("qwen3"), block_size=8)
+    engine.proposer = EverySecondTime(engine.proposer)
     run(engine, prompts(), penalized)
     stats = engine.stats()
     assert 20 < stats.accepted_tokens < stats.drafted_tokens - 20
