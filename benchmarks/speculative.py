@@ -165,7 +165,10 @@ def comparisons(llm: LLM, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "drafts": lambda run=run: run(proposer()),
                     "none": lambda run=run: run(None),
                 }
-                yield compare(f"{kind}, {streams} at once", ways, args.rounds)
+                found = compare(f"{kind}, {streams} at once", ways, args.rounds)
+                ratio = found["wall"]["ratio"]["none"]
+                print(f"{found['name']}: {ratio['median']:.2f} times as fast", flush=True)
+                yield found
 
 
 def row_costs(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:

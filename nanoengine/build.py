@@ -28,7 +28,8 @@ from nanoengine.draft_config import ModelDrafts, NgramDrafts, parse_speculative
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
-from nanoengine.features.drafting import Drafting
+from nanoengine.features.drafting import Drafter, Drafting
+from nanoengine.features.forced import ForcedTokens
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.features.ngram import NgramDrafter
 from nanoengine.features.processors import make_processors
@@ -218,10 +219,15 @@ def _make_drafting(
     if config.speculative is None:
         return None
     drafts = parse_speculative(config.speculative)
+    drafter: Drafter
     if isinstance(drafts, NgramDrafts):
-        return Drafting(drafter=NgramDrafter(drafts))
-    assert isinstance(runner, DraftedRunner)
-    return Drafting(drafter=DraftModel(runner, manager, drafts.k))
+        drafter = NgramDrafter(drafts)
+    else:
+        assert isinstance(runner, DraftedRunner)
+        drafter = DraftModel(runner, manager, drafts.k)
+    if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
+        drafter = ForcedTokens(runner.sampler.forced_tokens, drafter)
+    return Drafting(drafter=drafter)
 
 
 def _check_params(structured: Structured, config: EngineConfig, params: SamplingParams) -> None:

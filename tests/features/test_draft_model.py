@@ -101,7 +101,7 @@ class EverySecondTime:
 
 
 def test_wrong_drafts_leave_nothing_in_the_blocks():
-    """With penalties, of which the draft model knows nothing, drafts are right and wrong in turn."""
+    """With penalties, which the draft model ignores, drafts are right and wrong in turn."""
     penalized = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=60, ignore_eos=True)
     engine = drafting_engine(checkpoint("qwen3"), block_size=8)
     engine.proposer = EverySecondTime(engine.proposer)

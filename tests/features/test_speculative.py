@@ -149,7 +149,9 @@ def test_forks_between_steps_and_aborts(tmp_path: Path):
     while engine.has_unfinished():
         engine.step()
     assert [seq.output_token_ids for seq in request.sequences] == [expected, expected]
-    assert engine.proposer.drafter.num_tokens == 0, "nothing is kept of requests that have ended"
+    assert engine.proposer.drafter.other.num_tokens == 0, (
+        "nothing is kept of requests that have ended"
+    )
     assert not engine.proposer._tracked
 
 
