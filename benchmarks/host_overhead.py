@@ -3,26 +3,36 @@
 The real scheduler, block manager and batch builder plan and prepare decode steps on the CPU; an
 executor that computes nothing answers with tokens. This time is lost to a GPU that waits for it.
 Median microseconds a step, by number of running sequences; wall time, and for the whole step CPU
-time, which other processes disturb less.
+time, which other processes disturb less. A trace's cost is the CPU time of steps that are traced
+less that of steps that are not, 32 of each in turn, those in which blocks fill among them. With
+`--shape small` a model of random weights runs, and the cost is told as a share of its step.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 from no_model import BLOCK_SIZE, VOCAB_SIZE, Answered, NoExecutor, make_engine
 
+from nanoengine.build import build_engine
+from nanoengine.cli.workload import SHAPES, write_shape
+from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepPlan, StepTimes
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.metrics import Metrics
+from nanoengine.observe.trace import trace_engine
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.sampling_params import SamplingParams
 
 PROMPT_LEN = 128
+IN_TURN = 32  # twice a block, so that every round has as many steps in which blocks fill
 
 
 class PreparingExecutor(NoExecutor):
@@ -90,13 +100,71 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     return {**parts, "step, CPU time": total, "admission, a sequence": 1e6 * admit_s / num_seqs}
 
 
+def trace_cost(engine: LLMEngine, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Microseconds of a step without a trace and with one: medians of means over 32 steps."""
+    seconds: tuple[list[float], list[float]] = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        for number in range(2 * rounds):
+            trace = None
+            if number % 2:
+                trace = trace_engine(engine, Path(directory) / "run.trace.gz")
+            started = clock()
+            for _ in range(IN_TURN):
+                engine.step()
+            seconds[number % 2].append((clock() - started) / IN_TURN)
+            if trace is not None:
+                trace.close()
+                engine.observers.remove(trace)
+                engine.on_queued.clear()
+    return 1e6 * statistics.median(seconds[0]), 1e6 * statistics.median(seconds[1])
+
+
+def measure_trace(num_seqs: int, rounds: int) -> dict[str, float]:
+    """What a trace costs a step of an executor that computes nothing."""
+    engine = build(num_seqs, 2 * rounds * IN_TURN + 2)
+    engine.step()  # all prompts
+    without, traced = trace_cost(engine, rounds, time.process_time)
+    return {"trace, CPU time": traced - without}
+
+
+def run_shape(shape: str, num_seqs: int, rounds: int) -> None:
+    """Prints what a trace costs a decode step of a model, by the clock on the wall."""
+    num_tokens = 2 * rounds * IN_TURN + 2
+    with tempfile.TemporaryDirectory() as directory:
+        write_shape(shape, Path(directory))
+        config = EngineConfig(
+            model=directory, load_format="dummy", max_num_seqs=num_seqs, kv_cache_gib=6,
+            skip_tokenizer_init=True, max_model_len=16 + num_tokens, max_num_batched_tokens=4096,
+        )  # fmt: skip
+        engine = build_engine(config)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0)
+    for number in range(num_seqs):
+        engine.add_request(str(number), [5 + number + i for i in range(16)], params)
+    engine.step()
+    without, traced = trace_cost(engine, rounds, time.perf_counter)
+    engine.close()
+    print(
+        f"shape {shape}, {num_seqs} sequences: {without:,.0f} us a decode step, {traced:,.0f} us"
+        f" with a trace: {traced / without:.4f}"
+    )
+
+
 def main() -> None:
     """Prints a table: parts of a step by number of running sequences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1_024])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=8, help="of traced steps and others in turn")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="run this model instead")
     args = parser.parse_args()
-    columns = [measure(count, args.steps) for count in args.sequences]
+    if args.shape is not None:
+        for count in args.sequences:
+            run_shape(args.shape, count, args.rounds)
+        return
+    columns = [
+        {**measure(count, args.steps), **measure_trace(count, args.rounds)}
+        for count in args.sequences
+    ]
     counts = "".join(f"{count:>10,}" for count in args.sequences)
     print(f"{'median us':<24}{counts}   running sequences")
     for name in columns[0]:

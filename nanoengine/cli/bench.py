@@ -101,6 +101,10 @@ class BenchArgs(EngineArgs):
         asked = [name for name in ("compare", "ablate", "sweep", "rate") if getattr(self, name)]
         if len(asked) > 1:
             raise ConfigError(f"{' and '.join('--' + name for name in asked)}: give one of them")
+        if self.trace is not None and asked and self.compare != "hf":
+            raise ConfigError(
+                f"--{asked[0]} runs several engines, and a trace is of one: leave it out"
+            )
         if self.temperature is None:
             object.__setattr__(self, "temperature", 0.0 if self.ablate else 0.6)
         EngineArgs.__post_init__(self)

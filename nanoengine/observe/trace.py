@@ -383,7 +383,7 @@ class _Watched:
         told: Any
         if event == "stored":
             assert block.prefix is not None, block
-            told = [block.block_id, block.group, content_key(block.prefix.digest)]
+            told = (block.block_id, block.group, content_key(block.prefix.digest))
         elif event == "removed":
             told = block.block_id
         elif event == "cleared":

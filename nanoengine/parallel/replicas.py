@@ -259,13 +259,17 @@ class Replicas:
         observers: are told whenever there is news of the engines, without a plan.
 
     Raises:
+        ConfigError: the options ask for a trace.
         NanoEngineError: a model can't be loaded.
     """
 
     def __init__(self, options: dict[str, Any], launches: Sequence[Launch]) -> None:
         self.observers: list[Observer] = []
         self._lock = threading.Lock()
-        self._max_num_seqs = EngineConfig.from_kwargs(**options).max_num_seqs
+        config = EngineConfig.from_kwargs(**options)
+        if config.trace is not None:
+            raise ConfigError("a trace is of one engine: leave out trace, or replicas")
+        self._max_num_seqs = config.max_num_seqs
         self._replicas = [
             Replica(number=i, launch=launch, options=options, on_stats=self._on_stats)
             for i, launch in enumerate(launches)

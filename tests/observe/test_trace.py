@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 
+from nanoengine import LLM
+from nanoengine.assets import demo_model_path
+from nanoengine.build import build_engine
+from nanoengine.cli.bench import BenchArgs
+from nanoengine.config import EngineConfig
 from nanoengine.core.sequence import Request, SequenceMoves
-from nanoengine.errors import TraceError
+from nanoengine.errors import ConfigError, TraceError
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_fold import Fold
 from nanoengine.observe.trace_reader import read_trace
+from nanoengine.parallel.replicas import local_replicas
 from nanoengine.sampling_params import SamplingParams
 from tests.support.fake_executor import make_engine, run, run_late
 
@@ -157,6 +163,49 @@ def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(
     engine.close()
     assert len(request.sequences[0].output_token_ids) == 400
     assert "the trace /dev/full ends here" in caplog.text
+
+
+def test_a_model_is_traced_from_its_options_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace.gz"
+    with LLM(str(demo_model_path()), trace=path, kv_cache_gib=0.01, max_num_seqs=2) as llm:
+        outputs = llm.generate(["The dog", "The sun", "A"], greedy(6), use_tqdm=False)
+    recording = read_trace(path)
+    assert not recording.is_torn
+    assert recording.header.model["attention_backend"] == "cpu"
+    assert recording.header.config["max_num_seqs"] == 2
+    assert all(step.times.forward_s > 0 for step in recording.steps)
+    fold = last_state(path)
+    told = {seq.request_id: seq.output_token_ids for seq in fold.sequences.values()}
+    assert told == {one.request_id: list(one.outputs[0].token_ids) for one in outputs}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"trace_steps": "1:2"}, "give trace, a file, too"),
+        ({"trace": "t", "trace_steps": "5"}, "trace_steps must be A:B, got '5'"),
+        ({"trace": "t", "trace_steps": "-1:2"}, "trace_steps must be A:B, got '-1:2'"),
+        ({"trace": "t", "trace_steps": "2:x"}, "trace_steps must be A:B, got '2:x'"),
+        ({"trace": "t", "trace_steps": "3:3"}, "trace_steps must end behind its beginning"),
+    ],
+)
+def test_steps_to_trace_are_checked(options: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        EngineConfig(model="m", **options)
+
+
+def test_steps_to_trace() -> None:
+    for text, steps in ((None, (0, None)), ("5:", (5, None)), (":7", (0, 7)), ("5:7", (5, 7))):
+        assert EngineConfig(model="m", trace="t", trace_steps=text).steps_traced() == steps
+
+
+def test_a_trace_is_of_one_engine_and_its_directory_is_there() -> None:
+    with pytest.raises(ConfigError, match="--sweep runs several engines"):
+        BenchArgs(trace="t", sweep="max_num_seqs=1,2")
+    with pytest.raises(ConfigError, match="a trace is of one engine"):
+        local_replicas({"model": "m", "device": "cpu", "trace": "t"}, 2)
+    with pytest.raises(ConfigError, match="its directory must be there"):
+        build_engine(EngineConfig(model=str(demo_model_path()), trace="/no/such/place/t"))
 
 
 # --- files ----------------------------------------------------------------------------------------
