@@ -84,6 +84,10 @@ class BlockManager:
         self.block_size = layout.block_size
         self.num_watermark_blocks = int(watermark_frac * self.pool.num_usable)
         self._has_windows = any(group.sliding_window for group in layout.groups)
+        kv_groups = layout.groups[: self.prefix_cache.num_kv_groups]
+        self._drops_each_step = any(group.sliding_window for group in kv_groups)
+        self._num_kv_groups = self.prefix_cache.num_kv_groups
+        self._has_states = self._num_kv_groups < len(layout.groups)
 
     # --- admission ----------------------------------------------------------------------------
 
@@ -141,6 +145,9 @@ class BlockManager:
             needed += fresh
         spare = self.pool.num_free - needed
         fits = spare >= (self.num_watermark_blocks if keep_watermark else 0)
+        if self._has_states:
+            # Why one more: the step that reads a snapshot writes its own state elsewhere.
+            fits = fits and prefix.num_needed_states < self.pool.num_free_states
         return Admission(
             verdict=Verdict.OK if fits else Verdict.LATER,
             prefix=prefix,
@@ -183,12 +190,11 @@ class BlockManager:
         take turns, and each block is computed once.
         """
         filled = self.prefix_cache.find_filled(seq)
-        if not filled:
+        if not filled[0]:
             return
         start = seq.num_computed_tokens // self.block_size
-        end = start + len(filled)
-        for index, table in enumerate(seq.block_tables):
-            new = [hits[index] for hits in filled]
+        end = start + len(filled[0])
+        for index, (table, new) in enumerate(zip(seq.block_tables, filled, strict=True)):
             self.pool.touch(new)
             self.pool.free(reversed(table[start:end]))
             table[start:end] = new
@@ -211,16 +217,21 @@ class BlockManager:
         start, blocks, needed = seq.num_computed_tokens, self.pool.blocks, 0
         num_blocks = -(-(start + num_new_tokens) // self.block_size)
         partial, offset = start // self.block_size, start % self.block_size
-        for table in seq.block_tables:
+        tables = seq.block_tables
+        if self._has_states:
+            tables = tables[: self._num_kv_groups]
+        for table in tables:
             if num_blocks > len(table):
                 needed += num_blocks - len(table)
             if offset and blocks[table[partial]].ref_count > 1:
                 needed += 1
-        if needed == 0:
-            return True
         if needed > self.pool.num_free:
             return False
-        for index, table in enumerate(seq.block_tables):
+        if self._has_states and not self._move_state(seq, num_blocks):
+            return False
+        if needed == 0:
+            return True
+        for index, table in enumerate(tables):
             if offset and blocks[table[partial]].ref_count > 1:
                 self._copy_on_write(seq, index, partial)
             if num_blocks > len(table):
@@ -229,15 +240,63 @@ class BlockManager:
                 table += new
         return True
 
+    def _move_state(self, seq: Sequence, num_blocks: int) -> bool:
+        """Makes room in the state group's table for a step that ends in its `num_blocks`-th block;
+        False if a state is lacking.
+
+        The step reads the first entry that is not null, from the block of the token before it on,
+        and writes all of its own blocks that are not. So a state that nobody else may want moves
+        on with its sequence, to the next entry that is written, and nothing is copied. Snapshots
+        on the way are worth free states, but no preemption: the last ones come first.
+        """
+        table, pool = seq.block_tables[-1], self.pool
+        first, offset = divmod(seq.num_computed_tokens, self.block_size)
+        spare = pool.num_free_states
+        if offset and pool.blocks[table[-1]].ref_count > 1:
+            if not spare:
+                return False
+            self._copy_on_write(seq, self._num_kv_groups, first)
+            spare -= 1
+        if num_blocks <= len(table):
+            return True
+        held = pool.blocks[table[-1] if table else NULL_BLOCK]
+        moves = held.ref_count == 1 and (offset > 0 or held.prefix is None)
+        if held.ref_count == 1 and not moves and not spare:
+            # Why this is the same state, and not a snapshot any more: no other one is free.
+            pool.free([held.block_id])
+            moves = pool.allocate(1, states=True) == [held.block_id]
+        if not moves and not spare:
+            return False
+        keeps = self.prefix_cache.keeps_state
+        kept = [index for index in range(first, num_blocks - 1) if keeps(seq, index)]
+        # Why half of them: other sequences of this step want some too.
+        kept = kept[max(0, len(kept) - spare // 2) :]
+        start = len(table)
+        if moves:
+            start, table[-1] = start - 1, NULL_BLOCK
+        table += [NULL_BLOCK] * (num_blocks - len(table))
+        written = [*kept, num_blocks - 1]
+        states = pool.allocate(len(written) - moves, states=True)
+        for index, block_id in zip(written, [held.block_id] * moves + states, strict=True):
+            table[index] = block_id
+        self.updates.append(TableUpdate(seq.row, self._num_kv_groups, start, tuple(table[start:])))
+        return True
+
     def slots_ready_until(self, seq: Sequence) -> int:
         """Decodes that start before this position have nothing to ask of `may_append`, `register`.
 
         Right after `may_append`: the block under way is then this sequence's alone. Its last slot
         is left out, because it makes the block full, also where refused drafts have left empty
-        blocks behind it. A window drops blocks as it moves, so it asks.
+        blocks behind it. A window drops blocks as it moves, so it asks; a state that was left
+        behind is dropped once.
         """
-        if self._has_windows:
+        if self._drops_each_step:
             return 0
+        if self._has_states:
+            group, computed = self.layout.groups[-1], seq.num_computed_tokens
+            dropped = num_dropped_blocks(group, computed, self.block_size)
+            if dropped > seq.num_dropped_blocks[-1]:
+                return 0
         num_blocks = seq.num_computed_tokens // self.block_size + 1
         for table in seq.block_tables:  # Perf: 0.1 us less than `min(num_blocks, *map(len, ...))`.
             if len(table) < num_blocks:
@@ -260,7 +319,8 @@ class BlockManager:
         """Gives a sequence a copy of the block at `position` of its table, in place of it."""
         table = seq.block_tables[index]
         shared = table[position]
-        table[position] = self.pool.allocate(1)[0]
+        states = index == self._num_kv_groups
+        [table[position]] = self.pool.allocate(1, states=states)
         self.pool.free([shared])
         self.copies.append(BlockCopy(shared, table[position]))
         self.updates.append(TableUpdate(seq.row, index, position, (table[position],)))
@@ -315,7 +375,9 @@ class BlockManager:
         """Raises AssertionError if these sequences' tables and the pool contradict each other."""
         self.pool.check(table for seq in sequences for table in seq.block_tables)
         for seq in sequences:
-            for table, dropped in zip(seq.block_tables, seq.num_dropped_blocks, strict=True):
+            for index, table in enumerate(seq.block_tables):
+                is_state = index == self._num_kv_groups  # only its last entry must be there
+                dropped = -1 if is_state else seq.num_dropped_blocks[index]
                 assert NULL_BLOCK not in table[dropped:], seq
                 assert len(table) * self.block_size >= seq.num_computed_tokens, seq
                 # Invariant I4: a table's indexed blocks hold the sequence's own prefixes.

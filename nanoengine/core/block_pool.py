@@ -12,8 +12,9 @@
       ▲                                        │ evict (in allocate, when no block is empty)
       └────────────────────────────────────────┘
 
-Device, host and disk each have a pool of this class; only what moves the bytes differs. Called by
-the BlockManager and the PrefixCache; knows nothing of sequences.
+Device, host and disk each have a pool of this class; only what moves the bytes differs. States,
+whose size is another, live the same life in a queue of their own. Called by the BlockManager and
+the PrefixCache; knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ class Block:
         ref_count: how many block tables, or copies under way, refer to it.
         prefix: its indexed content, its tokens and all before them; None without.
         group: the KV group whose layers filled it.
-        before, after: its neighbours in the queue, while it is free.
+        queue: where it waits while it is free.
+        before, after: its neighbours there.
     """
 
-    __slots__ = ("after", "before", "block_id", "group", "prefix", "ref_count")
+    __slots__ = ("after", "before", "block_id", "group", "prefix", "queue", "ref_count")
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, queue: Queue) -> None:
         self.block_id = block_id
+        self.queue = queue
         self.ref_count = 0
         self.group = 0
         self.prefix: Prefix | None = None
@@ -50,6 +53,17 @@ class Block:
     def __repr__(self) -> str:
         name = self.prefix.digest.hex()[:8] if self.prefix else "-"
         return f"Block({self.block_id}, refs={self.ref_count}, digest={name})"
+
+
+class Queue:
+    """The free blocks of one size: a linked ring that starts and ends at `end`, the empty blocks,
+    then the cached ones, oldest first."""
+
+    __slots__ = ("end", "num_empty", "num_free")
+
+    def __init__(self) -> None:
+        self.end = Block(NULL_BLOCK, self)
+        self.num_free = self.num_empty = 0
 
 
 class BlockObserver(Protocol):
@@ -70,8 +84,8 @@ class BlockPool:
     """A fixed number of blocks with reference counts, a content index and an LRU queue.
 
     A pool has up to a million blocks, so no operation may walk them: each takes O(1) time a block,
-    and one call serves all blocks of a table. The queue of free blocks is a linked ring that starts
-    and ends at the null block: the empty blocks, then the cached ones, oldest first.
+    and one call serves all blocks of a table. Blocks 0 to `num_blocks` - 1 hold keys and values,
+    the `num_states` behind them a state each; ids are unique, so only `allocate` asks for a kind.
     Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
     >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, pack([5, 6]))
@@ -87,23 +101,27 @@ class BlockPool:
     Block(1, refs=1, digest=61)
 
     Attributes:
-        num_free: blocks that `allocate` can hand out now, empty and cached.
         num_evicted: cached blocks that lost their content because `allocate` needed them.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1, num_states: int = 0) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.num_groups = num_groups
+        self.num_states = num_states
         self.observers: list[BlockObserver] = []
         self._make_blocks()
 
     def _make_blocks(self) -> None:
-        self.blocks = [Block(i) for i in range(self.num_blocks)]
-        for before, after in pairwise([*self.blocks, self.blocks[NULL_BLOCK]]):
-            before.after, after.before = after, before
-        self.num_free = self._num_empty = self.num_blocks - 1
+        self._kv, self._states = Queue(), Queue()
+        self.blocks = [self._kv.end]
+        for queue, count in ((self._kv, self.num_blocks - 1), (self._states, self.num_states)):
+            first = len(self.blocks)
+            self.blocks += [Block(first + i, queue) for i in range(count)]
+            for before, after in pairwise([queue.end, *self.blocks[first:], queue.end]):
+                before.after, after.before = after, before
+            queue.num_free = queue.num_empty = count
         self.num_evicted = 0
         self._index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
         # Why: two sequences may compute one content at the same time, and no table is changed
@@ -117,26 +135,40 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """All blocks but the null block."""
+        """All KV blocks but the null block."""
         return self.num_blocks - 1
 
-    def counts(self) -> dict[str, int]:
-        """Empty, cached and active blocks; together `num_usable`."""
+    @property
+    def num_free(self) -> int:
+        """KV blocks that `allocate` can hand out now, empty and cached."""
+        return self._kv.num_free
+
+    @property
+    def num_free_states(self) -> int:
+        """States that `allocate` can hand out now, empty and cached."""
+        return self._states.num_free
+
+    def counts(self, *, states: bool = False) -> dict[str, int]:
+        """Empty, cached and active KV blocks, together `num_usable`; or states, `num_states`."""
+        queue, usable = self._kv, self.num_usable
+        if states:
+            queue, usable = self._states, self.num_states
         return {
-            "empty": self._num_empty,
-            "cached": self.num_free - self._num_empty,
-            "active": self.num_usable - self.num_free,
+            "empty": queue.num_empty,
+            "cached": queue.num_free - queue.num_empty,
+            "active": usable - queue.num_free,
         }
 
     # --- life of a block ----------------------------------------------------------------------
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, *, states: bool = False) -> list[int]:
         """Hands out `count` blocks with one reference each: empty ones, then the oldest cached.
 
         The caller compares `num_free` first; to run out of blocks here is a bug.
         """
-        assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
-        null = self.blocks[NULL_BLOCK]
+        queue = self._states if states else self._kv
+        assert count <= queue.num_free, f"{count} blocks asked of {queue.num_free} free"
+        null = queue.end
         block = null.after
         block_ids: list[int] = []
         num_evicted = 0
@@ -148,8 +180,8 @@ class BlockPool:
             block.ref_count = 1
             block = block.after
         null.after, block.before = block, null
-        self.num_free -= count
-        self._num_empty -= count - num_evicted
+        queue.num_free -= count
+        queue.num_empty -= count - num_evicted
         self.num_evicted += num_evicted
         return block_ids
 
@@ -172,7 +204,7 @@ class BlockPool:
                 assert block.prefix is not None, f"{block} holds nothing"
                 before, after = block.before, block.after
                 before.after, after.before = after, before
-                self.num_free -= 1
+                block.queue.num_free -= 1
                 if self.observers:
                     self._tell("reused", block)
             block.ref_count += 1
@@ -187,38 +219,33 @@ class BlockPool:
             ValueError: a block is free already.
         """
         blocks, observers = self.blocks, self.observers
-        null = blocks[NULL_BLOCK]
-        last, num_cached, empty = null.before, 0, []
-        try:
-            for block in map(blocks.__getitem__, block_ids):
-                count = block.ref_count
-                if count == 1:
-                    block.ref_count = 0
-                    if block.prefix is None:
-                        empty.append(block)
-                        continue
-                    block.before, last.after = last, block
-                    last = block
-                    num_cached += 1
-                    if observers:
-                        self._tell("freed", block)
-                elif count:
-                    block.ref_count = count - 1
-                elif block is not null:
-                    raise ValueError(f"{block} is freed twice")
-        finally:
-            last.after, null.before = null, last
-            self.num_free += num_cached + len(empty)
-            for block in empty:
-                self._push_empty(block)
+        for block in map(blocks.__getitem__, block_ids):
+            count = block.ref_count
+            if count == 1:
+                block.ref_count = 0
+                queue = block.queue
+                queue.num_free += 1
+                if block.prefix is None:
+                    self._push_empty(block)
+                    continue
+                end = queue.end
+                last = end.before
+                block.before, block.after = last, end
+                last.after = end.before = block
+                if observers:
+                    self._tell("freed", block)
+            elif count:
+                block.ref_count = count - 1
+            elif block.block_id != NULL_BLOCK:
+                raise ValueError(f"{block} is freed twice")
 
     def _push_empty(self, block: Block) -> None:
-        """Puts a block without content to the head of the queue."""
-        null = self.blocks[NULL_BLOCK]
-        first = null.after
-        block.before, block.after = null, first
-        null.after = first.before = block
-        self._num_empty += 1
+        """Puts a block without content to the head of its queue."""
+        end = block.queue.end
+        first = end.after
+        block.before, block.after = end, first
+        end.after = first.before = block
+        block.queue.num_empty += 1
 
     # --- content index ------------------------------------------------------------------------
 
@@ -260,12 +287,14 @@ class BlockPool:
         return [blocks[i].ref_count for i in block_ids if i != NULL_BLOCK].count(0)
 
     def next_evicted(self, count: int) -> list[int]:
-        """The cached blocks that the next `count` allocations would evict, in that order."""
-        block, block_ids = self.blocks[NULL_BLOCK], []
-        for _ in range(min(count, self.num_free)):
-            block = block.after
-            if block.prefix is not None:
-                block_ids.append(block.block_id)
+        """The cached blocks that the next `count` allocations of a kind would evict, in order."""
+        block_ids = []
+        for queue in (self._kv, self._states):
+            block = queue.end
+            for _ in range(min(count, queue.num_free)):
+                block = block.after
+                if block.prefix is not None:
+                    block_ids.append(block.block_id)
         return block_ids
 
     def evict(self, block_ids: Iterable[int]) -> int:
@@ -283,11 +312,11 @@ class BlockPool:
 
     def reset(self) -> bool:
         """Drops all indexed content; refuses (False) while any block is active."""
-        if self.num_free != self.num_usable:
+        if self.counts()["active"] or self.counts(states=True)["active"]:
             return False
         # Why set aside: observers are told once, not for each block.
         observers, self.observers = self.observers, []
-        self.evict(self.next_evicted(self.num_free))
+        self.evict(self.next_evicted(len(self.blocks)))
         self._evicted, self._evicted_before = set(), set()
         self.observers = observers
         self._tell("cleared", self.blocks[NULL_BLOCK])
@@ -333,23 +362,12 @@ class BlockPool:
         Args:
             tables: all lists that hold references, to compare the counts with; None: not compared.
         """
-        null = self.blocks[NULL_BLOCK]
-        free: list[Block] = []
-        block = null.after
-        # Invariant I1: free + used + null = total, each block in one place.
-        while block is not null and len(free) <= self.num_free:
-            assert block.before.after is block and block.after.before is block, block
-            free.append(block)
-            block = block.after
-        assert len(free) == self.num_free == len(set(free)), "the queue and its length differ"
+        num_free = self._check_queue(self._kv) + self._check_queue(self._states)
         # Invariant I6: the null block is never allocated, indexed or freed.
+        null = self.blocks[NULL_BLOCK]
         assert null.ref_count == 0 and null.prefix is None, null
-        # Invariant I3: a block is free if and only if its count is 0. Empty blocks come first.
-        assert all(block.ref_count == 0 for block in free), free
-        assert sum(block.ref_count == 0 for block in self.blocks[1:]) == len(free), "lost blocks"
-        is_cached = [block.prefix is not None for block in free]
-        assert is_cached == sorted(is_cached), "an empty block behind a cached one"
-        assert is_cached.count(False) == self._num_empty, self._num_empty
+        # Invariant I3: a block is free if and only if its count is 0.
+        assert sum(block.ref_count == 0 for block in self.blocks[1:]) == num_free, "lost blocks"
         # Invariant I4: index entries and blocks with content match one to one.
         indexed: list[int] = []
         assert all(self._duplicates.values()), self._duplicates
@@ -364,12 +382,29 @@ class BlockPool:
         assert sorted(indexed) == with_content, "the index and the blocks differ"
         if tables is not None:
             # Invariant I2: a block's reference count is the number of table entries.
-            counts = [0] * self.num_blocks
+            counts = [0] * len(self.blocks)
             for table in tables:
                 for block_id in table:
                     counts[block_id] += 1
             for block in self.blocks[1:]:
                 assert block.ref_count == counts[block.block_id], (block, counts[block.block_id])
+
+    def _check_queue(self, queue: Queue) -> int:
+        """Walks one queue; returns its length."""
+        free: list[Block] = []
+        block = queue.end.after
+        # Invariant I1: free + used + null = total, each block in one place.
+        while block is not queue.end and len(free) <= queue.num_free:
+            assert block.before.after is block and block.after.before is block, block
+            assert block.queue is queue, block
+            free.append(block)
+            block = block.after
+        assert len(free) == queue.num_free == len(set(free)), "the queue and its length differ"
+        assert all(block.ref_count == 0 for block in free), free
+        is_cached = [block.prefix is not None for block in free]
+        assert is_cached == sorted(is_cached), "an empty block behind a cached one"
+        assert is_cached.count(False) == queue.num_empty, queue.num_empty
+        return len(free)
 
     def __str__(self) -> str:
         """One character a block: `0` null, `.` empty, `c` cached, then the reference count."""

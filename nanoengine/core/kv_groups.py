@@ -33,7 +33,7 @@ def num_dropped_blocks(group: KVGroup, num_computed_tokens: int, block_size: int
 
 
 def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_size: int) -> int:
-    """Most blocks that a group holds at once, while a sequence is computed in chunks.
+    """Most KV blocks that a group holds at once, while a sequence is computed in chunks.
 
     Args:
         num_tokens: of the sequence.
@@ -45,6 +45,8 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
     4
     """
     whole = cdiv(num_tokens, block_size)
+    if group.snapshot_every is not None:
+        return 0
     if group.sliding_window is None:
         return whole
     # Why: n tokens that need not start at a block boundary lie in cdiv(n - 1, bs) + 1 blocks.
@@ -97,8 +99,11 @@ def longest_common_hit(
     return length
 
 
-def make_kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """Puts layers of the same window into groups of (nearly) equal size.
+def make_kv_groups(
+    windows: Sequence[int | None], state_layers: Sequence[int] = (), snapshot_every: int = 1
+) -> tuple[KVGroup, ...]:
+    """Puts layers of the same window into groups of (nearly) equal size, and `state_layers` into
+    one of their own.
 
     One pool serves all groups, so each block has the bytes of the largest group. A model with 22
     windowed layers and 4 full ones would waste most of its full blocks; so the windowed layers are
@@ -108,15 +113,24 @@ def make_kv_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
     [(0, 1, 2)]
     >>> [(g.layers, g.sliding_window) for g in make_kv_groups([4, 4, None, 4, 4, None])]
     [((0, 1), 4), ((3, 4), 4), ((2, 5), None)]
+    >>> [g.layers for g in make_kv_groups([None, None, None, None], state_layers=(0, 1, 2))]
+    [(3,), (0, 1, 2)]
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+        if layer not in state_layers:
+            kinds.setdefault(window, []).append(layer)
     smallest = min(map(len, kinds.values()))
     largest = max(map(len, kinds.values()))
     size = largest if largest < 1.25 * smallest else smallest
-    return tuple(
+    groups = [
         KVGroup(layers=tuple(layers[i : i + size]), sliding_window=window)
         for window, layers in kinds.items()
         for i in range(0, len(layers), size)
-    )
+    ]
+    if state_layers:
+        states = KVGroup(
+            layers=tuple(state_layers), sliding_window=2, snapshot_every=snapshot_every
+        )
+        groups.append(states)
+    return tuple(groups)

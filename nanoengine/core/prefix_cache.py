@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block, BlockPool
@@ -36,7 +37,10 @@ class CachedPrefix:
     Attributes:
         num_blocks: how many full blocks the prefix has.
         tables: for each KV group that many entries; null where its window needs no block.
-        num_needed_blocks: how many free blocks it takes: cached ones, which become active.
+        num_needed_blocks, num_needed_states: how many free ones it takes: those that are cached
+            become active.
+        num_shared_blocks: where the model keeps states, how many blocks of keys and values there
+            are; the prefix ends at a snapshot before that.
         is_ready: False while a tier reads blocks of it; the sequence waits.
         reason: for people: why blocks are loaded from a tier, or computed although one has them.
     """
@@ -44,6 +48,8 @@ class CachedPrefix:
     num_blocks: int = 0
     tables: list[list[int]] = field(default_factory=list)
     num_needed_blocks: int = 0
+    num_needed_states: int = 0
+    num_shared_blocks: int = 0
     is_ready: bool = True
     reason: str = ""
 
@@ -61,7 +67,8 @@ class PrefixCache:
         enabled: False registers nothing, so nothing is found.
 
     Attributes:
-        pool: the device's blocks.
+        pool: the device's blocks and states.
+        num_kv_groups: all KV groups but the state group.
         prefixes: makes the keys of the index, one object for each content.
         stats: how much was looked up and found.
     """
@@ -70,7 +77,9 @@ class PrefixCache:
         self.layout = layout
         self.enabled = enabled
         self.block_size = layout.block_size
-        self.pool = BlockPool(layout.num_blocks, len(layout.groups))
+        self.snapshot_every = layout.snapshot_every
+        self.num_kv_groups = len(layout.groups) - (self.snapshot_every is not None)
+        self.pool = BlockPool(layout.num_blocks, len(layout.groups), layout.num_states)
         self.prefixes = Prefixes()
         self.stats = CacheStats()
         # Of first blocks registered lately: digest without the salt -> name of the salted root.
@@ -80,8 +89,30 @@ class PrefixCache:
 
     def find(self, seq: Sequence) -> CachedPrefix:
         """The longest prefix that all KV groups have cached. Takes no block."""
+        found = self._find_from(seq, 0)
+        length = longest_common_hit(self.layout.groups, found, self.block_size)
+        tables = self._table_starts(found, length)
+        num_needed = [*map(self.pool.num_cached, tables)]
+        return CachedPrefix(
+            num_blocks=length,
+            tables=tables,
+            num_needed_blocks=sum(num_needed[: self.num_kv_groups]),
+            num_needed_states=sum(num_needed[self.num_kv_groups :]),
+            num_shared_blocks=self._num_shared_blocks(found),
+        )
+
+    def _num_shared_blocks(self, found: SequenceOf[SequenceOf[object]]) -> int:
+        """How long the prefix would be if states were kept everywhere; 0 without a state group."""
+        if self.snapshot_every is None:
+            return 0
+        kv = slice(self.num_kv_groups)
+        return longest_common_hit(self.layout.groups[kv], found[kv], self.block_size)
+
+    def _find_from(self, seq: Sequence, start: int) -> list[list[int]]:
+        """For each KV group the cached blocks from the `start`-th on, null where there is none; a
+        list ends where no longer prefix can be had."""
         at_most = self._num_usable_blocks(seq)
-        prefixes = self._prefixes_of(seq, at_most)[:at_most]
+        prefixes = self._prefixes_of(seq, at_most)[start:at_most]
         found = []
         for index, group in enumerate(self.layout.groups):
             hits = self.pool.lookup_all(index, prefixes)
@@ -89,10 +120,7 @@ class PrefixCache:
                 # Why: full attention needs every block, so what lies behind a gap is no use.
                 del hits[hits.index(NULL_BLOCK) :]
             found.append(hits)
-        length = longest_common_hit(self.layout.groups, found, self.block_size)
-        tables = self._table_starts(found, length)
-        num_needed = sum(map(self.pool.num_cached, tables))
-        return CachedPrefix(num_blocks=length, tables=tables, num_needed_blocks=num_needed)
+        return found
 
     def _table_starts(self, found: list[list[int]], length: int) -> list[list[int]]:
         """The first `length` entries of each group's table; null where its window sees nothing."""
@@ -106,24 +134,18 @@ class PrefixCache:
         """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
         for table in prefix.tables:
             self.pool.touch(table)
+        seq.num_shared_blocks = prefix.num_shared_blocks
         return prefix.tables
 
     def find_filled(self, seq: Sequence) -> list[list[int]]:
         """Blocks that hold what a running sequence computes next, because another was faster.
 
-        `[i][g]` is group g's block for the i-th position of the table, counted from the block that
-        the sequence's next token lies in.
+        `[g][i]` is group g's block for the i-th position of the table, counted from the block that
+        the sequence's next token lies in; null where the group needs none.
         """
-        start, at_most = seq.num_computed_tokens // self.block_size, self._num_usable_blocks(seq)
-        filled: list[list[int]] = []
-        if start >= at_most:
-            return filled
-        for prefix in self._prefixes_of(seq, at_most)[start:at_most]:
-            hits = [self.pool.lookup(group, prefix) for group in range(len(seq.block_tables))]
-            if None in hits:
-                break
-            filled.append([hit for hit in hits if hit is not None])
-        return filled
+        found = self._find_from(seq, seq.num_computed_tokens // self.block_size)
+        length = longest_common_hit(self.layout.groups, found, self.block_size)
+        return [hits[:length] for hits in found]
 
     def _num_usable_blocks(self, seq: Sequence) -> int:
         """How many of a sequence's blocks may come from the cache: full ones, and not all."""
@@ -172,8 +194,22 @@ class PrefixCache:
         for start in range(first, full, step):
             run = slice(start, start + step)
             for group, table in enumerate(seq.block_tables):
-                self._index(table[run], group, prefixes[run])
+                if group < self.num_kv_groups or self.keeps_state(seq, start):
+                    self._index(table[run], group, prefixes[run])
         seq.num_registered_blocks = full
+
+    def keeps_state(self, seq: Sequence, index: int) -> bool:
+        """Whether the state behind a sequence's `index`-th block stays behind as a snapshot.
+
+        A state takes the memory of many tokens' keys and values, so few are kept: every so often,
+        at the end of the prompt, and where other prompts went on in another way.
+        Source: Marconi (arXiv 2411.19379) keeps states where prompts branch.
+        """
+        assert self.snapshot_every is not None
+        length = index + 1
+        last = (seq.num_prompt_tokens - 1) // self.block_size
+        regular = length % self.snapshot_every == 0
+        return self.enabled and (regular or length in (last, seq.num_shared_blocks))
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
         """Indexes blocks of one KV group; returns those that were not indexed before."""

@@ -105,10 +105,11 @@ class Scheduler:
     def num_waste_slots(self) -> int:
         """Slots that are allocated to running sequences but hold no token (yet)."""
         size = self.block_manager.block_size
+        kv = slice(self.block_manager.prefix_cache.num_kv_groups)
         return sum(
             max(len(table) * size - seq.num_computed_tokens, 0)
             for seq in self.running
-            for table in seq.block_tables
+            for table in seq.block_tables[kv]
         )
 
     # --- requests -----------------------------------------------------------------------------

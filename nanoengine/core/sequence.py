@@ -59,6 +59,7 @@ class Sequence:
         num_pending_reads: blocks that a disk tier still reads for it before its next admission;
             None: it has not asked for any.
         num_registered_blocks: how many of these are in the prefix-cache index.
+        num_shared_blocks: where another prompt went on in another way: see `CachedPrefix`.
         max_chunk: most tokens that one step computes of it, so that its windows fit the pool.
         slots_ready_until: a decode that starts before this position writes into a slot that it has
             already: no block, no copy, no indexing.
@@ -96,6 +97,7 @@ class Sequence:
     prefixes: list[Prefix] = field(default_factory=list)
     num_pending_reads: int | None = None
     num_registered_blocks: int = 0
+    num_shared_blocks: int = 0
     max_chunk: int = 0
     slots_ready_until: int = 0
     finish_reason: str | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine.core.block_pool import Block, BlockPool
+from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.prefixes import Prefix, Prefixes, pack
 
 X = Prefix(b"x", None, pack([1]))
@@ -138,8 +138,8 @@ def test_reset_refuses_while_blocks_are_in_use():
         lambda pool: setattr(pool.blocks[4], "after", pool.blocks[3]),
         lambda pool: setattr(pool.blocks[4], "before", pool.blocks[2]),
         lambda pool: setattr(pool.blocks[0], "after", pool.blocks[4]),
-        lambda pool: setattr(pool, "num_free", 3),
-        lambda pool: setattr(pool, "_num_empty", 2),
+        lambda pool: setattr(pool._kv, "num_free", 3),
+        lambda pool: setattr(pool._kv, "num_empty", 2),
         lambda pool: pool._push_empty(pool.blocks[2]),
         lambda pool: (pool.evict([2]), setattr(pool.blocks[5], "prefix", X)),
         lambda pool: pool._index[0].clear(),
@@ -199,7 +199,7 @@ def test_a_block_costs_less_than_300_bytes():
     size += sys.getsizeof(pool.blocks)
     size += sum(sys.getsizeof(i) for i in range(num_blocks))
     assert size / num_blocks < 300
-    assert not hasattr(Block(1), "__dict__")
+    assert not hasattr(pool.blocks[1], "__dict__")
 
 
 def test_the_pool_draws_itself():

@@ -74,6 +74,7 @@ class EngineRun:
         num_blocks: int,
         block_size: int,
         windows: tuple[int | None, ...],
+        states: tuple[int, int],
         max_num_seqs: int,
         budget: int,
         caching: bool,
@@ -86,7 +87,7 @@ class EngineRun:
     ) -> None:
         # Why more than the seed: Hypothesis likes the same few, and tiers would be the same few.
         self.random = Random(
-            f"{seed} {num_blocks} {block_size} {windows} {budget} {admission} {late}"
+            f"{seed} {num_blocks} {block_size} {windows} {states} {budget} {admission} {late}"
         )
         self.is_checked = is_checked
         self.tiers: TieredPrefixCache | None = None
@@ -94,6 +95,8 @@ class EngineRun:
             num_blocks,
             block_size,
             windows=windows,
+            num_states=states[0],
+            snapshot_every=states[1],
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget if chunked else max(budget, LONGEST),
             enable_prefix_caching=caching,
@@ -139,7 +142,8 @@ class EngineRun:
             num_host_blocks=random.choice([1, 4, 8, 16, 40, 40]),
             cost=cost,
             lazy=random.random() < 0.3,
-            disk=self.disk if random.random() < 0.8 else None,
+            disk=None if executor.layout.num_states or random.random() < 0.2 else self.disk,
+            num_host_states=random.choice([1, 3, 20]) if executor.layout.num_states else 0,
             num_disk_blocks=random.choice([5, 40, 200, 200]),
         )
         return self.tiers
@@ -183,8 +187,8 @@ class EngineRun:
         return self.random.random() < 0.3
 
     def propose(self, sequences: Sequence[CoreSequence]) -> list[tuple[int, ...]]:
-        if self.random.random() < 0.7:
-            return [()] * len(sequences)
+        if self.random.random() < 0.7 or self.executor.layout.num_states:
+            return [()] * len(sequences)  # a state can't step back
         return [self.drafts(seq) for seq in sequences]
 
     def drafts(self, seq: CoreSequence) -> tuple[int, ...]:
@@ -300,6 +304,7 @@ class EngineRun:
     def nothing_is_held(self) -> None:
         """No block, on the device or for a step's copy in the host tier."""
         assert self.manager.pool.counts()["active"] == 0
+        assert self.manager.pool.counts(states=True)["active"] == 0
         if self.tiers is not None:
             held = self.tiers.host.counts()["active"]
             assert held == len(self.tiers.disk.held_host_ids()), "a step's copy is never let go"
@@ -351,6 +356,10 @@ class EngineRun:
         self.events["preemptions"] += stats.preemptions
         self.events["hit tokens"] += stats.cache_hit_tokens
         self.events["evicted blocks"] += stats.evicted_blocks
+        self.events["states read in the step that writes them"] += self.executor.num_shared_states
+        if self.executor.layout.num_states:
+            hits = [bool(new.num_cached_tokens) for plan in plans for new in plan.admitted]
+            self.events["hits at a snapshot"] += sum(hits)
         self.events["copy-on-write copies"] += self.executor.num_copies
         self.events["blocks read in the step that writes them"] += self.executor.num_shared_reads
         self.events["forks for n > 1"] += sum(
@@ -372,6 +381,7 @@ OPTIONS: dict[str, list[Any]] = {
     "num_blocks": [9, 14, 21, 33, 49],
     "block_size": [2, 4, 4, 8],
     "windows": [(None,), (None,), (5,), (None, 4), (3, None, 9)],
+    "states": [*[(0, 1)] * 4, (2, 1), (4, 2), (9, 1), (20, 3)],
     "max_num_seqs": [3, 4, 5, 6],
     "budget": [6, 9, 16, 64],
     "caching": [True, True, True, False],
@@ -493,6 +503,8 @@ OFTEN = {
     "forks for n > 1": 50,
     "forks between steps": 20,
     "window drops": 200,
+    "hits at a snapshot": 50,
+    "states read in the step that writes them": 20,
     "drafts": 100,
     "late drafts": 100,
     "aborts": 10,

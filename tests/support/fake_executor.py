@@ -3,7 +3,8 @@
 It knows only what plans tell it. Each slot of its KV cache holds one integer that stands for a
 token, its position and the whole prefix before it; before a row's tokens are "computed" it checks
 that every slot the row would read holds exactly the integer of the row's own prefix. A stale,
-shared or mis-copied block, a read before the write and a read of the null block all raise.
+shared or mis-copied block, a read before the write and a read of the null block all raise. A state
+is one slot, which must hold the integer of the token before those that a row computes.
 
 Sampled tokens are a function of (prefix, seed) alone, so any two configurations must agree.
 """
@@ -121,6 +122,9 @@ class FakeExecutor:
         self.sample = sample
         self.rows: dict[int, Row] = {}
         self.slots: list[int | None] = [None] * (layout.num_blocks * layout.block_size)
+        self.states: list[int | None] = [None] * layout.num_states
+        self.num_kv_groups = len(layout.groups) - (layout.snapshot_every is not None)
+        self.num_shared_states = 0  # read in the step in which another row writes them
         self.host: dict[int, list[int | None]] = {}  # blocks of the host tier
         self._stores: dict[int, list[tuple[int, list[int | None]]]] = {}  # by step, under way
         self.plans: list[StepPlan] = []
@@ -129,6 +133,7 @@ class FakeExecutor:
         self.num_computed_tokens = 0
         self.num_copies = 0
         self.num_shared_reads = 0  # of blocks that another row writes in the same step
+        self._states_written: set[int] = set()  # in this step
         self._writer: dict[int, int] = {}  # slot -> row, in this step
         self.closed = False
         self.delayed = False  # a plan is carried out only when somebody waits for it
@@ -237,7 +242,10 @@ class FakeExecutor:
             assert row in self.rows, f"table update for the unused row {row}"
             table = self.rows[row].tables[group]
             assert start <= len(table), f"row {row}, group {group}: a gap before entry {start}"
-            assert all(0 <= b < self.layout.num_blocks for b in block_ids), block_ids
+            blocks = range(self.layout.num_blocks)
+            if group == self.num_kv_groups:
+                blocks = range(len(blocks), len(blocks) + self.layout.num_states)
+            assert all(b == 0 or b in blocks for b in block_ids), block_ids
             table[start : start + len(block_ids)] = block_ids
 
     def _require_free(self, row: int) -> None:
@@ -254,14 +262,22 @@ class FakeExecutor:
             assert len(set(targets)) == len(targets), f"a block is the target twice: {transfer}"
             assert 0 not in transfer.device_ids + transfer.tier_ids, "the null block is moved"
             for device_id, host_id in zip(transfer.device_ids, transfer.tier_ids, strict=True):
-                at = slice(device_id * size, (device_id + 1) * size)
+                held, at = self._memory_of(device_id)
                 if kind == "load":
-                    self.slots[at] = self.host[host_id]
+                    assert len(self.host[host_id]) == at.stop - at.start, "of another size"
+                    held[at] = self.host[host_id]
                 else:
                     # Why: a store runs beside what follows it; until somebody waits for its step,
                     # its target may hold anything.
                     self.host[host_id] = [-1] * size
-                    self._stores.setdefault(plan.step, []).append((host_id, self.slots[at]))
+                    self._stores.setdefault(plan.step, []).append((host_id, held[at]))
+
+    def _memory_of(self, block_id: int) -> tuple[list[int | None], slice]:
+        """Where a block, or a state, is held."""
+        size, state = self.layout.block_size, block_id - self.layout.num_blocks
+        if state >= 0:
+            return self.states, slice(state, state + 1)
+        return self.slots, slice(block_id * size, (block_id + 1) * size)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         sources = {copy.src for copy in plan.block_copies}
@@ -272,10 +288,11 @@ class FakeExecutor:
             written.add(dst)
         assert len(targets) == len(plan.block_copies), "a block is copied to twice"
         assert 0 not in sources | targets, "the null block is copied"
-        size = self.layout.block_size
-        held = {src: self.slots[src * size : (src + 1) * size] for src in sources}
+        found = {src: self._memory_of(src) for src in sources}
+        held = {src: memory[at] for src, (memory, at) in found.items()}
         for src, dst in plan.block_copies:
-            self.slots[dst * size : (dst + 1) * size] = held[src]
+            memory, at = self._memory_of(dst)
+            memory[at] = held[src]
         self.num_copies += len(plan.block_copies)
 
     # --- the forward --------------------------------------------------------------------------
@@ -316,6 +333,7 @@ class FakeExecutor:
     def _write(self, plan: StepPlan) -> None:
         """All rows store their keys and values before any row reads."""
         size, written = self.layout.block_size, {}
+        self._states_written.clear()
         for row_id, start, count in zip(
             plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
         ):
@@ -323,6 +341,10 @@ class FakeExecutor:
             assert start + count <= len(row.token_ids), f"row {row_id} computes unknown tokens"
             for group, table in enumerate(row.tables):
                 assert (start + count) <= len(table) * size, f"row {row_id}: table too short"
+                if group == self.num_kv_groups:
+                    if count:
+                        self._advance_state(row_id, row, start, start + count)
+                    continue
                 for position in range(start, start + count):
                     block_id = table[position // size]
                     slot = block_id * size + position % size
@@ -336,10 +358,31 @@ class FakeExecutor:
         # have computed these positions, scheduled or not.
         touched = {slot // size for slot in written}
         for row_id, row in self.rows.items():
-            for group, table in enumerate(row.tables):
+            for group, table in enumerate(row.tables[: self.num_kv_groups]):
                 for index, block_id in enumerate(table):
                     if block_id in touched:
                         self._check_block(row_id, row, group, index)
+
+    def _advance_state(self, row_id: int, row: Row, start: int, end: int) -> None:
+        """A row reads the state before its tokens and writes those behind its blocks, in the
+        order of the plan: a row may read what one before it writes in the same step."""
+        size, table = self.layout.block_size, row.tables[-1]
+        first, last = start // size, (end - 1) // size
+        base = self.layout.num_blocks
+        if start:
+            entries = [b for b in table[(start - 1) // size : last + 1] if b]
+            assert self.states[entries[0] - base] == row.hashes[start - 1], (
+                f"row {row_id} (seq {row.seq_id}): state {entries[0]} is not that behind"
+                f" position {start - 1}"
+            )
+            self.num_shared_states += entries[0] - base in self._states_written
+        assert table[last] != 0, f"row {row_id} writes the null block"
+        for index in range(first, last + 1):
+            if table[index]:
+                state = table[index] - base
+                assert state not in self._states_written, "two rows write one state"
+                self._states_written.add(state)
+                self.states[state] = row.hashes[min(end, (index + 1) * size) - 1]
 
     def _check_block(self, row_id: int, row: Row, group: int, index: int) -> None:
         size = self.layout.block_size
@@ -360,7 +403,10 @@ class FakeExecutor:
             plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
         ):
             row = self.rows[row_id]
-            for group, (kind, table) in enumerate(zip(self.layout.groups, row.tables, strict=True)):
+            groups = zip(self.layout.groups, row.tables, strict=True)
+            for group, (kind, table) in enumerate(groups):
+                if kind.snapshot_every is not None:
+                    continue
                 window = kind.sliding_window
                 begin = 0 if window is None else max(0, start - window + 1)
                 if start + count <= begin:
@@ -413,13 +459,27 @@ class FakeExecutor:
 
 
 def make_layout(
-    num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)
+    num_blocks: int,
+    block_size: int,
+    windows: Sequence[int | None] = (None,),
+    *,
+    num_states: int = 0,
+    snapshot_every: int = 1,
 ) -> KVLayout:
-    """A layout with one group for each window."""
-    groups = tuple(
+    """A layout with one group for each window, and a state group where there are states."""
+    groups = [
         KVGroup(layers=(layer,), sliding_window=window) for layer, window in enumerate(windows)
+    ]
+    if num_states:
+        layers = (len(groups),)
+        groups.append(KVGroup(layers=layers, sliding_window=2, snapshot_every=snapshot_every))
+    return KVLayout(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=1,
+        groups=tuple(groups),
+        num_states=num_states,
     )
-    return KVLayout(num_blocks=num_blocks, block_size=block_size, block_bytes=1, groups=groups)
 
 
 def make_engine(
@@ -427,6 +487,8 @@ def make_engine(
     block_size: int = 4,
     *,
     windows: Sequence[int | None] = (None,),
+    num_states: int = 0,
+    snapshot_every: int = 1,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 1024,
@@ -445,7 +507,9 @@ def make_engine(
 ) -> LLMEngine:
     """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
     delayed one."""
-    layout = make_layout(num_blocks, block_size, windows)
+    layout = make_layout(
+        num_blocks, block_size, windows, num_states=num_states, snapshot_every=snapshot_every
+    )
     executor = FakeExecutor(
         layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )

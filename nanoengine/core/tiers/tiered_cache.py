@@ -70,6 +70,7 @@ class TieredPrefixCache(PrefixCache):
     Args:
         layout: of the device's KV cache.
         num_host_blocks, num_disk_blocks: sizes of the tiers.
+        num_host_states: snapshots that host memory holds besides; a disk holds none.
         cost: decides between loading and recomputing.
         lazy: store blocks that are soon evicted; False stores them as soon as they are full.
         disk: moves blocks to files and back; None: there is no disk tier.
@@ -88,6 +89,7 @@ class TieredPrefixCache(PrefixCache):
         lazy: bool = False,
         disk: DiskStorage | None = None,
         num_disk_blocks: int = 1,
+        num_host_states: int = 0,
     ) -> None:
         super().__init__(layout)
         self._cost = cost
@@ -95,13 +97,14 @@ class TieredPrefixCache(PrefixCache):
         self._storage: DiskStorage = disk or NoDisk()
         self._last = Level.HOST if disk is None else Level.DISK
         self._sizes = (num_host_blocks + 1, num_disk_blocks + 1)
+        self._num_host_states = num_host_states
         self._stats = [TierStats(name=n, block_bytes=layout.block_bytes) for n in ("host", "disk")]
         self._start_tiers()
 
     def _start_tiers(self) -> None:
         """Makes the tiers' pools: an empty one for the host, and the disk's from its files."""
         num_groups = len(self.layout.groups)
-        self.host = BlockPool(self._sizes[0], num_groups)
+        self.host = BlockPool(self._sizes[0], num_groups, self._num_host_states)
         self.disk = DiskBlocks(
             self._storage,
             num_blocks=self._sizes[1],
@@ -137,12 +140,16 @@ class TieredPrefixCache(PrefixCache):
             level, reason = self._cheapest(found, Level.HOST)
         length = found.reach(level)
         tables, loads = self._table_starts(found.device, length), found.loads(length)
-        num_needed = sum(map(self.pool.num_cached, tables)) + len(loads)
+        num_needed = [*map(self.pool.num_cached, tables)]
+        for load in loads:
+            num_needed[load.group] += 1
         return TieredPrefix(
             num_blocks=length,
             tables=tables,
             loads=loads,
-            num_needed_blocks=num_needed,
+            num_needed_blocks=sum(num_needed[: self.num_kv_groups]),
+            num_needed_states=sum(num_needed[self.num_kv_groups :]),
+            num_shared_blocks=self._num_shared_blocks(found.device),
             reason=reason,
         )
 
@@ -220,7 +227,7 @@ class TieredPrefixCache(PrefixCache):
 
         The block is indexed at once, because a step's loads come before its forward.
         """
-        [block_id] = self.pool.allocate(1)
+        [block_id] = self.pool.allocate(1, states=group >= self.num_kv_groups)
         self.pool.register([block_id], group, [prefix])
         self.host.touch([block.block_id])
         self._planned.loads.append((block_id, block.block_id))
@@ -240,8 +247,10 @@ class TieredPrefixCache(PrefixCache):
         content = content_of(block)
         if content in self._storing or self.host.lookup(*content) is not None:
             return
-        if self.host.num_free:  # Why: else all host blocks are being copied; this one is not kept.
-            [host_id] = self.host.allocate(1)
+        is_state = block.group >= self.num_kv_groups
+        num_free = self.host.num_free_states if is_state else self.host.num_free
+        if num_free:  # Why: else all host blocks are being copied; this one is not kept.
+            [host_id] = self.host.allocate(1, states=is_state)
             self._storing.add(content)
             self._planned.stores.append((block.block_id, host_id, content))
 

@@ -1,0 +1,159 @@
+"""State groups: which states stay behind as snapshots, who finds them, and how few a pool needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoengine.core.block_pool import BlockPool
+from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.sampling_params import SamplingParams
+from tests.support.fake_executor import expected_output, make_engine, run, run_late
+
+PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(60)]
+
+
+def engine_of(num_states: int = 20, snapshot_every: int = 4, **options):
+    """Blocks of 4 tokens; a regular snapshot after each 16."""
+    return make_engine(129, 4, num_states=num_states, snapshot_every=snapshot_every, **options)
+
+
+def ask(engine, prompt: list[int], loop=run, **params):
+    """Runs one prompt alone; its outputs must be those of a sequence that runs alone."""
+    defaults = {"max_tokens": 1, "ignore_eos": True}
+    number = str(len(engine.executor.plans))
+    request = engine.add_request(number, prompt, SamplingParams(**(defaults | params)))
+    loop(engine)
+    for seq in request.sequences:
+        expected = expected_output(prompt, seq.seed, request.params.max_tokens, ())
+        assert seq.output_token_ids == expected
+    return request
+
+
+def most_states(engine, steps: int = 1000) -> int:
+    """Runs to the end; most states that were active between two steps."""
+    most = 0
+    for _ in range(steps):
+        if not engine.has_unfinished():
+            return most
+        engine.step()
+        pool = engine.scheduler.block_manager.pool
+        most = max(most, pool.counts(states=True)["active"])
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("loop", [run, run_late])
+def test_a_prompt_starts_from_the_deepest_snapshot(loop):
+    engine = engine_of()
+    ask(engine, PROMPT[:50], loop)
+    # Regular ones behind 16, 32 and 48 tokens; the last full block of the prompt ends at 48.
+    assert ask(engine, PROMPT[:50], loop).num_cached_tokens == 48
+    assert ask(engine, PROMPT[:40], loop).num_cached_tokens == 32
+    assert ask(engine, PROMPT[:15], loop).num_cached_tokens == 0
+
+
+def test_the_end_of_a_prompt_is_kept():
+    engine = engine_of(snapshot_every=100)
+    ask(engine, PROMPT[:47])
+    assert ask(engine, PROMPT[:47]).num_cached_tokens == 44
+    assert ask(engine, [*PROMPT[:47], 1, 2, 3, 4, 5, 6]).num_cached_tokens == 44
+
+
+def test_where_prompts_branch_the_third_one_starts():
+    """The first leaves no snapshot there, because nothing is known yet; the second finds its
+    blocks of keys and values and leaves one."""
+    engine = engine_of(snapshot_every=100)
+    found = [ask(engine, [*PROMPT[:30], number] * 2).num_cached_tokens for number in (1, 2, 3)]
+    assert found == [0, 0, 28]
+
+
+def test_prompts_of_one_step_share_a_snapshot_of_it():
+    engine = engine_of(max_num_batched_tokens=256)
+    prompts = [[*PROMPT[:48], 40 + i] for i in range(3)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
+    run(engine)
+    assert [request.num_cached_tokens for request in requests] == [0, 48, 48]
+    assert engine.executor.num_shared_states == 2
+    for request in requests:
+        (seq,) = request.sequences
+        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 2, ())
+
+
+def test_chunks_need_no_boundary():
+    engine = engine_of(long_prefill_threshold=7)
+    ask(engine, PROMPT[:50])
+    assert ask(engine, PROMPT[:40]).num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_decode_holds_one_state_however_long_it_is(caching):
+    engine = engine_of(num_states=8, enable_prefix_caching=caching)
+    for i in range(3):
+        engine.add_request(str(i), [i + 1], SamplingParams(max_tokens=70, ignore_eos=True))
+    held = []
+    while engine.has_unfinished():
+        engine.step()
+        held.append(engine.scheduler.block_manager.pool.counts(states=True)["active"])
+    # Two each in the step behind a snapshot, which reads it and writes another.
+    assert held.count(3) > 60 and max(held) <= 6
+    assert engine.executor.num_copies == 0
+    if not caching:
+        assert max(held) == 3
+
+
+def test_where_no_state_is_free_a_snapshot_is_given_up_and_nobody_is_preempted():
+    engine = engine_of(num_states=3, snapshot_every=1, max_num_seqs=3)
+    requests = [
+        engine.add_request(
+            str(i), PROMPT[i : i + 9], SamplingParams(max_tokens=30, ignore_eos=True)
+        )
+        for i in range(3)
+    ]
+    assert most_states(engine) == 3
+    assert engine.scheduler.stats.preemptions == 0
+    for request in requests:
+        (seq,) = request.sequences
+        assert seq.output_token_ids == expected_output(request.prompt_token_ids, seq.seed, 30, ())
+
+
+@pytest.mark.parametrize("loop", [run, run_late])
+def test_two_states_are_enough_for_forks(loop):
+    engine = engine_of(num_states=2, snapshot_every=1)
+    request = ask(engine, PROMPT[:18], loop, n=3, max_tokens=9)
+    assert len(request.sequences) == 3
+    ask(engine, PROMPT[:18], loop, n=3, max_tokens=9)
+
+
+def test_a_preempted_sequence_comes_back_to_its_last_snapshot():
+    engine = make_engine(17, 4, num_states=20, snapshot_every=2, max_num_batched_tokens=16)
+    old = engine.add_request("0", PROMPT[:20], SamplingParams(max_tokens=16, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    new = engine.add_request("1", PROMPT[7:29], params, priority=-1)
+    run(engine)
+    assert engine.scheduler.stats.preemptions > 0
+    assert engine.stats().cache_readmit_hit_tokens > 0
+    for request in (old, new):
+        (seq,) = request.sequences
+        number = request.params.max_tokens
+        expected = expected_output(request.prompt_token_ids, seq.seed, number, ())
+        assert seq.output_token_ids == expected
+
+
+def test_blocks_and_states_are_handed_out_apart():
+    pool = BlockPool(4, 2, num_states=2)
+    prefix = Prefix(b"a", None, pack([1]))
+    assert (pool.allocate(3), pool.allocate(2, states=True)) == ([1, 2, 3], [4, 5])
+    pool.register([4], 1, [prefix])
+    pool.free([5, 1, 4])
+    pool.check([[2, 3]])
+    assert pool.counts() == {"empty": 1, "cached": 0, "active": 2}
+    assert pool.counts(states=True) == {"empty": 1, "cached": 1, "active": 0}
+    assert (pool.num_free, pool.num_free_states, pool.next_evicted(9)) == (1, 2, [4])
+    assert pool.lookup(1, prefix) == 4
+    assert pool.reset() is False
+    assert pool.allocate(2, states=True) == [5, 4]
+    assert pool.lookup(1, prefix) is None
+    pool.free([5, 4, 3, 2])
+    assert pool.reset()
