@@ -1,6 +1,7 @@
 """Batch: every tensor of one step, as one argument that goes down to attention.
 
-Legend: T tokens, S sequences, L rows of logits, G KV groups, M blocks of the longest table.
+Legend: T tokens, S sequences, L rows of logits, G KV groups without the state group, M blocks of
+the longest table, D sequences with one query token.
 
     query_start_loc   0  1  2           7           12      sequences with 1, 1, 5, 5 query tokens
     token_ids         t  t  t t t t t   t t t t t           [T], sequence after sequence
@@ -11,8 +12,42 @@ Legend: T tokens, S sequences, L rows of logits, G KV groups, M blocks of the lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Span(NamedTuple):
+    """One sequence's tokens of a step, `start` to `end` of [T], in a layer that keeps states.
+
+    They stand at `position` and after it, and start from the state in slot `read`. For each (count,
+    slot) of `writes`, the state behind the first `count` of them goes there; the last count is all.
+    """
+
+    start: int
+    end: int
+    position: int
+    read: int
+    writes: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class StateWave:
+    """Sequences that advance their states side by side. One that starts from what another writes in
+    this step belongs to a later wave.
+
+    Slot 0 holds zeros, from which a sequence's first token starts; nothing is written there.
+
+    Attributes:
+        tokens: [D] int64, those of sequences with one query token, in [T].
+        reads, writes: [D] int64, the slot that each starts from, and where its state goes.
+        spans: the sequences with several query tokens.
+    """
+
+    tokens: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+    spans: tuple[Span, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +67,7 @@ class Batch:
         logits_indices: [L] int64, positions in [T] whose logits are needed; None: all, in order.
         num_decodes: the first `num_decodes` sequences have exactly one query token.
         max_query_len, max_seq_len: over the sequences, as Python ints, for grid sizes.
+        state_waves: for layers that keep states: what they advance, in order.
         attention: what the backend's `prepare` returned; opaque to everyone else.
     """
 
@@ -45,6 +81,7 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    state_waves: tuple[StateWave, ...] = ()
     attention: object = None
 
     @property

@@ -250,6 +250,7 @@ def _tiered_cache(
         layout,
         runner.kv_cache.kv,
         files,
+        states=runner.kv_cache.states,
         # Why: whatever changes the bytes of a block must be named here.
         facts={
             "weights": config.load_format,

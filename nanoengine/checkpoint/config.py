@@ -18,7 +18,7 @@ from typing import Literal
 
 from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
+from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
 from nanoengine.checkpoint.readers import FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_rotary_dim
@@ -51,6 +51,7 @@ class ModelConfig:
         plan: what the layers compute.
         ropes: per layer how its heads are turned; None: not at all.
         sliding_windows: per layer None, or w: a token sees itself and the w - 1 tokens before it.
+        states: the layers that keep a state in place of keys and values, where there are any.
         moe: the mixture of experts, where there is one.
         tensor_names: parts of our tensors' names -> what they are called in the checkpoint.
         left_out: expression that begins the names of tensors that the checkpoint holds for other
@@ -75,6 +76,7 @@ class ModelConfig:
     plan: LayerPlan
     ropes: tuple[RopeConfig | None, ...]
     sliding_windows: tuple[int | None, ...]
+    states: StatePlan | None = None
     moe: MoEConfig | None = None
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
@@ -131,7 +133,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     if family.partial is not None:
         turned = read_rotary_dim(keys, head_dim, family.partial)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
-    windows = _sliding_windows(architecture, family, keys)
+    states = _states(family, keys)
+    windows = _sliding_windows(architecture, family, keys, states)
     read = partial(read_rope, keys, extra=family.rope_extra, partial=family.partial is not None)
     ropes = family.ropes(keys, read, [window is not None for window in windows])
     tied = keys.get("tie_word_embeddings", False)
@@ -140,20 +143,21 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=keys.require("intermediate_size"),
+        intermediate_size=family.inner(keys),
         num_hidden_layers=keys.require("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_longest_context(keys, ropes),
-        rms_norm_eps=keys.get("layer_norm_eps" if plan.norm == "layer" else "rms_norm_eps", 1e-6),
+        rms_norm_eps=keys.get(family.eps or _usual_eps(plan), 1e-6),
         tie_word_embeddings=tied,
         plan=plan,
         ropes=ropes,
         sliding_windows=windows,
+        states=states,
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names,
-        left_out=left_out or _drafting_layers(keys),
+        left_out=left_out or family.left_out or _drafting_layers(keys),
         dtype=_dtype({**family.defaults, **keys.given}),
         quantization=_quantization(keys, family, plan, left_out, tied=tied),
         eos_token_ids=_end_ids(vocab_size, keys.given, generation),
@@ -198,9 +202,22 @@ def _text_part(raw: Json) -> tuple[Json, str, str]:
     )
 
 
-def _sliding_windows(architecture: str, family: Family, keys: Keys) -> tuple[int | None, ...]:
+def _states(family: Family, keys: Keys) -> StatePlan | None:
+    states = family.states(keys) if family.states else None
+    if states is not None and len(states.layers) == keys.require("num_hidden_layers"):
+        raise UnsupportedModelError(
+            "layer_types has no layer with attention; supported: models with one and more"
+        )
+    return states if states is not None and states.layers else None
+
+
+def _sliding_windows(
+    architecture: str, family: Family, keys: Keys, states: StatePlan | None
+) -> tuple[int | None, ...]:
     """Each family says in its own way which layers slide; `layer_types` must not contradict it."""
     num_layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
+    if kinds and states is not None:
+        kinds = [FULL if n in states.layers else kind for n, kind in enumerate(kinds)]
     for kind in kinds or ():
         if kind not in (FULL, SLIDING):
             raise UnsupportedModelError(
@@ -226,6 +243,10 @@ def _drafting_layers(keys: Keys) -> str:
     first, more = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers", 0)
     numbers = "|".join(str(first + n) for n in range(more))
     return rf"model\.layers\.({numbers})\." if more else ""
+
+
+def _usual_eps(plan: LayerPlan) -> str:
+    return "layer_norm_eps" if plan.norm == "layer" else "rms_norm_eps"
 
 
 def _longest_context(keys: Keys, ropes: tuple[RopeConfig | None, ...]) -> int:

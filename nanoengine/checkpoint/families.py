@@ -22,6 +22,7 @@ class Family:
     Attributes:
         model_type: as config.json names it.
         plan: what its layers compute.
+        states: which of them keep a state, and of what kind; None: all keep keys and values.
         windows: which layers have the sliding window.
         ropes: how each layer turns its heads.
         moe: its mixture of experts.
@@ -29,10 +30,14 @@ class Family:
         partial: the default of `partial_rotary_factor`; None: the family turns whole heads.
         rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
         names: parts of our tensors' names -> what they are called in its checkpoints.
+        left_out: expression that begins the names of tensors that are for drafts.
+        inner: the MLP's inner size.
+        eps: the key of what norms add to a variance; None: the usual one.
     """
 
     model_type: str
     plan: Callable[[Keys], LayerPlan] = readers.plain
+    states: readers.StatesReader | None = None
     windows: readers.WindowsReader = readers.never
     ropes: readers.RopesReader = readers.same
     moe: Callable[[Keys], MoEConfig] | None = None
@@ -40,6 +45,9 @@ class Family:
     partial: float | None = None
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    left_out: str = ""
+    inner: Callable[[Keys], int] = readers.inner_size
+    eps: str | None = None
 
 
 GEMMA_NAMES = {
@@ -53,6 +61,24 @@ MIXTRAL_NAMES = {
     "down_proj": "w2",
     "up_proj": "w3",
 }
+LFM2_NAMES = {
+    "model.norm": "model.embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "o_proj": "out_proj",
+    "mlp": "feed_forward",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
+LFM2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 GEMMA_DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -60,6 +86,9 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2}
+SHARED_NAMES = {"shared_experts": "shared_expert"}
+DRAFTS = r"mtp\."
 M_ROPE = {"mrope_section": False, "mrope_interleaved": False}
 """Where positions of images go. Why without effect: all positions of a text are the same."""
 
@@ -175,6 +204,24 @@ FAMILIES: dict[str, Family] = {
         plan=readers.hunyuan,
         names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     ),
+    "Lfm2ForCausalLM": Family(
+        model_type="lfm2",
+        plan=readers.lfm2,
+        states=readers.conv_states,
+        defaults=LFM2_DEFAULTS,
+        names=LFM2_NAMES,
+        inner=readers.lfm2_inner_size,
+        eps="norm_eps",
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        model_type="lfm2_moe",
+        plan=readers.lfm2,
+        states=readers.conv_states,
+        moe=readers.lfm2_experts,
+        defaults=LFM2_DEFAULTS,
+        names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
+        eps="norm_eps",
+    ),
     "LlamaForCausalLM": Family(model_type="llama", plan=readers.llama),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",
@@ -223,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         plan=readers.qwen2_moe,
         windows=readers.named_if_asked,
         moe=readers.qwen2_experts,
-        names={"shared_experts": "shared_expert"},
+        names=SHARED_NAMES,
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
@@ -237,6 +284,37 @@ FAMILIES: dict[str, Family] = {
         plan=readers.qwen3,
         windows=readers.all_if_asked,
         moe=readers.qwen_experts,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        plan=readers.qwen3_next,
+        states=readers.delta_states(merged=True),
+        moe=readers.qwen3_next_experts,
+        defaults=NEXT_DEFAULTS,
+        partial=0.25,
+        names=SHARED_NAMES,
+        left_out=DRAFTS,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        model_type="qwen3_5_text",
+        plan=readers.qwen3_next,
+        states=readers.delta_states(merged=False),
+        defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4},
+        partial=0.25,
+        rope_extra=M_ROPE,
+        left_out=DRAFTS,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        model_type="qwen3_5_moe_text",
+        plan=readers.qwen3_next,
+        states=readers.delta_states(merged=False),
+        moe=readers.qwen3_next_experts,
+        # Why a size: all layers have experts, and such configs name no other MLP.
+        defaults=NEXT_DEFAULTS | {"intermediate_size": 1},
+        partial=0.25,
+        rope_extra=M_ROPE,
+        names=SHARED_NAMES,
+        left_out=DRAFTS,
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss", plan=readers.seed_oss, defaults={"head_dim": 128}
@@ -258,6 +336,14 @@ TEXT_PARTS: dict[str, tuple[Mapping[str, str], str]] = {
     "Mistral3ForConditionalGeneration": (
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         VISION,
+    ),
+    "Qwen3_5ForConditionalGeneration": (
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        rf"{VISION}|{DRAFTS}",
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        rf"{VISION}|{DRAFTS}",
     ),
     "Qwen3VLForConditionalGeneration": ({"qwen3_vl_text": "Qwen3ForCausalLM"}, VISION),
 }

@@ -22,10 +22,14 @@ _COUNTS = (
     "max_window_layers", "num_experts", "num_local_experts", "n_routed_experts",
     "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "decoder_sparse_step",
-    "rotary_dim", "no_rope_layer_interval", "num_nextn_predict_layers",
+    "rotary_dim", "no_rope_layer_interval", "num_nextn_predict_layers", "full_attention_interval",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "conv_L_cache", "num_dense_layers",
+    "block_multiple_of", "block_ff_dim",
 )  # fmt: skip
 _NUMBERS = (
-    "rms_norm_eps", "layer_norm_eps", "embedding_multiplier", "residual_multiplier",
+    "rms_norm_eps", "layer_norm_eps", "norm_eps", "block_ffn_dim_multiplier",
+    "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "logit_scale", "attn_logit_softcapping",
     "final_logit_softcapping", "routed_scaling_factor", "partial_rotary_factor", "rope_theta",
     "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
@@ -35,7 +39,8 @@ _NUMBERS = (
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias",
     "use_bias", "use_qkv_bias", "use_sliding_window", "norm_topk_prob", "use_parallel_residual",
-    "use_qk_norm", "qk_layernorm", "truncate",
+    "use_qk_norm", "qk_layernorm", "truncate", "attn_output_gate", "conv_bias", "tie_embedding",
+    "use_expert_bias", "block_auto_adjust_ff_dim",
 )  # fmt: skip
 
 KINDS: dict[str, Any] = {
@@ -49,6 +54,7 @@ KINDS: dict[str, Any] = {
     "sliding_window_pattern": int | str,
     "mlp_only_layers": list[int],
     "no_rope_layers": list[int],
+    "full_attn_idxs": list[int],
     "hidden_act": str,
     "hidden_activation": str,
     "dtype": str,
@@ -80,11 +86,23 @@ RANGES: dict[str, tuple[float, float]] = {
     "original_max_position_embeddings": (1, MOST_POSITIONS),
     "rms_norm_eps": (0, 1),
     "layer_norm_eps": (0, 1),
+    "norm_eps": (0, 1),
     "query_pre_attn_scalar": (1, 2**20),
     "sliding_window": (0, MOST_POSITIONS),
     "max_window_layers": (0, 10_000),
     "no_rope_layer_interval": (1, 10_000),
     "num_nextn_predict_layers": (0, 100),
+    "full_attention_interval": (1, 10_000),
+    "linear_conv_kernel_dim": (2, 64),
+    "conv_L_cache": (2, 64),
+    "linear_key_head_dim": (1, 2**12),
+    "linear_value_head_dim": (1, 2**12),
+    "linear_num_key_heads": (1, 2**12),
+    "linear_num_value_heads": (1, 2**12),
+    "num_dense_layers": (0, 10_000),
+    "block_multiple_of": (1, 2**20),
+    "block_ff_dim": (1, 2**22),
+    "block_ffn_dim_multiplier": (1e-3, 1e3),
     "num_experts": _EXPERTS,
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
@@ -163,6 +181,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (),
     "scoring_func": ("softmax",),
     "use_mla": (False,),
+    "attn_output_gate": (False,),
+    "conv_bias": (False,),
 }
 """Key that would change the maths -> the values that don't; absent and null never do."""
 

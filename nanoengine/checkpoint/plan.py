@@ -1,4 +1,4 @@
-"""LayerPlan and MoEConfig: what the layers of a family compute, as data; the defaults are Llama's.
+"""LayerPlan, StatePlan and MoEConfig: what the layers of a family compute, as data.
 
 `families.py` makes them from a config's keys, `models/` builds layers from them. A mechanism is a
 field here and a few lines there; a family is a choice of values.
@@ -16,7 +16,7 @@ HeadNormKind = Literal["head", "width", "rotated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One decoder layer, and what stands before the first and behind the last.
+    """One decoder layer, and what stands before the first and behind the last; by default Llama's.
 
     Attributes:
         norms: where they stand: "before" attention and MLP, "behind" them, "both"; "parallel": one
@@ -27,6 +27,7 @@ class LayerPlan:
         head_norm: query and key heads are normed each ("head"), over all heads together ("width"),
             or each behind the rotation ("rotated"); None: not at all.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
+        output_gate: each query head brings a gate, whose sigmoid weighs what the head has attended.
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
         activation: a key of `layers.ops.GATES`, of an MLP without a gate one of `ACTIVATIONS`; that
             of experts too.
@@ -48,6 +49,7 @@ class LayerPlan:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    output_gate: bool = False
     gated: bool = True
     activation: str = "silu"
     merged: bool = False
@@ -64,6 +66,41 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan:
+    """Layers that keep a state of fixed size a sequence in place of keys and values.
+
+    Attributes:
+        kind: "delta": a matrix a value head, written by the gated delta rule, behind a short
+            convolution; "conv": the convolution alone, between two gates.
+        layers: which ones.
+        kernel: how many tokens the convolution sees.
+        channels: how wide it is.
+        num_key_heads, num_value_heads, key_dim, value_dim: of the delta rule's heads; a key head
+            serves as many neighbouring value heads as there are more of these.
+        merged: the checkpoint holds queries, keys, values and gates as one tensor, key head by key
+            head.
+        bias: the projections and the convolution of "conv" have biases.
+    """
+
+    kind: Literal["delta", "conv"]
+    layers: tuple[int, ...]
+    kernel: int
+    channels: int
+    num_key_heads: int = 0
+    num_value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    merged: bool = False
+    bias: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many numbers one layer keeps of a sequence."""
+        matrices = self.num_value_heads * self.key_dim * self.value_dim
+        return matrices + (self.kernel - 1) * self.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """Mixture of experts: in `layers` the MLP is `num_experts` small ones, of which a token takes
     `num_experts_per_tok`.
@@ -71,7 +108,8 @@ class MoEConfig:
     Attributes:
         intermediate_size: of each expert.
         score: what router logits become; sums of "softmax" are 1 over all experts.
-        norm_topk_prob: the weights of a token's experts are divided by their sum.
+        norm_topk_prob: the weights of a token's experts are divided by their sum, and
+            `norm_epsilon`.
         correction_bias: the checkpoint has a bias that is added where experts are chosen, and not
             to their weights.
         num_groups, groups_per_token: experts are chosen from the best groups only.
@@ -89,6 +127,7 @@ class MoEConfig:
     intermediate_size: int
     layers: tuple[int, ...]
     norm_topk_prob: bool = True
+    norm_epsilon: float = 0.0
     score: Literal["softmax", "sigmoid"] = "softmax"
     correction_bias: bool = False
     num_groups: int = 1

@@ -1,7 +1,7 @@
 """Readers: what a family's layers are, read from its config's keys; rows of `families.py` choose.
 
-Four kinds: a plan of the layers, which of them have a window, how each turns its heads, and the
-mixture of experts. A reader obeys each key that it reads.
+Five kinds: a plan of the layers, which of them keep a state, which have a window, how each turns
+its heads, and the mixture of experts. A reader obeys each key that it reads.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanoengine.checkpoint.keys import Keys
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
+from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.rope import RopeConfig, read_ropes_by_kind
 from nanoengine.errors import UnsupportedModelError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR, CONV = "linear_attention", "conv"
 
 
 def attention_bias(keys: Keys) -> dict[str, bool]:
@@ -172,6 +173,92 @@ def gpt_oss(keys: Keys) -> LayerPlan:
     return LayerPlan(
         norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True
     )
+
+
+def qwen3_next(keys: Keys) -> LayerPlan:
+    """Centred norms, and a gate on what each head has attended."""
+    keys.allow("attn_output_gate", True)
+    return LayerPlan(norm="centered", head_norm="head", output_gate=True, **attention_bias(keys))
+
+
+def lfm2(keys: Keys) -> LayerPlan:
+    keys.allow("tie_embedding", True)
+    return LayerPlan(head_norm="head")
+
+
+# --- the MLP's inner size -------------------------------------------------------------------------
+
+
+def inner_size(keys: Keys) -> int:
+    return keys.require("intermediate_size")
+
+
+def lfm2_inner_size(keys: Keys) -> int:
+    """Two thirds of what the config names, rounded up, unless it says that this is the size."""
+    size = keys.get("block_ff_dim") or keys.require("intermediate_size")
+    if keys.get("block_auto_adjust_ff_dim", True):
+        size = int(keys.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        multiple = keys.get("block_multiple_of", 256)
+        size = multiple * -(-size // multiple)
+    return size
+
+
+# --- which layers keep a state --------------------------------------------------------------------
+
+StatesReader = Callable[[Keys], StatePlan]
+
+
+def delta_states(*, merged: bool) -> StatesReader:
+    """Qwen3-Next: every layer but each `full_attention_interval`-th."""
+
+    def states(keys: Keys) -> StatePlan:
+        key_heads, key_dim = keys.get("linear_num_key_heads", 16), _get(keys, "key")
+        heads, value_dim = keys.get("linear_num_value_heads", 32), _get(keys, "value")
+        if heads % key_heads:
+            raise UnsupportedModelError(
+                f"linear_num_value_heads={heads} must be a multiple of"
+                f" linear_num_key_heads={key_heads}"
+            )
+        every = keys.get("full_attention_interval", 4)
+        kinds = keys.get("layer_types") or [
+            FULL if (n + 1) % every == 0 else LINEAR
+            for n in range(keys.require("num_hidden_layers"))
+        ]
+        return StatePlan(
+            kind="delta",
+            layers=_those(kinds, LINEAR),
+            kernel=keys.get("linear_conv_kernel_dim", 4),
+            channels=2 * key_heads * key_dim + heads * value_dim,
+            num_key_heads=key_heads,
+            num_value_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            merged=merged,
+        )
+
+    return states
+
+
+def conv_states(keys: Keys) -> StatePlan:
+    """LFM2: as `layer_types` says, else all but `full_attn_idxs`."""
+    every = range(keys.require("num_hidden_layers"))
+    full = keys.get("full_attn_idxs", list(every))
+    kinds = keys.get("layer_types") or [FULL if n in full else CONV for n in every]
+    return StatePlan(
+        kind="conv",
+        layers=_those(kinds, CONV),
+        kernel=keys.get("conv_L_cache", 3),
+        channels=keys.require("hidden_size"),
+        bias=keys.get("conv_bias", False),
+    )
+
+
+def _get(keys: Keys, kind: str) -> int:
+    return keys.get(f"linear_{kind}_head_dim", 128)
+
+
+def _those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
+    return tuple(n for n, given in enumerate(kinds) if given == kind)
 
 
 # --- which layers have a window -------------------------------------------------------------------
@@ -343,6 +430,12 @@ def qwen2_experts(keys: Keys) -> MoEConfig:
     return replace(qwen_experts(keys), shared_size=size, shared_gate=True)
 
 
+def qwen3_next_experts(keys: Keys) -> MoEConfig:
+    """Qwen2's; weights are divided by their sum unless the config says otherwise."""
+    norm = keys.get("norm_topk_prob", True)
+    return replace(qwen2_experts(keys), norm_topk_prob=norm)
+
+
 def mixtral_experts(keys: Keys) -> MoEConfig:
     """A softmax over the experts taken is the same as one over all, divided by their sum."""
     return experts(keys, count_key="num_local_experts", size_key="intermediate_size")
@@ -390,6 +483,21 @@ def glm_experts(keys: Keys) -> MoEConfig:
         groups_per_token=kept,
         scaling_factor=keys.get("routed_scaling_factor", 1.0),
         shared_size=shared * size,
+        layers=tuple(range(first, layers)),
+    )
+
+
+def lfm2_experts(keys: Keys) -> MoEConfig:
+    """Sigmoid scores and a bias for the choice; the first layers are dense."""
+    first, layers = keys.get("num_dense_layers", 2), keys.require("num_hidden_layers")
+    return experts(
+        keys,
+        count_key="num_experts",
+        score="sigmoid",
+        correction_bias=keys.get("use_expert_bias", True),
+        norm_topk_prob=keys.get("norm_topk_prob", True),
+        norm_epsilon=1e-6,
+        scaling_factor=keys.get("routed_scaling_factor", 1.0),
         layers=tuple(range(first, layers)),
     )
 

@@ -82,15 +82,16 @@ class HostStorage:
     Args:
         kv: the device's cache, [2, slices, num_blocks, ...]; may be a view of a larger tensor.
         num_blocks: of the tier, its null block included.
+        dim: which dimension of `kv` counts the blocks.
     """
 
     # Why inference mode: tensors made in it, as the cache is, can't be written outside.
 
     @torch.inference_mode()
-    def __init__(self, kv: torch.Tensor, num_blocks: int) -> None:
+    def __init__(self, kv: torch.Tensor, num_blocks: int, dim: int = 2) -> None:
         # Why bytes: index_select does not know fp8.
         kv = kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
-        self._kv = kv.movedim(2, 0)  # [num_blocks, 2, slices, ...]
+        self._kv = kv.movedim(dim, 0)  # [num_blocks, 2, slices, ...]
         shape, self._on_gpu = self._kv.shape[1:], kv.device.type == "cuda"
         if not self._on_gpu:
             self.chunks = [zeros((num_blocks, *shape), kv.dtype, kv.device)]
@@ -195,6 +196,53 @@ class HostStorage:
         chunk = bisect.bisect_right(self._starts, first) - 1
         at = first - self._starts[chunk]
         return self.chunks[chunk][at : at + count]
+
+
+class BlocksAndStates:
+    """Two storages as one TierStorage, for a model that keeps states.
+
+    Args:
+        device_blocks, host_blocks: how many blocks there are, the null block included: ids of
+            states follow.
+    """
+
+    def __init__(
+        self, blocks: HostStorage, states: HostStorage, *, device_blocks: int, host_blocks: int
+    ) -> None:
+        self._blocks, self._states = blocks, states
+        self._device_blocks, self._host_blocks = device_blocks, host_blocks
+
+    def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
+        """See `HostStorage.store`."""
+        parts = self._parts(device_ids=src_ids, host_ids=dst_ids)
+        waits = [storage.store(device, host) for storage, device, host in parts]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
+
+    def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
+        """See `HostStorage.load`."""
+        parts = self._parts(device_ids=dst_ids, host_ids=src_ids)
+        return sum(storage.load(host, device) for storage, device, host in parts)
+
+    def _parts(
+        self, device_ids: Sequence[int], host_ids: Sequence[int]
+    ) -> Iterator[tuple[HostStorage, list[int], list[int]]]:
+        """What each storage copies, as it counts its blocks; a state's slot is 1 or more."""
+        pairs = list(zip(device_ids, host_ids, strict=True))
+        blocks = [pair for pair in pairs if pair[0] < self._device_blocks]
+        states = [
+            (device_id - self._device_blocks + 1, host_id - self._host_blocks + 1)
+            for device_id, host_id in pairs
+            if device_id >= self._device_blocks
+        ]
+        for storage, ids in ((self._blocks, blocks), (self._states, states)):
+            if ids:
+                device, host = zip(*ids, strict=True)
+                yield storage, list(device), list(host)
 
 
 def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
@@ -560,6 +608,7 @@ def make_tiers(
     kv: torch.Tensor,
     files: Sequence[Path],
     facts: Mapping[str, object],
+    states: torch.Tensor | None = None,
 ) -> tuple[TieredPrefixCache | None, dict[str, TierStorage]]:
     """The prefix cache with these tiers, None without any; and the executor's TierStorage by tier.
 
@@ -568,22 +617,38 @@ def make_tiers(
         layout: of the device's KV cache.
         kv: the device's KV cache.
         files, facts: see `model_fingerprint`.
+        states: the device's states, [layers, slots, ...]. Of a tier they take the share that they
+            take of the device's memory.
 
     Raises:
-        ConfigError: a tier is too small for one block, or larger than the memory there is.
+        ConfigError: a tier is too small for one block, or larger than the memory there is; or the
+            model keeps states, which are not written to disk.
     """
     host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
     disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
     if host is None:
         return None, {}
     require_memory(f"HostTier gib={host.gib}", host.gib * GIB, torch.device("cpu"))
-    num_host_blocks = num_blocks(host, layout.block_bytes)
+    if states is not None and disk is not None:
+        raise ConfigError(
+            "kv_tiers: a DiskTier is not implemented for models whose layers keep states; use the"
+            " HostTier alone"
+        )
+    num_host_states = num_states(host, layout)
+    num_host_blocks = num_blocks(host, layout.block_bytes, num_host_states * layout.state_bytes)
     num_disk_blocks = min(num_blocks(disk, layout.block_bytes), MAX_DISK_BLOCKS) if disk else 1
-    storage = HostStorage(kv, num_host_blocks + 1)
+    storage = blocks = HostStorage(kv, num_host_blocks + 1)
+    if states is not None:
+        storage = BlocksAndStates(
+            blocks,
+            HostStorage(states, num_host_states + 1, dim=1),
+            device_blocks=layout.num_blocks,
+            host_blocks=num_host_blocks + 1,
+        )
     disk_files = None
     if disk is not None:
         fingerprint = model_fingerprint(files, facts)
-        disk_files = DiskFiles(disk.path, fingerprint, storage.as_bytes())
+        disk_files = DiskFiles(disk.path, fingerprint, blocks.as_bytes())
     cost = CostModel(
         host=LoadCost(layout.block_bytes, host.setup_s, host.policy),
         disk=LoadCost(layout.block_bytes, disk.setup_s, disk.policy)
@@ -598,6 +663,7 @@ def make_tiers(
             lazy=host.store == "lazy",
             disk=disk_files,
             num_disk_blocks=num_disk_blocks,
+            num_host_states=num_host_states,
         )
     except BaseException:
         if disk_files is not None:
@@ -606,9 +672,18 @@ def make_tiers(
     return cache, {"host": storage}
 
 
-def num_blocks(tier: Tier, block_bytes: int) -> int:
-    """How many whole blocks a tier has room for."""
-    count = int(tier.gib * GIB) // block_bytes
+def num_states(tier: Tier, layout: KVLayout) -> int:
+    """How many states a tier keeps beside its blocks."""
+    taken = layout.num_states * layout.state_bytes
+    if not taken:
+        return 0
+    share = taken / (taken + layout.num_blocks * layout.block_bytes)
+    return max(1, int(tier.gib * GIB * share) // layout.state_bytes)
+
+
+def num_blocks(tier: Tier, block_bytes: int, taken: int = 0) -> int:
+    """How many whole blocks a tier has room for, beside the bytes that are taken."""
+    count = (int(tier.gib * GIB) - taken) // block_bytes
     if count < 1:
         raise ConfigError(
             f"{type(tier).__name__} gib={tier.gib} holds no block of {block_bytes} bytes: raise it"

@@ -122,6 +122,8 @@ class QKVLinear(MergedLinear):
     Args:
         head_order: how the dimensions of a query or key head are ordered here, [D]; see
             `rotary.head_order`. None: as in the checkpoint.
+        gated: the checkpoint holds a gate behind each query head; here all gates come first, before
+            the queries: [..., (2 H + 2 K) * D].
     """
 
     def __init__(
@@ -136,9 +138,10 @@ class QKVLinear(MergedLinear):
         context: ModelContext,
         merged: bool = False,
         head_order: torch.Tensor | None = None,
+        gated: bool = False,
     ) -> None:
         parts = {
-            "q_proj": num_heads * head_dim,
+            "q_proj": num_heads * head_dim * (1 + gated),
             "k_proj": num_kv_heads * head_dim,
             "v_proj": num_kv_heads * head_dim,
         }
@@ -147,13 +150,16 @@ class QKVLinear(MergedLinear):
         super().__init__(
             name, hidden_size, parts, bias=bias, merged=merged, context=context, shards=shards
         )
-        self.head_order = head_order
+        self.head_order, self.head_dim, self.gated = head_order, head_dim, gated
 
     def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
-        if self.head_order is None or name == "v_proj":
+        gated, order = self.gated and name == "q_proj", self.head_order
+        if name == "v_proj" or (order is None and not gated):
             return None
-        heads = torch.arange(num_rows).view(-1, len(self.head_order))
-        return heads[:, self.head_order].flatten()
+        heads = torch.arange(num_rows).view(-1, self.head_dim)
+        queries = heads[::2] if gated else heads
+        queries = queries if order is None else queries[:, order]
+        return torch.cat((heads[1::2], queries) if gated else (queries,)).flatten()
 
 
 class RowParallelLinear(Layer):

@@ -56,7 +56,7 @@ class Router(Layer):
         experts = preferred.topk(moe.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(1, experts)
         if moe.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + moe.norm_epsilon)
         return (weights * moe.scaling_factor).to(hidden.dtype), experts
 
     def _best_groups(self, preferred: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,9 @@ def taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 class SelfAttention(Layer):
     """Projects to heads, norms them where the family does, rotates, attends, projects back."""
 
+    name = "self_attn"
+    """Of the module in a checkpoint's layer."""
+
     def __init__(self, path: str, layer: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, self.head_dim = config.plan, config.head_dim
@@ -42,6 +45,7 @@ class SelfAttention(Layer):
             bias=plan.qkv_bias,
             merged=plan.merged,
             head_order=order,
+            gated=plan.output_gate,
             context=context,
         )
         self.o_proj = RowParallelLinear(
@@ -65,6 +69,7 @@ class SelfAttention(Layer):
             wide = torch.promote_types(context.dtype, torch.float32)
             self.sinks = empty_parameter((self.num_heads,), wide, context.device)
             self.all_sinks = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
+        self.is_gated = plan.output_gate
         spec = AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -88,13 +93,17 @@ class SelfAttention(Layer):
     @property
     def needs_torch(self) -> bool:
         """Between projection and attention stands what no backend does."""
-        return self.width_norm is not None or self.norm_is_last or self.growth != 0
+        special = self.width_norm is not None or self.norm_is_last or self.is_gated
+        return special or self.growth != 0
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """All rows store keys and values and attend; those that `rows` names come out."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 K, D]
+        gates = None
+        if self.is_gated:
+            gates, heads = heads[:, : self.num_heads], heads[:, self.num_heads :].contiguous()
         if self.width_norm is not None:
             heads = self.width_norm(heads)
         if self.growth:
@@ -104,7 +113,10 @@ class SelfAttention(Layer):
         else:
             norm = None if self.head_norm is None else self.head_norm.weights
             attended = self.attention(heads, rotation, norm, batch)
-        return self.o_proj(taken(attended, rows).flatten(1))
+        attended = taken(attended, rows)
+        if gates is not None:
+            attended = attended * taken(gates, rows).sigmoid()
+        return self.o_proj(attended.flatten(1))
 
     def _attend_normed_last(
         self, heads: torch.Tensor, rotation: Rotation, batch: Batch

@@ -39,6 +39,7 @@ from nanoengine.layers.norm import LayerNorm, RMSNorm, make_norm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.attention import SelfAttention, taken
 from nanoengine.models.mlp import make_mlp
+from nanoengine.models.states import STATE_LAYERS, StateLayer
 
 Norm = RMSNorm | LayerNorm | None
 
@@ -52,13 +53,22 @@ def model_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNor
 
 
 class DecoderLayer(Layer):
-    """One layer. The residual travels beside x, so that each norm can take the sum in one go."""
+    """One layer. The residual travels beside x, so that each norm can take the sum in one go.
+
+    Attributes:
+        mixer: where rows look at others: attention, or what keeps a state in place of it.
+    """
 
     def __init__(
-        self, self_attn: SelfAttention, mlp: nn.Module, config: ModelConfig, context: ModelContext
+        self,
+        mixer: SelfAttention | StateLayer,
+        mlp: nn.Module,
+        config: ModelConfig,
+        context: ModelContext,
     ) -> None:
         super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
+        setattr(self, mixer.name, mixer)  # as checkpoints call it
+        self.mixer, self.mlp = mixer, mlp
         norms, self.scale = config.plan.norms, config.plan.residual_scale
         self.is_parallel = norms == "parallel"
         before, behind = norms != "behind", norms in ("behind", "both")
@@ -82,7 +92,7 @@ class DecoderLayer(Layer):
         """(what the layer before added, the residual before it) -> the same pair of this layer,
         for the rows that go on from attention; None: all of them."""
         x, residual = summed(self.input_layernorm, x, residual)
-        attended = self.self_attn(x, rotation, batch, rows)
+        attended = self.mixer(x, rotation, batch, rows)
         residual = taken(residual, rows)
         if self.is_parallel:
             return self._added(None, attended + self.mlp(taken(x, rows))), residual
@@ -104,6 +114,17 @@ def summed(
         total = x if residual is None else x + residual
         return total, total
     return (norm(x), x) if residual is None else norm(x, residual)
+
+
+def make_mixer(
+    path: str, layer: int, config: ModelConfig, context: ModelContext
+) -> SelfAttention | StateLayer:
+    """What layer `layer`, whose full name is `path`, has where others have attention."""
+    states = config.states
+    if states is not None and layer in states.layers:
+        kind = STATE_LAYERS[states.kind]
+        return kind(f"{path}.{kind.name}", config, context)
+    return SelfAttention(f"{path}.{SelfAttention.name}", layer, config, context)
 
 
 class Decoder(Layer):
@@ -171,11 +192,11 @@ class CausalLM(Layer):
         super().__init__()
         self.config = config
         self.check_ranks(config, context.shard.world_size)
-        # Why: the loop over experts needs the group sizes on the host.
-        self.graph_safe = config.moe is None
+        # Why: the loop over experts needs the group sizes on the host, and states their slots.
+        self.graph_safe = config.moe is None and config.states is None
         layers = [
             DecoderLayer(
-                SelfAttention(f"model.layers.{layer}.self_attn", layer, config, context),
+                make_mixer(f"model.layers.{layer}", layer, config, context),
                 make_mlp(f"model.layers.{layer}.mlp", layer, config, context),
                 config,
                 context,
@@ -198,6 +219,11 @@ class CausalLM(Layer):
             "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
             "shared_expert_intermediate_size": config.moe.shared_size if config.moe else 0,
         }
+        if config.states is not None and ranks > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} is not implemented for {config.architecture}, whose"
+                " layers keep states: use 1"
+            )
         for name, size in sizes.items():
             if size % ranks:
                 raise ConfigError(f"tensor_parallel_size={ranks} must divide {name}={size}")
@@ -232,4 +258,11 @@ class CausalLM(Layer):
     @property
     def attention_layers(self) -> list[Attention]:
         """The attention layers in order, for the runner to bind the KV cache to."""
-        return [layer.self_attn.attention for layer in self.model.layers]
+        mixers = [layer.mixer for layer in self.model.layers]
+        return [mixer.attention for mixer in mixers if isinstance(mixer, SelfAttention)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The layers that keep states, in order."""
+        mixers = [layer.mixer for layer in self.model.layers]
+        return [mixer for mixer in mixers if isinstance(mixer, StateLayer)]

@@ -7,6 +7,7 @@ knows nothing of it.
 from __future__ import annotations
 
 from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
+from nanoengine.models.attention import SelfAttention
 from nanoengine.models.decoder import Decoder, DecoderLayer
 from nanoengine.models.mlp import GatedMLP
 
@@ -21,8 +22,10 @@ def fuse_layers(decoder: Decoder) -> None:
 
 def _parts(layer: DecoderLayer) -> LayerParts | None:
     """What the layer is made of; None where it is not of the kernel's form."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if layer.is_parallel or type(mlp) is not GatedMLP or attention.needs_torch:
+    attention, mlp = layer.mixer, layer.mlp
+    if layer.is_parallel or type(mlp) is not GatedMLP:
+        return None
+    if not isinstance(attention, SelfAttention) or attention.needs_torch:
         return None
     return LayerParts(
         norm=layer.input_layernorm,

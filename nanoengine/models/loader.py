@@ -97,6 +97,8 @@ def _tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str,
         return stored
     left_out = {name: re.match(config.left_out, name) for name in stored}
     parts = sorted({match[0] for match in left_out.values() if match})
+    if not parts:
+        return stored
     kept = {name: tensor for name, tensor in stored.items() if not left_out[name]}
     log.warning(
         "not all of this checkpoint is run: %d of its %d tensors are left out (%s)",

@@ -5,6 +5,8 @@
         keys,    layer i of every group uses slice i: groups share the pool, never a block
         values
 
+    states [layers, 1 + num_states, numbers of a state]     slot 0 stays zero
+
 The ModelRunner allocates it once, at its start; nothing grows while the engine runs.
 """
 
@@ -22,7 +24,9 @@ from nanoengine.attention.fp8 import FP8
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
+from nanoengine.models.states import StateLayer
 from nanoengine.runner.memory import GIB
+from nanoengine.runner.row_buffers import state_slots
 from nanoengine.runner.transfers import ship
 
 
@@ -40,6 +44,16 @@ def block_bytes(
     return 2 * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
 
 
+def kv_groups(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
+    """The groups whose layers keep keys and values."""
+    return tuple(group for group in groups if group.snapshot_every is None)
+
+
+def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states: float32 or wider, because each token adds to what all before it left."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
     return {"fp8": FP8, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
@@ -51,6 +65,7 @@ class KVCache:
     Args:
         groups: layers that share block tables; the largest sets the number of slices.
         layout: order inside a block, the attention backend's.
+        num_states, state_size, state_dtype: of the state group, numbers a layer.
     """
 
     def __init__(
@@ -64,21 +79,43 @@ class KVCache:
         layout: KVLayoutName,
         dtype: torch.dtype,
         device: torch.device,
+        num_states: int = 0,
+        state_size: int = 0,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         inner = (block_size, num_kv_heads) if layout == "PKD" else (num_kv_heads, block_size)
-        slices = max(len(group.layers) for group in groups)
+        self.groups = kv_groups(groups)
+        slices = max(len(group.layers) for group in self.groups)
         shape = (2, slices, num_blocks, *inner, head_dim)
-        self.groups = tuple(groups)
         self.kv = zeros(shape, dtype, device)
+        self.num_blocks, self.states = num_blocks, None
+        if num_states:
+            shape = (len(groups[-1].layers), 1 + num_states, state_size)
+            self.states = zeros(shape, state_dtype, device)
 
-    def bind(self, layers: Sequence[Attention]) -> None:
-        """Gives each attention layer its k_cache and v_cache slice and its group."""
+    def bind(self, layers: Sequence[Attention], state_layers: Sequence[StateLayer] = ()) -> None:
+        """Gives each attention layer its k_cache and v_cache slice and its group, and each state
+        layer its slice of the states."""
+        numbers = sorted(number for group in self.groups for number in group.layers)
+        by_number = dict(zip(numbers, layers, strict=True))
         for index, group in enumerate(self.groups):
-            for position, layer in enumerate(group.layers):
-                layers[layer].bind(self.kv[0, position], self.kv[1, position], index)
+            for position, number in enumerate(group.layers):
+                by_number[number].bind(self.kv[0, position], self.kv[1, position], index)
+        if self.states is not None:
+            for states, state_layer in zip(self.states, state_layers, strict=True):
+                state_layer.bind(states)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks over all layers, keys and values, all sources before any target."""
+        """Copies blocks, and states, over all layers, all sources before any target."""
+        if self.states is not None:
+            found = [copy for copy in copies if copy.src >= self.num_blocks]
+            copies = [copy for copy in copies if copy.src < self.num_blocks]
+            if found:
+                slots = state_slots(np.array(found, np.int64), self.num_blocks)
+                src, dst = ship(self.kv.device, slots)[0].unbind(1)
+                self.states.index_copy_(1, dst, self.states.index_select(1, src))
+            if not copies:
+                return
         (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
         src, dst = pairs.unbind(1)
         # Why bytes: index_copy_ does not know fp8.

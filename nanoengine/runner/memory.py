@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoengine.batch import Batch
+from nanoengine.batch import Batch, Span, StateWave
 from nanoengine.config import EngineConfig
 from nanoengine.core.layout import KVGroup
 from nanoengine.errors import ConfigError
@@ -32,6 +32,10 @@ GIB = 2**30
 CPU_DEFAULT_FRAC = 0.3
 CPU_DEFAULT_MAX_BYTES = 4 * GIB
 GPU_DEFAULT_FRAC = 0.9
+LEAST_STATES = 4
+"""States of a pool however small: two sequences that each read one and write another."""
+SNAPSHOT_TOKENS = 512
+"""Most tokens between two snapshots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,8 @@ class MemoryPlan:
     """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow.
 
     `graph_bytes` is what a GPU lost to the decode step, its graphs and the driver's copies of them;
-    `staging_bytes` are buffers between the GPU and a host tier.
+    `staging_bytes` are buffers between the GPU and a host tier. `state_bytes` are those of one
+    state, of which a snapshot stays behind every `snapshot_tokens`.
     """
 
     weight_bytes: int
@@ -50,6 +55,9 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_states: int = 0
+    state_bytes: int = 0
+    snapshot_tokens: int = 0
 
     def __str__(self) -> str:
         tokens = (self.num_blocks - 1) * self.block_size
@@ -59,17 +67,26 @@ class MemoryPlan:
             ("CUDA graphs", self.graph_bytes),
             ("host tier's staging", self.staging_bytes),
             ("KV cache", self.kv_bytes),
+            ("states", self.num_states * self.state_bytes),
         ]
         named = ", ".join(
             f"{name} {size / GIB:.2f} GiB"
             for name, size in parts
             if size or name in ("weights", "activations", "KV cache")
         )
-        return (
-            f"memory: {named}\n"
+        lines = [
+            f"memory: {named}",
             f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens"
-            f" = {tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
-        )
+            f" = {tokens / self.max_model_len:.1f} sequences of {self.max_model_len}",
+        ]
+        if self.num_states:
+            tokens = self.state_bytes * self.num_blocks * self.block_size / self.kv_bytes
+            lines.append(
+                f"states: {self.num_states} of {self.state_bytes / 2**20:.2f} MiB, each as much as"
+                f" {tokens:,.0f} tokens of the KV cache; a snapshot every {self.snapshot_tokens}"
+                " tokens"
+            )
+        return "\n".join(lines)
 
 
 def plan_memory(
@@ -83,8 +100,12 @@ def plan_memory(
     device: torch.device,
     measure: Callable[[], tuple[int, int]],
     ranks: Collectives,
+    state_bytes: int = 0,
 ) -> MemoryPlan:
-    """Decides the number of blocks and the effective max_model_len.
+    """Decides the number of blocks and of states, and the effective max_model_len.
+
+    States take at most as much memory as blocks: two for each row, one that the sequence holds and
+    one for a snapshot, or as many as half of the memory holds.
 
     Args:
         block_bytes: of one block, over all layers of a group.
@@ -92,28 +113,38 @@ def plan_memory(
         measure: returns the bytes that activations and CUDA graphs take; called only on a GPU, and
             only where no setting gives the size of the pool.
         ranks: all of them take the least of their numbers of blocks.
+        state_bytes: of one state, over all layers that keep one; 0: there are none.
 
     Raises:
         ConfigError: a setting asks for more memory than there is, or `max_model_len` for more
             blocks than fit.
     """
-    activation_bytes = graph_bytes = 0
+    activation_bytes = graph_bytes = num_states = 0
+    kv_groups = [group for group in groups if group.snapshot_every is None]
     # Why on a GPU alone: there a host tier copies by way of buffers.
     stages = device.type == "cuda" and bool(config.kv_tiers)
     staging_bytes = staging_size(block_bytes) if stages else 0
+    if stages and state_bytes:
+        staging_bytes += staging_size(state_bytes)
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
-        require_memory(f"num_kv_blocks={num_blocks}", num_blocks * block_bytes, device)
+        num_states = _num_states(config, num_blocks * block_bytes, state_bytes)
+        num_bytes = num_blocks * block_bytes + num_states * state_bytes
+        require_memory(f"num_kv_blocks={num_blocks}", num_bytes, device)
     elif config.kv_cache_gib is not None:
         require_memory(f"kv_cache_gib={config.kv_cache_gib}", config.kv_cache_gib * GIB, device)
-        num_blocks = num_blocks_for_bytes(int(config.kv_cache_gib * GIB), block_bytes)
+        num_bytes = int(config.kv_cache_gib * GIB)
+        num_states = _num_states(config, num_bytes // 2, state_bytes)
+        num_blocks = num_blocks_for_bytes(num_bytes - num_states * state_bytes, block_bytes)
     else:
         if device.type == "cpu":
             budget = _cpu_budget(config) // ranks.shard.world_size
         else:
             activation_bytes, graph_bytes = measure()
             budget = _gpu_budget(config, device) - activation_bytes - graph_bytes - staging_bytes
-        longest = -(-(config.max_model_len or context_len) // block_size) * len(groups)
+        num_states = _num_states(config, budget // 2, state_bytes)
+        budget -= num_states * state_bytes
+        longest = -(-(config.max_model_len or context_len) // block_size) * len(kv_groups)
         # Why the bound: with these blocks every row has the longest sequence.
         most = config.max_num_seqs * longest + 1
         num_blocks = min(num_blocks_for_bytes(budget, block_bytes), most)
@@ -127,9 +158,19 @@ def plan_memory(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=_max_model_len(
-            config.max_model_len, context_len, num_blocks, block_size, groups
+            config.max_model_len, context_len, num_blocks, block_size, kv_groups
         ),
+        num_states=num_states,
+        state_bytes=state_bytes,
+        snapshot_tokens=(groups[-1].snapshot_every or 0) * block_size,
     )
+
+
+def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
+    """How many states are kept in at most these bytes; a few in any case."""
+    if not state_bytes:
+        return 0
+    return min(2 * config.max_num_seqs, max(num_bytes // state_bytes, LEAST_STATES))
 
 
 def _max_model_len(
@@ -148,6 +189,18 @@ def _max_model_len(
             " memory_fraction"
         )
     return asked or min(context_len, tokens)
+
+
+def blocks_between_snapshots(state_bytes: int, block_bytes: int, block_size: int) -> int:
+    """So many that a snapshot takes no more memory than the keys and values between two of them,
+    within `SNAPSHOT_TOKENS`.
+
+    >>> blocks_between_snapshots(160_000, block_bytes=400_000, block_size=16)
+    1
+    >>> blocks_between_snapshots(80_000_000, block_bytes=400_000, block_size=16)
+    32
+    """
+    return min(-(-state_bytes // block_bytes), -(-SNAPSHOT_TOKENS // block_size))
 
 
 def num_blocks_for_bytes(num_bytes: int, block_bytes: int) -> int:
@@ -244,6 +297,18 @@ class LargestSteps:
         sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
         sampler.sample(logits, lines, lines).fetch()
 
+    def _wave(self, counts: list[int]) -> StateWave:
+        """Sequences of `counts` query tokens, those of one first, their states all in slot 0."""
+        ends = np.cumsum(counts).tolist()
+        several = [(end, n) for end, n in zip(ends, counts, strict=True) if n > 1]
+        ones = torch.arange(len(counts) - len(several), device=self.device)
+        return StateWave(
+            tokens=ones,
+            reads=torch.zeros_like(ones),
+            writes=torch.zeros_like(ones),
+            spans=tuple(Span(end - n, end, 0, 0, ((n, 0),)) for end, n in several),
+        )
+
     def _batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
         """Sequences of `counts` query tokens, all in the null block.
 
@@ -267,6 +332,7 @@ class LargestSteps:
             num_decodes=sum(n == 1 for n in counts),
             max_query_len=max(counts),
             max_seq_len=max(seq_lens),
+            state_waves=(self._wave(counts),) if self.model.config.states else (),
         )
         batch.attention = self.prepare(batch)
         return batch

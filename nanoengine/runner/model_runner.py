@@ -31,7 +31,7 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.config import EngineConfig
 from nanoengine.core.doors import TierStorage
 from nanoengine.core.kv_groups import make_kv_groups
-from nanoengine.core.layout import KVLayout
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import ConfigError
 from nanoengine.models.loader import load_model, model_size
@@ -42,7 +42,13 @@ from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, graph_bytes
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.launched_step import LaunchedStep
 from nanoengine.runner.logits import LogitsProcessor
-from nanoengine.runner.memory import LargestSteps, free_gpu_bytes, plan_memory, require_memory
+from nanoengine.runner.memory import (
+    LargestSteps,
+    blocks_between_snapshots,
+    free_gpu_bytes,
+    plan_memory,
+    require_memory,
+)
 from nanoengine.runner.numerics import make_context
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.runner.sampler import SampledTokens, Sampler
@@ -113,11 +119,40 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             deterministic=config.deterministic,
         )
-        self.groups = make_kv_groups(model_config.sliding_windows)
+        self.groups = self._make_groups()
         self.load_s = 0.0
         self.num_parameters = 0
         self.extra_block_bytes = 0  # of a block, for what else is kept of its tokens
         self.tier_storage: dict[str, TierStorage] = {}
+
+    def _make_groups(self) -> tuple[KVGroup, ...]:
+        config, states = self.model_config, self.model_config.states
+        if states is None:
+            return make_kv_groups(config.sliding_windows)
+        groups = make_kv_groups(config.sliding_windows, states.layers)
+        every = blocks_between_snapshots(
+            self._state_bytes,
+            self._block_bytes(config.num_key_value_heads, groups[:-1]),
+            self.block_size,
+        )
+        return make_kv_groups(config.sliding_windows, states.layers, every)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of one state, over all layers that keep one; 0: there are none."""
+        states = self.model_config.states
+        if states is None:
+            return 0
+        return len(states.layers) * states.size * kv_cache.state_dtype_for(self.dtype).itemsize
+
+    def _block_bytes(self, num_kv_heads: int, groups: Sequence[KVGroup]) -> int:
+        return kv_cache.block_bytes(
+            block_size=self.block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            num_layers=max(len(group.layers) for group in groups),
+            dtype=self.kv_dtype,
+        )
 
     # --- start --------------------------------------------------------------------------------
 
@@ -136,13 +171,8 @@ class ModelRunner:
                 f"max_model_len must be at most the model's context of {context_len}, got {asked}"
             )
         self.load()
-        block_bytes = kv_cache.block_bytes(
-            block_size=self.block_size,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            num_layers=max(len(group.layers) for group in self.groups),
-            dtype=self.kv_dtype,
-        )
+        self._kv_groups = kv_cache.kv_groups(self.groups)
+        block_bytes = self._block_bytes(self._num_kv_heads, self._kv_groups)
         block_bytes += self.extra_block_bytes
         self._require_rows(SAMPLER_BYTES)
         self.sampler = Sampler(
@@ -161,9 +191,10 @@ class ModelRunner:
             device=self.device,
             measure=self._measure,
             ranks=self.ranks,
+            state_bytes=self._state_bytes,
         )
-        self.kv_cache = self._allocate(self.memory.num_blocks)
-        self.rows = self._make_rows(self.memory.max_model_len)
+        self.kv_cache = self._allocate(self.memory.num_blocks, self.memory.num_states)
+        self.rows = self._make_rows(self.memory.max_model_len, self.memory.num_blocks)
         self.prompt_scorer = PromptScorer(self.rows, self.model.logits)
         self._graphed: GraphedDecode | None = None
         if self._uses_graphs:
@@ -180,6 +211,8 @@ class ModelRunner:
             block_size=self.block_size,
             block_bytes=block_bytes,
             groups=self.groups,
+            num_states=self.memory.num_states,
+            state_bytes=self._state_bytes,
         )
 
     def load(self) -> None:
@@ -236,7 +269,7 @@ class ModelRunner:
         cpu = torch.device("cpu")
         require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, cpu)
 
-    def _make_rows(self, max_model_len: int) -> RowBuffers:
+    def _make_rows(self, max_model_len: int, num_blocks: int) -> RowBuffers:
         self._require_rows(max_model_len * np.dtype(np.int32).itemsize)
         return RowBuffers(
             max_num_seqs=self.config.max_num_seqs,
@@ -244,9 +277,11 @@ class ModelRunner:
             block_size=self.block_size,
             num_groups=len(self.groups),
             device=self.device,
+            first_state=num_blocks if self.model_config.states else None,
         )
 
-    def _allocate(self, num_blocks: int) -> KVCache:
+    def _allocate(self, num_blocks: int, num_states: int) -> KVCache:
+        states = self.model_config.states
         cache = KVCache(
             groups=self.groups,
             num_blocks=num_blocks,
@@ -256,20 +291,24 @@ class ModelRunner:
             layout=self.backend.kv_layout,
             dtype=self.kv_dtype,
             device=self.device,
+            num_states=num_states,
+            state_size=states.size if states else 0,
+            state_dtype=kv_cache.state_dtype_for(self.dtype),
         )
-        cache.bind(self.model.attention_layers)
+        cache.bind(self.model.attention_layers, self.model.state_layers)
         return cache
 
     def _measure(self) -> tuple[int, int]:
         """Bytes that a GPU's largest steps take for activations, and bytes of all CUDA graphs."""
-        self._allocate(2)  # every slot is in the null block
+        # Every slot is in the null block, and every state in slot 0.
+        self._allocate(2, 1 if self.model_config.states else 0)
         activation_bytes = self._largest_steps().peak_bytes()
         taken = 0
         if self._uses_graphs:
             torch.cuda.empty_cache()
             longest = self.config.max_model_len or self.model_config.max_position_embeddings
             taken = graph_bytes(
-                lambda: self._make_graphed(self._make_rows(longest), longest),
+                lambda: self._make_graphed(self._make_rows(longest, 0), longest),
                 lambda: free_gpu_bytes(self.device),
             )
         gc.collect()
@@ -281,7 +320,7 @@ class ModelRunner:
             model=self.model,
             prepare=self.backend.prepare,
             config=self.config,
-            num_groups=len(self.groups),
+            num_groups=len(self._kv_groups),
             block_size=self.block_size,
             device=self.device,
         )

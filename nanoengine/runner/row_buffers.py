@@ -15,13 +15,14 @@ S sequences, L rows of logits, E entries of the plan's parallel lists.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoengine.batch import Batch
+from nanoengine.batch import Batch, Span, StateWave
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.transfers import ship
 
@@ -54,8 +55,9 @@ class RowBuffers:
         max_num_seqs: R.
         max_model_len: [tokens]; one column more holds a token that is sampled but never computed.
         block_size: [tokens].
-        num_groups: G.
+        num_groups: G, the state group included.
         device: of the batches' tensors and of the pool.
+        first_state: the id of the first state; None: there is no state group.
 
     Attributes:
         pool: [R + 1] int64 on the device, the token that each row has sampled last; the last
@@ -72,8 +74,10 @@ class RowBuffers:
         block_size: int,
         num_groups: int,
         device: torch.device,
+        first_state: int | None = None,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.first_state = block_size, first_state
+        self.num_kv_groups = num_groups - (first_state is not None)
         # Why zeros, not empty: the system gives memory only where it is first written.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         max_blocks = -(-max_model_len // block_size) + 1
@@ -146,7 +150,7 @@ class RowBuffers:
             query_start_loc, device_seq_lens, block_tables, logits_indices, rows_on_device,
         ) = ship(
             self._device, *tokens, offsets.astype(np.int32), seq_lens.astype(np.int32),
-            self.block_tables[:, seq_rows, :num_blocks], wanted, line_rows,
+            self.block_tables[: self.num_kv_groups, seq_rows, :num_blocks], wanted, line_rows,
         )  # fmt: skip
         if len(in_pool):
             token_ids.index_copy_(0, in_pool, self.pool.index_select(0, pool_rows))
@@ -162,6 +166,7 @@ class RowBuffers:
             num_decodes=int((seq_counts == 1).sum()),
             max_query_len=int(seq_counts.max(initial=1)),
             max_seq_len=max_seq_len,
+            state_waves=self._state_waves(order, seq_rows, starts[order], seq_counts, offsets),
         )
         lines = SamplingLines(
             entries=entries,
@@ -181,7 +186,8 @@ class RowBuffers:
         """
         positions, seq_of_token = _ranges(starts, counts)
         token_rows = rows[seq_of_token]
-        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64)
+        tables = self.block_tables[: self.num_kv_groups]
+        blocks = tables[:, token_rows, positions // self.block_size].astype(np.int64)
         in_pool = np.flatnonzero(positions == self.pool_positions[token_rows])
         return (
             self.token_ids[token_rows, positions].astype(np.int64),
@@ -190,6 +196,68 @@ class RowBuffers:
             in_pool,
             token_rows[in_pool],
         )
+
+    def _state_waves(
+        self, order: Ints, rows: Ints, starts: Ints, counts: Ints, offsets: Ints
+    ) -> tuple[StateWave, ...]:
+        """Which states these sequences [S] read and write; `order` is each one's place in the plan.
+
+        A sequence reads the first state of its table from the block of the token before its own on,
+        and writes all states of the blocks it computes.
+        """
+        if self.first_state is None:
+            return ()
+        size = self.block_size
+        firsts, lasts = starts // size, (starts + counts - 1) // size
+        table = self.block_tables[-1]
+        writes = state_slots(table[rows, lasts], self.first_state)
+        before = state_slots(table[rows, np.maximum(starts - 1, 0) // size], self.first_state)
+        reads = np.where(before > 0, before, writes) * (starts > 0)
+        spans: dict[int, Span] = {}
+        for i in np.flatnonzero(counts > 1):
+            start, count = int(starts[i]), int(counts[i])
+            entries = state_slots(table[rows[i], firsts[i] : lasts[i] + 1], self.first_state)
+            written = [
+                (min(int(firsts[i] + n + 1) * size - start, count), int(entries[n]))
+                for n in np.flatnonzero(entries)
+            ]
+            if start and not before[i]:
+                reads[i] = written[0][1]
+            at = int(offsets[i])
+            spans[int(i)] = Span(at, at + count, start, int(reads[i]), tuple(written))
+        waves = _waves(order, reads, writes, spans)
+        found = []
+        for wave in range(int(waves.max(initial=0)) + 1):
+            one = np.flatnonzero((counts == 1) & (waves == wave))
+            tokens, *slots = ship(self._device, offsets[one], reads[one], writes[one])
+            several = tuple(span for i, span in spans.items() if waves[i] == wave)
+            found.append(StateWave(tokens=tokens, reads=slots[0], writes=slots[1], spans=several))
+        return tuple(found)
+
+
+def state_slots(ids: Ints, num_blocks: int) -> Ints:
+    """Where states lie, by their ids, which follow those of the blocks; slot 0 for the null block.
+
+    >>> state_slots(np.array([0, 64, 65]), num_blocks=64)
+    array([0, 1, 2])
+    """
+    return np.maximum(ids.astype(np.int64) - (num_blocks - 1), 0)
+
+
+def _waves(order: Ints, reads: Ints, writes: Ints, spans: Mapping[int, Span]) -> Ints:
+    """In which wave each sequence [S] runs: behind those that write what it reads.
+
+    Those stand before it in the plan, because the core finds a state only once it is planned.
+    """
+    waves = np.zeros(len(order), np.int64)
+    if not spans and not np.isin(reads[reads != writes], writes).any():
+        return waves
+    written = {slot: i for i, span in spans.items() for _, slot in span.writes}
+    written |= {int(slot): i for i, slot in enumerate(writes)}
+    late = [i for i in np.argsort(order) if written.get(int(reads[i]), i) != i]
+    for i in late:
+        waves[i] = waves[written[int(reads[i])]] + 1
+    return waves
 
 
 def _wanted_logits(

@@ -49,6 +49,22 @@ ROUTED_MOE: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }
+NEXT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+CONV: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "conv_L_cache": 3,
+    "block_multiple_of": 16,
+    "tie_word_embeddings": True,
+    "norm_eps": 1e-4,
+}
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -140,6 +156,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "attention_bias": True}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", FULL, "conv"], **CONV}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**MOE, **CONV, "layer_types": ["conv", FULL, "conv"], "num_dense_layers": 1},
+    ),
     "llama": ("LlamaConfig", {}),
     "minimax_m2": ("MiniMaxM2Config", {**LOCAL_MOE, "head_dim": 32, "rotary_dim": 16}),
     "ministral": (
@@ -186,6 +207,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "qwen3_vision": ("Qwen3VLConfig", {"text": "qwen3"}),
+    "qwen3_next": ("Qwen3NextConfig", {**NEXT, **MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3_5": ("Qwen3_5TextConfig", NEXT),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {**NEXT, **MOE, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5_vision": ("Qwen3_5Config", {"text": "qwen3_5"}),
+    "qwen3_5_moe_vision": ("Qwen3_5MoeConfig", {"text": "qwen3_5_moe"}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 32, "mlp_bias": True}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
@@ -203,8 +232,9 @@ def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
         return getattr(transformers, kind)(**given)
     _, text = FAMILIES[fields.pop("text")]
     vision = dict(VISION)
-    if kind == "Qwen3VLConfig":
+    if kind.startswith("Qwen3"):
         vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    if kind == "Qwen3VLConfig":
         vision |= {"deepstack_visual_indexes": [0]}
     text = {**COMMON, **text, **overrides}
     return getattr(transformers, kind)(text_config=text, vision_config=vision, **fields)
@@ -226,11 +256,13 @@ def make_model(
     ).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):  # else nothing would be remembered
+                parameter.copy_(torch.randn_like(parameter) - 2)
             elif name.endswith((".bias", "_bias")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             elif name.endswith(".sinks"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanoengine.attention.base import AttentionBackend, LayerCache
-from nanoengine.batch import Batch
+from nanoengine.batch import Batch, Span, StateWave
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.layers.context import ModelContext
 from nanoengine.models.decoder import CausalLM
@@ -64,7 +64,18 @@ def prefill_batch(prompts: Sequence[Sequence[int]]) -> Batch:
         num_decodes=0,
         max_query_len=max(lengths),
         max_seq_len=max(lengths),
+        state_waves=(prefill_wave(lengths),),
     )
+
+
+def prefill_wave(lengths: Sequence[int]) -> StateWave:
+    """Prompts of these lengths, whose states go to slots 1, 2, ..."""
+    none, ends = torch.empty(0, dtype=torch.int64), itertools.accumulate(lengths)
+    spans = [
+        Span(end - n, end, 0, 0, ((n, slot),))
+        for slot, (n, end) in enumerate(zip(lengths, ends, strict=True), start=1)
+    ]
+    return StateWave(tokens=none, reads=none, writes=none, spans=tuple(spans))
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
@@ -95,5 +106,7 @@ def build(
 
 def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Logits of every position of every prompt, [tokens, vocab_size]."""
+    for layer in model.state_layers:
+        layer.bind(torch.zeros(1 + len(prompts), model.config.states.size, dtype=torch.float64))
     with torch.inference_mode():
         return model.logits(model.forward(prefill_batch(prompts)))

@@ -1,0 +1,73 @@
+"""CausalConv: a short convolution over a sequence's own last tokens, channel by channel.
+
+    inputs   t-3  t-2  t-1  t        kernel 4
+    weight   w0   w1   w2   w3       output t = their products, added from left to right
+
+The state of a sequence is its last `kernel - 1` inputs. A result has the same bits in a step of one
+token and in a chunk, because both add in the same order.
+
+Legend: T tokens, N tokens of one sequence, C channels, W kernel, S states.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoengine.batch import Span
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.layer import Layer, empty_parameter
+
+
+class CausalConv(Layer):
+    """The weights [W, C], and the states [S, W - 1, C] that `bind` gives it."""
+
+    def __init__(self, kernel: int, channels: int, *, bias: bool, context: ModelContext) -> None:
+        super().__init__()
+        self.shape = (kernel, channels)
+        self.weight = empty_parameter(self.shape, context.dtype, context.device)
+        self.bias = empty_parameter((channels,), context.dtype, context.device) if bias else None
+        self.states = torch.empty(0)
+
+    def bind(self, states: torch.Tensor) -> None:
+        """Gives the layer its part of all states, [S, (W - 1) * C]."""
+        kernel, channels = self.shape
+        self.states = states.unflatten(1, (kernel - 1, channels))
+
+    def step(self, x: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor) -> torch.Tensor:
+        """One token of each of several sequences, and the states it starts from and goes to:
+        [T, C] -> the same."""
+        before = self.states.index_select(0, reads)
+        inputs = torch.cat((before, x.to(before.dtype).unsqueeze(1)), dim=1)  # [T, W, C]
+        self.states.index_copy_(0, writes, inputs[:, 1:])
+        return self._summed([inputs[:, tap] for tap in range(self.shape[0])], x.dtype)
+
+    def scan(self, x: torch.Tensor, span: Span) -> torch.Tensor:
+        """The tokens of one sequence: [N, C] -> the same."""
+        before = self.states[span.read]
+        inputs = torch.cat((before, x.to(before.dtype)))  # [W - 1 + N, C]
+        for count, state in span.writes:
+            self.states[state].copy_(inputs[count : count + len(before)])
+        taps = [inputs[tap : tap + len(x)] for tap in range(self.shape[0])]
+        return self._summed(taps, x.dtype)
+
+    def _summed(self, taps: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        total = taps[0] * self.weight[0]
+        for tap, weight in zip(taps[1:], self.weight[1:], strict=True):
+            total += tap * weight
+        if self.bias is not None:
+            total += self.bias
+        return total.to(dtype)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        """Checkpoints hold the weight as [C, 1, W]."""
+        kernel, channels = self.shape
+        slots = {
+            f"{path}.weight": WeightSlot(
+                shape=(channels, 1, kernel),
+                store=lambda weight: self.weight.copy_(weight.squeeze(1).T),
+            )
+        }
+        if self.bias is not None:
+            slots[f"{path}.bias"] = WeightSlot(shape=(channels,), store=self.bias.copy_)
+        return slots

@@ -1,0 +1,99 @@
+"""The gated delta rule: a matrix a head that forgets, and learns which value belongs to a key.
+
+    S = exp(decay) S                      forget
+    S = S + k (beta (v - k S))            what the key recalls is replaced by v, as far as beta says
+    out = q S
+
+`step` does that for one token of many sequences. `scan` does it for many tokens of one, by products
+of matrices over chunks of 64: within a chunk the corrections depend on each other only through a
+triangular system (the WY form). Chunks begin at multiples of 64 of the sequence's positions, so a
+result hardly depends on how a prompt was cut. Both compute in the dtype of the states.
+
+Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); the chunked form is that of
+"Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484).
+
+Legend: T tokens, N tokens of one sequence, H value heads, E / V size of a key / value, S states,
+C chunks, P tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+
+
+class DeltaInputs(NamedTuple):
+    """What tokens bring to the rule; queries are scaled, decays are logarithms, at most 0."""
+
+    q: torch.Tensor  # [T, H, E]
+    k: torch.Tensor  # [T, H, E]
+    v: torch.Tensor  # [T, H, V]
+    decay: torch.Tensor  # [T, H]
+    beta: torch.Tensor  # [T, H]
+
+    def part(self, which: slice) -> DeltaInputs:
+        """Those of some of the tokens."""
+        return DeltaInputs(*(tensor[which] for tensor in self))
+
+
+def step(
+    inputs: DeltaInputs, states: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
+) -> torch.Tensor:
+    """One token of each of several sequences -> [T, H, V].
+
+    Args:
+        states: [S, H, E, V].
+        reads, writes: [T], the state that each token starts from, and where the next one goes.
+    """
+    q, k, v, decay, beta = inputs
+    state = states.index_select(0, reads) * decay.exp()[..., None, None]  # [T, H, E, V]
+    recalled = (state * k.unsqueeze(-1)).sum(-2)
+    change = (v - recalled) * beta.unsqueeze(-1)
+    state.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
+    states.index_copy_(0, writes, state)
+    return (state * q.unsqueeze(-1)).sum(-2)
+
+
+def scan(
+    inputs: DeltaInputs, state: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
+
+    Returns:
+        [N, H, V], and the state behind the last token.
+    """
+    front = position % CHUNK
+    count = len(inputs.q)
+    back = -(front + count) % CHUNK
+    # Why zeros do no harm: a token without key, decay and beta neither reads nor changes anything.
+    q, k, v = (_chunks(F.pad(x, (0, 0, 0, 0, front, back))) for x in inputs[:3])  # [C, H, P, E]
+    decay, beta = (_chunks(F.pad(x, (0, 0, front, back))) for x in inputs[3:])  # [C, H, P]
+    since = decay.cumsum(-1)  # of the chunk's beginning
+    between = since.unsqueeze(-1) - since.unsqueeze(-2)  # [C, H, P, P], from column to row
+    ahead = torch.ones_like(between[0, 0], dtype=torch.bool).triu(1)
+    between = between.masked_fill(ahead, -torch.inf).exp()
+    wanted = beta.unsqueeze(-1) * k
+    system = wanted @ k.mT * between  # its diagonal is taken as ones
+    right = torch.cat((beta.unsqueeze(-1) * v, wanted * since.exp().unsqueeze(-1)), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, recalls = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    attended = q @ k.mT * between
+    read = q * since.exp().unsqueeze(-1)
+    last = since[..., -1:]
+    write = (k * (last - since).exp().unsqueeze(-1)).mT
+    forget = last.exp().unsqueeze(-1)
+    out = torch.empty_like(v)
+    for chunk in range(len(q)):
+        new = values[chunk] - recalls[chunk] @ state
+        out[chunk] = read[chunk] @ state + attended[chunk] @ new
+        state = state * forget[chunk] + write[chunk] @ new
+    return out.transpose(1, 2).flatten(0, 1)[front : front + count], state
+
+
+def _chunks(x: torch.Tensor) -> torch.Tensor:
+    """[C * P, H, ...] -> [C, H, P, ...]."""
+    return x.unflatten(0, (-1, CHUNK)).transpose(1, 2)

@@ -1,0 +1,253 @@
+"""Layers that keep a state of fixed size a sequence where SelfAttention keeps keys and values.
+
+    GatedDeltaNet   x ─ in_proj ─┬─ q, k, v ─ convolution ─ delta rule ─ norm ─┐
+                                 └─ gate z ───────────────────────── silu ─── * ─ out_proj
+    ShortConv       x ─ in_proj ─ before * value ─ convolution ─ * behind ─ out_proj
+
+Which states a step reads and writes stands in `batch.state_waves`.
+
+Legend: T tokens, L rows of logits, H / G value / key heads, E / V size of a key / value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention.rotate import Rotation
+from nanoengine.batch import Batch, Span
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.plan import StatePlan
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.causal_conv import CausalConv
+from nanoengine.layers.context import ModelContext
+from nanoengine.layers.delta_rule import DeltaInputs, scan, step
+from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.models.attention import taken
+
+
+class StateLayer(Layer):
+    """The base: what the runner asks of any of them.
+
+    Attributes:
+        name: of the module in a checkpoint's layer.
+    """
+
+    name = ""
+
+    def bind(self, states: torch.Tensor) -> None:
+        """Gives the layer its slice of all states, [number of states, `StatePlan.size`]."""
+        raise NotImplementedError
+
+    def over_waves(
+        self,
+        batch: Batch,
+        out: torch.Tensor,
+        one_each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        one_span: Callable[[slice, Span], torch.Tensor],
+    ) -> torch.Tensor:
+        """Fills `out` [T, ...] in the order in which the step's sequences depend on each other."""
+        for wave in batch.state_waves:
+            if len(wave.tokens):
+                found = one_each(wave.tokens, wave.reads, wave.writes)
+                out.index_copy_(0, wave.tokens, found)
+            for span in wave.spans:
+                tokens = slice(span.start, span.end)
+                out[tokens] = one_span(tokens, span)
+        return out
+
+
+class GatedDeltaNet(StateLayer):
+    """Linear attention by the gated delta rule. Source: Qwen3-Next; arXiv 2412.06464."""
+
+    name = "linear_attn"
+
+    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        plan, hidden = config.states, config.hidden_size
+        assert plan is not None
+        self.plan, self.eps = plan, config.rms_norm_eps
+        values = plan.num_value_heads * plan.value_dim
+        self.in_proj_qkvz = ByKeyHead(
+            f"{path}.in_proj_qkvz",
+            hidden,
+            {"in_proj_qkv": plan.channels, "in_proj_z": values},
+            merged=plan.merged,
+            context=context,
+            sizes=(plan.key_dim, plan.key_dim, _value_rows(plan), _value_rows(plan)),
+        )
+        heads = plan.num_value_heads
+        self.in_proj_ba = ByKeyHead(
+            f"{path}.in_proj_ba",
+            hidden,
+            {"in_proj_b": heads, "in_proj_a": heads},
+            merged=plan.merged,
+            context=context,
+            sizes=(heads // plan.num_key_heads,) * 2,
+        )
+        self.conv1d = CausalConv(plan.kernel, plan.channels, bias=False, context=context)
+        self.decay = Decay(heads, context)
+        self.norm = GateNorm(plan.value_dim, context)
+        self.out_proj = RowParallelLinear(f"{path}.out_proj", values, hidden, context=context)
+        self.states = torch.empty(0)
+
+    def bind(self, states: torch.Tensor) -> None:
+        plan = self.plan
+        size = plan.size - (plan.kernel - 1) * plan.channels
+        matrices, inputs = states.split((size, plan.size - size), dim=1)
+        shape = (plan.num_value_heads, plan.key_dim, plan.value_dim)
+        self.states = matrices.unflatten(1, shape)
+        self.conv1d.bind(inputs)
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All rows advance their states; those that `rows` names come out."""
+        plan, wide = self.plan, self.states.dtype
+        qkvz = self.in_proj_qkvz(x)
+        qkv, z = qkvz.split((plan.channels, qkvz.shape[1] - plan.channels), dim=1)
+        beta, a = self.in_proj_ba(x).to(wide).chunk(2, dim=1)
+        beta, decay = beta.sigmoid(), self.decay(a)
+
+        def heads(mixed: torch.Tensor, which: slice | torch.Tensor) -> DeltaInputs:
+            return self._heads(F.silu(mixed), decay[which], beta[which])
+
+        def one_each(
+            tokens: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
+        ) -> torch.Tensor:
+            mixed = self.conv1d.step(qkv[tokens], reads, writes)
+            return step(heads(mixed, tokens), self.states, reads, writes)
+
+        def one_span(tokens: slice, span: Span) -> torch.Tensor:
+            inputs = heads(self.conv1d.scan(qkv[tokens], span), tokens)
+            state, done, found = self.states[span.read], 0, []
+            for count, block in span.writes:
+                part = inputs.part(slice(done, count))
+                out, state = scan(part, state, span.position + done)
+                self.states[block].copy_(state)
+                found.append(out)
+                done = count
+            return torch.cat(found)
+
+        shape = (len(x), plan.num_value_heads, plan.value_dim)
+        out = self.over_waves(batch, x.new_empty(shape, dtype=wide), one_each, one_span)
+        gate = taken(z, rows).view(-1, plan.num_value_heads, plan.value_dim)
+        normed = self.norm(taken(out, rows), gate, self.eps)
+        return self.out_proj(normed.flatten(1))
+
+    def _heads(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> DeltaInputs:
+        """Queries and keys of length 1, each for all value heads that its head serves."""
+        plan, keys = self.plan, self.plan.num_key_heads * self.plan.key_dim
+        q, k, v = mixed.to(self.states.dtype).split((keys, keys, plan.channels - 2 * keys), dim=1)
+        q, k = (x.view(len(x), plan.num_key_heads, plan.key_dim) for x in (q, k))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (
+            x.repeat_interleave(plan.num_value_heads // plan.num_key_heads, dim=1)
+            for x in (q * plan.key_dim**-0.5, k)
+        )
+        v = v.view(len(v), plan.num_value_heads, plan.value_dim)
+        return DeltaInputs(q, k, v, decay, beta)
+
+
+class ShortConv(StateLayer):
+    """A convolution between two gates. Source: LFM2 (arXiv 2511.23404)."""
+
+    name = "conv"
+
+    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        plan, hidden = config.states, config.hidden_size
+        assert plan is not None
+        self.in_proj = MergedLinear(
+            f"{path}.in_proj",
+            hidden,
+            {"before": hidden, "behind": hidden, "value": hidden},
+            merged=True,
+            bias=plan.bias,
+            context=context,
+        )
+        self.conv = CausalConv(plan.kernel, plan.channels, bias=plan.bias, context=context)
+        self.out_proj = RowParallelLinear(
+            f"{path}.out_proj", hidden, hidden, bias=plan.bias, context=context
+        )
+
+    def bind(self, states: torch.Tensor) -> None:
+        self.conv.bind(states)
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All rows advance their states; those that `rows` names come out."""
+        before, behind, value = self.in_proj(x).chunk(3, dim=1)
+        gated = before * value
+        out = self.over_waves(
+            batch,
+            torch.empty_like(gated),
+            lambda tokens, reads, writes: self.conv.step(gated[tokens], reads, writes),
+            lambda tokens, span: self.conv.scan(gated[tokens], span),
+        )
+        return self.out_proj(taken(behind, rows) * taken(out, rows))
+
+
+STATE_LAYERS = {"delta": GatedDeltaNet, "conv": ShortConv}
+"""`StatePlan.kind` -> the layer."""
+
+
+def _value_rows(plan: StatePlan) -> int:
+    """Values that belong to one key head."""
+    return plan.num_value_heads // plan.num_key_heads * plan.value_dim
+
+
+class ByKeyHead(MergedLinear):
+    """A MergedLinear that checkpoints may hold as one tensor, ordered key head by key head.
+
+    Args:
+        sizes: rows that each key head has there of each of the outputs.
+    """
+
+    def __init__(self, *args: object, sizes: tuple[int, ...], **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.sizes = sizes
+
+    def _merged_order(self) -> torch.Tensor:
+        rows = torch.arange(sum(self.parts.values())).view(-1, sum(self.sizes))
+        return torch.cat([part.flatten() for part in rows.split(self.sizes, dim=1)])
+
+
+class Decay(Layer):
+    """How much each head forgets at a token: a [T, H] -> logarithms [T, H], at most 0."""
+
+    def __init__(self, num_heads: int, context: ModelContext) -> None:
+        super().__init__()
+        wide = torch.promote_types(context.dtype, torch.float32)
+        self.a_log = empty_parameter((num_heads,), wide, context.device)
+        self.dt_bias = empty_parameter((num_heads,), wide, context.device)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        return -self.a_log.exp() * F.softplus(a + self.dt_bias)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        beside, shape = path.rpartition(".")[0], tuple(self.a_log.shape)
+        return {
+            f"{beside}.A_log": WeightSlot(shape=shape, store=self.a_log.copy_),
+            f"{beside}.dt_bias": WeightSlot(shape=shape, store=self.dt_bias.copy_),
+        }
+
+
+class GateNorm(Layer):
+    """RMSNorm of each head, weighed by the silu of its gate: [L, H, V] twice -> [L, H, V]."""
+
+    def __init__(self, size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = empty_parameter((size,), context.dtype, context.device)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+        normed = F.rms_norm(x, x.shape[-1:], None, eps).to(gate.dtype) * self.weight
+        return (normed.to(x.dtype) * F.silu(gate.to(x.dtype))).to(gate.dtype)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        shape = tuple(self.weight.shape)
+        return {f"{path}.weight": WeightSlot(shape=shape, store=self.weight.copy_)}
