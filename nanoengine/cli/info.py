@@ -131,15 +131,16 @@ def model_lines(
     model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> list[str]:
     """The model's shape, and what its KV cache costs."""
-    from nanoengine.runner.kv_cache import block_bytes
+    from nanoengine.runner.kv_cache import block_bytes, state_bytes_of
 
     token_bytes = block_bytes(
         block_size=1,
         num_kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
-        num_layers=model.num_hidden_layers,
+        num_layers=model.num_hidden_layers - (len(model.states.layers) if model.states else 0),
         dtype=kv_dtype,
     )
+    state_bytes = state_bytes_of(model, dtype)
     windows = {window for window in model.sliding_windows if window is not None}
     moe = model.moe
     return [
@@ -153,6 +154,14 @@ def model_lines(
         *([f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"] if moe else []),
         f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)},"
         f" {2**30 // token_bytes:,} tokens a GiB",
+        *(
+            [
+                f"state: {state_bytes:,} bytes a sequence in {len(model.states.layers)} layers, as"
+                f" much as {state_bytes / token_bytes:,.0f} tokens"
+            ]
+            if model.states
+            else []
+        ),
     ]
 
 

@@ -104,7 +104,7 @@ class Fold:
         requests: id -> its arrival.
         sequences: id -> each sequence that was told of, ended ones too.
         running: row -> the sequence that holds it.
-        refs: references of each block of the device.
+        refs: references of each block of the device, and of each state behind these.
         content: pool -> block -> what it holds.
         computed_by: name of a content -> who computed it last.
     """
@@ -114,7 +114,7 @@ class Fold:
         self.requests: dict[str, Arrival] = {}
         self.sequences: dict[int, TracedSequence] = {}
         self.running: dict[int, TracedSequence] = {}
-        self.refs = [0] * header.num_blocks
+        self.refs = [0] * (header.num_blocks + header.num_states)
         self.content: dict[str, dict[int, Content]] = {"device": {}}
         self.computed_by: dict[int, Computed] = {}
         self._planned = -1

@@ -46,6 +46,7 @@ class TraceHeader:
         version: of the format, and `engine` of nanoengine.
         date: when the trace began, UTC.
         num_blocks: of the device's pool, the null block included.
+        num_states: whose ids follow those of the blocks.
         block_size: tokens of a block.
         scheduler: its settings by name, as docs/trace.md lists them.
         tiers: name -> usable blocks.
@@ -56,6 +57,7 @@ class TraceHeader:
     engine: str
     date: str
     num_blocks: int
+    num_states: int
     block_size: int
     groups: tuple[Group, ...]
     scheduler: dict[str, Any]
@@ -278,6 +280,7 @@ def _header(path: str, told: dict[str, Any]) -> TraceHeader:
         engine=str(told["engine"]),
         date=str(told["date"]),
         num_blocks=_int(layout["num_blocks"]),
+        num_states=_int(layout.get("num_states", 0)),
         block_size=_int(layout["block_size"]),
         groups=tuple(
             Group(tuple(_ints(group["layers"])), group["sliding_window"])

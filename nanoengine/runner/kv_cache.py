@@ -21,6 +21,7 @@ import torch
 
 from nanoengine.attention.base import KVLayoutName
 from nanoengine.attention.fp8 import FP8
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
@@ -52,6 +53,13 @@ def kv_groups(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states: float32 or wider, because each token adds to what all before it left."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def state_bytes_of(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one state of a model of `dtype`, over all layers that keep one; 0: none does."""
+    if config.states is None:
+        return 0
+    return len(config.states.layers) * config.states.size * state_dtype_for(dtype).itemsize
 
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -139,11 +139,7 @@ class ModelRunner:
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of one state, over all layers that keep one; 0: there are none."""
-        states = self.model_config.states
-        if states is None:
-            return 0
-        return len(states.layers) * states.size * kv_cache.state_dtype_for(self.dtype).itemsize
+        return kv_cache.state_bytes_of(self.model_config, self.dtype)
 
     def _block_bytes(self, num_kv_heads: int, groups: Sequence[KVGroup]) -> int:
         return kv_cache.block_bytes(
