@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from nanoengine.attention import resolve_backend
-from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.config import ModelConfig, load_model_config
 from nanoengine.checkpoint.files import checkpoint_files
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.config import EngineConfig
@@ -85,6 +85,8 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     structured = make_structured(config, model_config, directory)
     executor = ModelRunner if config.tensor_parallel_size == 1 else RankedExecutor
     drafts = parse_speculative(config.speculative) if config.speculative else None
+    if drafts is not None:
+        _require_no_states(model_config, "be verified")
     if isinstance(drafts, ModelDrafts):
         draft = _make_draft_runner(drafts, config, device, dtype, backend)
         executor = functools.partial(DraftedRunner, draft=draft)
@@ -196,6 +198,7 @@ def _make_draft_runner(
     except ConfigError as error:
         raise ConfigError(f"speculative is neither 'ngram' nor a draft model: {error}") from error
     model_config = load_model_config(directory)
+    _require_no_states(model_config, "be made")
     at_load = (config.quantization or "").startswith("int")
     return ModelRunner(
         config,
@@ -210,6 +213,14 @@ def _make_draft_runner(
             device=device.type,
         ),
     )
+
+
+def _require_no_states(model_config: ModelConfig, what: str) -> None:
+    if model_config.states is not None:
+        raise ConfigError(
+            f"speculative: drafts can't {what} by {model_config.architecture}, whose layers keep"
+            " states: a state can't step back from a wrong token"
+        )
 
 
 def _make_drafting(
