@@ -26,7 +26,6 @@ from nanoengine.cli.main import COMMANDS, main, parse
 from tests.support import pages
 from tests.support.pages import ROOT, Block
 
-
 NEEDS = "StructuredOutputs("
 """In scripts that need an extra."""
 GRAMMARS = [
