@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -18,6 +19,8 @@ from nanoengine.structured_outputs import StructuredOutputs
 from nanoengine.tokenizer import Tokenizer
 
 LIMITS = LLParserLimits(verbose_errors=False)
+MOST_EXACT = 2**53
+"""The library reads numbers as float64."""
 MANY = 4
 """Rows from which on masks are filled by threads."""
 
@@ -85,9 +88,25 @@ class LLGuidanceGrammar:
         return list(self.matcher.compute_ff_tokens())
 
 
+def _require_exact(schema: Any, is_value: bool = False) -> None:
+    """Raises RequestError for integers of `const` and `enum` that the library would round."""
+    if isinstance(schema, dict):
+        for name, inner in schema.items():
+            _require_exact(inner, is_value or name in ("const", "enum"))
+    elif isinstance(schema, list):
+        for inner in schema:
+            _require_exact(inner, is_value)
+    elif is_value and isinstance(schema, int) and abs(schema) > MOST_EXACT:
+        raise RequestError(
+            f"structured_outputs can't be compiled: const and enum hold integers up to 2**53, got"
+            f" {schema}; grammar_backend='xgrammar' takes larger ones"
+        )
+
+
 def _source(asked: StructuredOutputs) -> str:
     """What was asked for as the library's own description of a grammar."""
     if asked.schema is not None:
+        _require_exact(json.loads(asked.schema))
         options = {"whitespace_flexible": asked.whitespace, "lenient": False}
         return LLMatcher.grammar_from_json_schema(asked.schema, overrides=options)
     if asked.regex is not None:

@@ -169,7 +169,18 @@ def _library(
     tokenizer = Tokenizer.load(
         config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
     )
-    package = "xgrammar" if config.grammar_backend == "xgrammar" else "llguidance"
+    return library_of(config.grammar_backend, tokenizer, vocab_size, eos_token_ids)
+
+
+def library_of(
+    name: str, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
+) -> GrammarLibrary:
+    """The library of this name, "auto" being llguidance.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    package = "xgrammar" if name == "xgrammar" else "llguidance"
     try:
         if package == "xgrammar":
             from nanoengine.features.xgrammar_grammars import XGrammar as Library

@@ -1,0 +1,117 @@
+"""A tiny checkpoint whose 320 tokens are text, for tests of grammars."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanoengine.core.plan import AdmittedSequence
+from nanoengine.features.structured import Structured, library_of
+from nanoengine.runner.sampler import Sampler, accept_tokens
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.tokenizer import Tokenizer
+from tests.support.engines import checkpoint
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+EOS = 2
+VOCAB_SIZE = 320
+MERGES = (
+    '{ "|" :|" ,|" }|[ {|} ]|} ,|": "|": {|": [|", "|{ }|[ ]|1 2|0 0|- 1|. 5|t r|tr ue|u e|f a|l s|'
+    "ls e|fa lse|n u|l l|nu ll|a n|an d|t h|th e|i n|e r|o n|r e|\\ n|\\ u|Ġ a|Ġ the|Ġ {"
+)
+
+
+@functools.cache
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    """All bytes, pieces of JSON and words, and an `</s>`: 320 tokens."""
+    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    merges = [tuple(pair.split(" ")) for pair in MERGES.split("|")]
+    vocab: dict[str, int] = {}
+    for entry in (*SPECIAL, *sorted(shown.alphabet()), *("".join(pair) for pair in merges)):
+        vocab.setdefault(entry, len(vocab))
+    for i in range(len(vocab), VOCAB_SIZE):
+        vocab[f"w{i}"] = i
+    raw = RawTokenizer(
+        models.BPE(vocab=vocab, merges=[m for m in merges if all(p in vocab for p in m)])
+    )
+    raw.pre_tokenizer = shown
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(list(SPECIAL))
+    assert raw.get_vocab_size() == VOCAB_SIZE
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+@functools.cache
+def text_checkpoint(family: str = "qwen3") -> str:
+    """The tiny checkpoint of a family, with this tokenizer."""
+    directory = checkpoint(family, vocab_size=VOCAB_SIZE)
+    text_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_stage(library: str = "auto") -> Structured:
+    """The stage of structured outputs over this tokenizer."""
+    return Structured(
+        functools.partial(library_of, library, Tokenizer(text_tokenizer()), VOCAB_SIZE, (EOS,)),
+        VOCAB_SIZE,
+        (EOS,),
+    )
+
+
+class Rows:
+    """Rows of a sampler over this tokenizer, fed with random logits."""
+
+    def __init__(self, params: Sequence[SamplingParams], library: str = "auto", seed: int = 0):
+        stage = make_stage(library)
+        for one in params:
+            stage.check(one)
+        self.sampler = Sampler(VOCAB_SIZE, len(params), (EOS,), (stage,))
+        self.params, self.random = list(params), torch.Generator().manual_seed(seed)
+        self.outputs: list[list[int]] = [[] for _ in params]
+        self.errors: dict[int, str] = {}
+        for row in range(len(params)):
+            self.admit(row)
+
+    def admit(self, row: int) -> None:
+        """Admits a row, or again with what it has so far."""
+        known = [EOS + 1, *self.outputs[row]]
+        one = self.params[row]
+        self.sampler.admit(AdmittedSequence(row, row, known, 1, 0, one, seed=row))
+
+    @property
+    def running(self) -> list[int]:
+        return [
+            row
+            for row, output in enumerate(self.outputs)
+            if row not in self.errors
+            and len(output) < (self.params[row].max_tokens or 0)
+            and EOS not in output
+        ]
+
+    def step(self, favour: Mapping[int, float] | None = None) -> None:
+        """A token for each row that runs; `favour` is added to tokens' logits."""
+        rows = self.running
+        logits = 3 * torch.randn(len(rows), VOCAB_SIZE, generator=self.random)
+        for token_id, bonus in (favour or {}).items():
+            logits[:, token_id] += bonus
+        positions = [1 + len(self.outputs[row]) for row in rows]
+        found = self.sampler.sample(logits, rows, positions).fetch()
+        for line, row in enumerate(rows):
+            if line in found.errors:
+                self.errors[row] = found.errors[line]
+            else:
+                self.outputs[row].append(found.token_ids[line])
+        given = [found.token_ids[i : i + 1] for i in range(len(rows))]
+        accept_tokens(self.sampler.edits_of(rows), given)
+
+    def text(self, row: int) -> str | None:
+        """The text of a row that is complete, else None."""
+        output = self.outputs[row]
+        if not output or output[-1] != EOS:
+            return None
+        return Tokenizer(text_tokenizer()).decode(output[:-1], anchored=False)
