@@ -3,7 +3,8 @@
     x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
-Some families have norms behind o and down too, or only there (`LayerPlan.norms`).
+Some families have norms behind o and down too, or only there (`LayerPlan.norms`). Where the MLP is
+another than the gated one, the call ends before it.
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Why
 one function, not one of halves: numba optimizes all code below a function with it, so that each
@@ -92,6 +93,28 @@ def _leave(x, norm, eps, behind, scale, workers):
                 x[t, i] *= scale
 
 
+def gated_mlp(x, mlp, eps, behind, factor, workers):
+    """In place: x [L, N] becomes what a gated MLP gives; nothing where `mlp` is ()."""
+    raise TypeError("gated_mlp is for compiled code")
+
+
+@overload(gated_mlp, jit_options={"fastmath": set(FASTMATH)})
+def _gated_mlp(x, mlp, eps, behind, factor, workers):
+    if len(mlp) == 0:
+        return lambda x, mlp, eps, behind, factor, workers: None
+
+    def computed(x, mlp, eps, behind, factor, workers):
+        gate_up, down, output_norm, inner, activation = mlp
+        both = np.empty((len(x), 2 * inner), x.dtype)
+        multiply(x, gate_up, both, workers)
+        gated = np.empty((len(x), inner), x.dtype)
+        gate(both, activation, gated, workers)
+        multiply(gated, down, x, workers)
+        _leave(x, output_norm, eps, behind, factor, workers)
+
+    return computed
+
+
 @compiled(fastmath=FASTMATH)
 def decoder_layer(
     x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, first, second, workers
@@ -111,9 +134,10 @@ def decoder_layer(
             operand, and sinks [H], if any; (H, K, D, P), the window, whether heads are normed,
             whether norms are before attention and MLP; the epsilons of the layer's and the heads'
             norms, the scale and softcap of scores.
-        second: three groups: the weights o, norm behind attention, norm before the MLP, gate_up,
-            down, norm behind the MLP; I, the gate's number, whether norms are behind; the
-            norms' epsilon and the factor on what is added. Norms that are not there are any array.
+        second: three groups: the weights o, norm behind attention, norm before the MLP; gate_up,
+            down, norm behind the MLP, I and the gate's number, or nothing; the norms' epsilon,
+            whether they are behind, and the factor on what is added. Norms that are not there are
+            any array.
     """
     weights, (heads_and_dims, window, normed, before), numbers = first
     norm, qkv, head_norm, operand, sinks = weights
@@ -148,14 +172,8 @@ def decoder_layer(
             for d in range(x.shape[1]):
                 residual_on[i, d] = residual[rows[i], d]
         attended = kept
-    weights, (inner, activation, behind), (mlp_eps, factor) = second
-    o, attention_output_norm, mlp_norm, gate_up, down, mlp_output_norm = weights
+    (o, attention_output_norm, mlp_norm), mlp, (mlp_eps, behind, factor) = second
     multiply(attended, o, x_on, workers)
     _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
     _enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
-    both = np.empty((tokens, 2 * inner), x.dtype)
-    multiply(x_on, gate_up, both, workers)
-    gated = np.empty((tokens, inner), x.dtype)
-    gate(both, activation, gated, workers)
-    multiply(gated, down, x_on, workers)
-    _leave(x_on, mlp_output_norm, mlp_eps, behind, factor, workers)
+    gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)

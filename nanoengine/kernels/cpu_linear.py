@@ -81,6 +81,31 @@ def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
             out[r * num_outputs + first + j] = total
 
 
+@compiled(fastmath=FASTMATH)
+def linear_panels(x, w, bias, out, lo, hi):
+    """`linear` for the outputs of panels lo ... hi - 1: what one worker does."""
+    num_rows, num_inputs = x.shape  # or pairs of them
+    num_outputs = out.shape[1]
+    inputs, outputs = x.reshape(-1), out.reshape(-1)
+    step = num_inputs * PANEL  # from one panel to the next
+    few = num_rows <= MOST_FEW
+    at_once = PANELS_OF_FEW[num_rows] if few else PANELS
+    cut = num_inputs if few else INPUTS
+    for row in range(0, num_rows, ROW_BLOCK):
+        rows = min(ROW_BLOCK, num_rows - row)
+        for first in range(0, num_inputs, cut):
+            size, a, p = min(cut, num_inputs - first), row * num_inputs + first, lo
+            while p < hi:
+                panels = at_once if p + at_once <= hi else 1
+                n, o = p * PANEL, row * num_outputs + p * PANEL
+                start, start_at, s_step = (bias, n, 0) if first == 0 else (outputs, o, num_outputs)
+                ahead = AHEAD // w.itemsize if few else panels * step
+                _rows_of_panels(rows, panels, inputs, a, num_inputs, w,
+                                p * step + first * PANEL, step, size, start, start_at, s_step,
+                                outputs, o, num_outputs, ahead)  # fmt: skip
+                p += panels
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
 def linear(x, w, bias, out, num_workers):
     """out[T, N] = x[T, K] @ weight^T + bias[N]; each worker takes a share of the panels of w.
@@ -88,34 +113,16 @@ def linear(x, w, bias, out, num_workers):
     w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
     bfloat16 as `pair_rows` makes them.
     """
-    num_rows, num_inputs = x.shape  # or pairs of them
-    num_outputs = out.shape[1]
+    num_rows, num_outputs = out.shape
     num_panels = num_outputs // PANEL
-    inputs, outputs = x.reshape(-1), out.reshape(-1)
-    step = num_inputs * PANEL  # from one panel to the next
-    few = num_rows <= MOST_FEW
-    at_once = PANELS_OF_FEW[num_rows] if few else PANELS
-    cut = num_inputs if few else INPUTS
     for worker in prange(num_workers):
-        lo = num_panels * worker // num_workers
-        hi = num_panels * (worker + 1) // num_workers
-        for row in range(0, num_rows, ROW_BLOCK):
-            rows = min(ROW_BLOCK, num_rows - row)
-            for first in range(0, num_inputs, cut):
-                size, a, p = min(cut, num_inputs - first), row * num_inputs + first, lo
-                while p < hi:
-                    panels = at_once if p + at_once <= hi else 1
-                    n, o = p * PANEL, row * num_outputs + p * PANEL
-                    start, start_at, s_step = (
-                        (bias, n, 0) if first == 0 else (outputs, o, num_outputs)
-                    )
-                    ahead = AHEAD // w.itemsize if few else panels * step
-                    _rows_of_panels(rows, panels, inputs, a, num_inputs, w,
-                                    p * step + first * PANEL, step, size, start, start_at, s_step,
-                                    outputs, o, num_outputs, ahead)  # fmt: skip
-                    p += panels
+        lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
+        linear_panels(x, w, bias, out, lo, hi)
         if worker == num_workers - 1 and num_outputs % PANEL:
-            last_outputs(num_rows, inputs, w, bias, outputs, num_inputs * inputs_in(x), num_outputs)
+            inputs = x.shape[1] * inputs_in(x)
+            last_outputs(
+                num_rows, x.reshape(-1), w, bias, out.reshape(-1), inputs, num_outputs
+            )  # fmt: skip
 
 
 if CURRENT.bf16_dots == "vdpbf16ps":
@@ -208,6 +215,37 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
                 row[j] *= scale[j]
 
 
+@compiled(fastmath=FASTMATH)
+def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
+    """`linear_dequantized` for the outputs of panels lo ... hi - 1: what one worker does."""
+    num_rows, size = x.shape
+    num_outputs = out.shape[1]
+    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
+    inputs, outputs, step = x.reshape(-1), out.reshape(-1), size * PANEL
+    floats = np.empty(PANELS * step, np.float32)
+    aside = np.empty(ROW_BLOCK * PANEL, np.float32)
+    p, whole = lo, hi - 1 if rest and hi == num_panels else hi
+    while p < hi:
+        panels = PANELS if p + PANELS <= whole else 1
+        for i in range(panels):
+            panel = floats[i * step : (i + 1) * step]
+            _dequantize(w, p + i, form, scales, zeros, group_size, size, panel)
+        n = p * PANEL
+        for row in range(0, num_rows, ROW_BLOCK):
+            rows, a = min(ROW_BLOCK, num_rows - row), row * size
+            # Why one call: the compiler writes out all tiles at each.
+            to, o, o_step = (outputs, row * num_outputs + n, num_outputs)
+            if p >= whole:
+                to, o, o_step = (aside, 0, PANEL)
+            _rows_of_panels(rows, panels, inputs, a, size, floats, 0, step, size, bias, n, 0,
+                            to, o, o_step, 0)  # fmt: skip
+            if p >= whole:
+                for r in range(rows):
+                    for j in range(rest):
+                        outputs[(row + r) * num_outputs + n + j] = aside[r * PANEL + j]
+        p += panels
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
@@ -216,36 +254,12 @@ def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_wor
     8) or E2M1; scales, zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias:
     padded to panels.
     """
-    num_rows, size = x.shape
-    if num_rows == 0:
+    if len(x) == 0:
         return  # or each panel would be made floats for nobody
-    num_outputs = out.shape[1]
-    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
-    inputs, outputs, step = x.reshape(-1), out.reshape(-1), size * PANEL
+    panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
-        floats = np.empty(PANELS * step, np.float32)
-        aside = np.empty(ROW_BLOCK * PANEL, np.float32)
-        p, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
-        whole = hi - 1 if rest and hi == num_panels else hi
-        while p < hi:
-            panels = PANELS if p + PANELS <= whole else 1
-            for i in range(panels):
-                panel = floats[i * step : (i + 1) * step]
-                _dequantize(w, p + i, form, scales, zeros, group_size, size, panel)
-            n = p * PANEL
-            for row in range(0, num_rows, ROW_BLOCK):
-                rows, a = min(ROW_BLOCK, num_rows - row), row * size
-                # Why one call: the compiler writes out all tiles at each.
-                to, o, o_step = (outputs, row * num_outputs + n, num_outputs)
-                if p >= whole:
-                    to, o, o_step = (aside, 0, PANEL)
-                _rows_of_panels(rows, panels, inputs, a, size, floats, 0, step, size, bias, n, 0,
-                                to, o, o_step, 0)  # fmt: skip
-                if p >= whole:
-                    for r in range(rows):
-                        for j in range(rest):
-                            outputs[(row + r) * num_outputs + n + j] = aside[r * PANEL + j]
-            p += panels
+        lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
+        dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)

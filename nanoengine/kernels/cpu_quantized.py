@@ -126,31 +126,47 @@ def _panels8(rows, row, panels, x, size, starts, x_scales, w, p, ahead, w_scales
                   panels)  # fmt: skip
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers):
+@compiled(fastmath=FASTMATH)
+def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
+    """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does."""
     num_rows, size = values.shape
     num_outputs = out.shape[1]
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     x, flat, step = values.reshape(-1), out.reshape(-1), PANEL * size
     at_once = AT_ONCE if num_rows == 1 else PANELS8
+    scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
+    whole = hi - 1 if rest and hi == num_panels else hi
+    for row in range(0, num_rows, ROW_BLOCK):
+        rows, p = min(ROW_BLOCK, num_rows - row), lo
+        while p < hi:
+            panels = at_once if p + at_once <= whole else 1
+            ahead = AHEAD if num_rows == 1 else panels * step
+            # Why one call: the compiler writes out all tiles at each.
+            to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
+            if p >= whole:
+                to, o, o_step = (scratch, 0, PANEL)
+            _panels8(rows, row, panels, x, size, starts, x_scales, w, p, ahead, w_scales, bias,
+                     to, o, o_step)  # fmt: skip
+            if p >= whole:
+                _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
+            p += panels
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers):
+    panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
-        scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
-        lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
-        whole = hi - 1 if rest and hi == num_panels else hi
-        for row in range(0, num_rows, ROW_BLOCK):
-            rows, p = min(ROW_BLOCK, num_rows - row), lo
-            while p < hi:
-                panels = at_once if p + at_once <= whole else 1
-                ahead = AHEAD if num_rows == 1 else panels * step
-                # Why one call: the compiler writes out all tiles at each.
-                to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
-                if p >= whole:
-                    to, o, o_step = (scratch, 0, PANEL)
-                _panels8(rows, row, panels, x, size, starts, x_scales, w, p, ahead, w_scales, bias,
-                         to, o, o_step)  # fmt: skip
-                if p >= whole:
-                    _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
-                p += panels
+        lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
+        linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi)
+
+
+@compiled(fastmath=FASTMATH)
+def sums8(offsets):
+    """What `linear8` starts the sums of each row from, [T] int32; offsets of `quantize_rows`."""
+    starts = np.empty(len(offsets), np.int32)
+    for t in range(len(offsets)):
+        starts[t] = np.int32(OFFSET8) * np.sum(offsets[t])
+    return starts
 
 
 @compiled(fastmath=FASTMATH)
@@ -160,10 +176,7 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     w is packed int8; its scales and the bias are padded to whole panels.
     """
     values, x_scales, offsets = quantize_rows(x, num_workers)
-    starts = np.empty(len(x), np.int32)
-    for t in range(len(x)):
-        starts[t] = np.int32(OFFSET8) * np.sum(offsets[t])
-    _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers)
+    _multiply8(values, x_scales, sums8(offsets), w, w_scales, bias, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH)
@@ -182,34 +195,44 @@ def _panels4(rows, row, panels, x, size, offsets, x_scales, w, p, ahead, scales,
                   panels)  # fmt: skip
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _multiply4(
-    values, x_scales, offsets_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out,
-    num_workers,
+@compiled(fastmath=FASTMATH)
+def linear4_panels(
+    values, x_scales, offsets_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi,
 ):  # fmt: skip
+    """`linear4` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does."""
     num_rows, size = values.shape
     num_outputs = out.shape[1]
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     groups, step = -(-(size // UNIT) // units_a_group), PANEL * size // 2
     x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
     at_once = AT_ONCE if num_rows == 1 else 1
+    scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
+    whole = hi - 1 if rest and hi == num_panels else hi
+    for row in range(0, num_rows, ROW_BLOCK):
+        rows, p = min(ROW_BLOCK, num_rows - row), lo
+        while p < hi:
+            panels = at_once if p + at_once <= whole else 1
+            ahead = AHEAD if num_rows == 1 else step
+            to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
+            if p >= whole:
+                to, o, o_step = (scratch, 0, PANEL)
+            _panels4(rows, row, panels, x, size, offsets, x_scales, w, p, ahead, scales, zeros,
+                     groups, units_a_group, w_scales, bias, to, o, o_step)  # fmt: skip
+            if p >= whole:
+                _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
+            p += panels
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _multiply4(
+    values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
+):  # fmt: skip
+    panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
-        scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
-        lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
-        whole = hi - 1 if rest and hi == num_panels else hi
-        for row in range(0, num_rows, ROW_BLOCK):
-            rows, p = min(ROW_BLOCK, num_rows - row), lo
-            while p < hi:
-                panels = at_once if p + at_once <= whole else 1
-                ahead = AHEAD if num_rows == 1 else step
-                to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
-                if p >= whole:
-                    to, o, o_step = (scratch, 0, PANEL)
-                _panels4(rows, row, panels, x, size, offsets, x_scales, w, p, ahead, scales, zeros,
-                         groups, units_a_group, w_scales, bias, to, o, o_step)  # fmt: skip
-                if p >= whole:
-                    _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
-                p += panels
+        lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
+        linear4_panels(
+            values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi
+        )
 
 
 @compiled(fastmath=FASTMATH)

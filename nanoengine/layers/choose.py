@@ -18,6 +18,10 @@ from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import FORMATS
 from nanoengine.layers.quantized_weight import GROUP_SIZE
 
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
+"""Ends of the names of small layers that are never rounded. Why: they choose among experts, and
+another choice is another result, not one that is a little off."""
+
 
 def linear_method_for(
     device: torch.device,
@@ -37,14 +41,21 @@ def linear_method_for(
     """
     exact = _exact_method(device, dtype, rounds_inputs)
     if quantization is None:
-        return exact
+        return partial(_chosen, exact, _exact_method(device, dtype, rounds_inputs=False))
     kind = QuantizedLinear
     if device.type == "cpu" and dtype == torch.float32:
         from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
 
         floats = quantization.activations == "float"
         kind = CPUWeightOnlyLinear if floats else CPUQuantizedLinear
-    return partial(_quantized, quantization, exact, kind)
+    quantized = partial(_quantized, quantization, exact, kind)
+    return partial(_chosen, quantized, _exact_method(device, dtype, rounds_inputs=False))
+
+
+def _chosen(
+    usual: Callable[[str], LinearMethod], exact: Callable[[str], LinearMethod], name: str
+) -> LinearMethod:
+    return (exact if name.endswith(ROUTERS) else usual)(name)
 
 
 def _quantized(

@@ -1,4 +1,4 @@
-"""FusedLayer: a decoder layer that runs as one compiled call on the CPU.
+"""FusedLayer: a decoder layer that runs as one compiled call on the CPU, or does up to its MLP.
 
 Why: one token through a small model is hundreds of calls from Python, and they take a fifth of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
@@ -7,6 +7,7 @@ time. The plain form, `DecoderLayer.forward`, says what is computed; this gives 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
+from nanoengine.layers.linear_method import LinearMethod
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear
 
@@ -30,8 +32,9 @@ NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """What a decoder layer with a gated MLP is made of: norms before attention and MLP, behind
-    them, or both; `scale` is the factor on what either adds."""
+    """What a decoder layer is made of: norms before attention and MLP, behind them, or both;
+    `scale` is the factor on what either adds. `rest` is what computes an MLP without a kernel, and
+    what stands behind it; the gated one has `gate_up` and `down` instead."""
 
     norm: RMSNorm | None
     qkv: QKVLinear
@@ -40,15 +43,17 @@ class LayerParts:
     o: RowParallelLinear
     attention_output_norm: RMSNorm | None
     mlp_norm: RMSNorm | None
-    gate_up: MergedLinear
-    down: RowParallelLinear
+    gate_up: MergedLinear | None = None
+    down: RowParallelLinear | None = None
     mlp_output_norm: RMSNorm | None
     activation: str
     scale: float
+    rest: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
-    def linears(self) -> tuple[MergedLinear | RowParallelLinear, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def linears(self) -> list[MergedLinear | RowParallelLinear]:
+        found = self.qkv, self.o, self.gate_up, self.down
+        return [linear for linear in found if linear is not None]
 
     @property
     def norms(self) -> list[RMSNorm]:
@@ -67,7 +72,7 @@ class FusedLayer:
             and all(type(norm) is RMSNorm for norm in parts.norms)
             and all(isinstance(norm.ops, CPUOps) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
-            and all(_has_kernel(linear) for linear in parts.linears)
+            and all(has_kernel(linear.method) for linear in parts.linears)
         )
 
     def __init__(self, parts: LayerParts) -> None:
@@ -80,9 +85,10 @@ class FusedLayer:
             head_norm = HeadNormWeights(
                 weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
             )
-        qkv, o, gate_up, down = (linear.method.operands(linear.bias) for linear in parts.linears)
+        qkv, o, *of_mlp = (linear.method.operands(linear.bias) for linear in parts.linears)
         any_norm = parts.norms[0]
-        before, behind = parts.norm is not None, parts.mlp_output_norm is not None
+        before, behind = parts.norm is not None, parts.attention_output_norm is not None
+        self.rest, mlp = parts.rest, ()
 
         def weight_of(norm: RMSNorm | None) -> np.ndarray:
             return (norm or any_norm).weight.detach().numpy()
@@ -100,18 +106,13 @@ class FusedLayer:
             (heads_and_dims, window, parts.head_norm is not None, before),
             (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
-        inner = sum(parts.gate_up.parts.values()) // 2
+        if parts.gate_up is not None:
+            inner = sum(parts.gate_up.parts.values()) // 2
+            mlp = *of_mlp, weight_of(parts.mlp_output_norm), inner, GATES[parts.activation]
         self.second: tuple[Any, ...] = (
-            (
-                o,
-                weight_of(parts.attention_output_norm),
-                weight_of(parts.mlp_norm),
-                gate_up,
-                down,
-                weight_of(parts.mlp_output_norm),
-            ),
-            (inner, GATES[parts.activation], behind),
-            (real(any_norm.eps), real(parts.scale)),
+            (o, weight_of(parts.attention_output_norm), weight_of(parts.mlp_norm)),
+            mlp,
+            (real(any_norm.eps), behind, real(parts.scale)),
         )
 
     def __call__(
@@ -137,11 +138,13 @@ class FusedLayer:
             values, before, rows is None, on, *(result.numpy() for result in results), *step,
             self.first, self.second, workers,
         )  # fmt: skip
-        return results
+        if self.rest is None:
+            return results
+        return self.rest(results[0]), results[1]
 
 
-def _has_kernel(linear: MergedLinear | RowParallelLinear) -> bool:
-    method = linear.method
+def has_kernel(method: LinearMethod) -> bool:
+    """Whether compiled code multiplies by this weight, in its own order of inputs."""
     if isinstance(method, CPUQuantizedLinear):
         return method.is_packed and method.order is None
     if isinstance(method, CPUWeightOnlyLinear):

@@ -67,13 +67,18 @@ class CPUQuantizedLinear(QuantizedLinear):
 
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
         """What the kernel reads of this weight, and the bias, zeros if there is none."""
-        if self._operands is None:
-            packed: list[Any] = [self.values.numpy(), self.scales.numpy()]
-            if self.bits == 4:
-                packed += [self.group_scales.numpy(), self.zeros.numpy()]
-                packed.append(max(1, self.group_size // UNIT))
-            self._operands = (*packed, _bias_of(bias, self.out_features))
+        if self._operands is None or self._bias is not bias:
+            added = _bias_of(bias, self.out_features)
+            self._bias, self._operands = bias, (*self.weight_operands(), added)
         return self._operands
+
+    def weight_operands(self) -> tuple[Any, ...]:
+        """What the kernel reads of this weight."""
+        arrays = self.values.numpy(), self.scales.numpy()
+        if self.bits == 8:
+            return arrays
+        units = max(1, self.group_size // UNIT)
+        return *arrays, self.group_scales.numpy(), self.zeros.numpy(), units
 
 
 class CPUWeightOnlyLinear(QuantizedLinear):
@@ -104,11 +109,15 @@ class CPUWeightOnlyLinear(QuantizedLinear):
 
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
         """As those of `CPUQuantizedLinear`."""
-        if self._operands is None:
-            values, scales, zeros = (t.numpy() for t in (self.values, self.scales, self.zeros))
+        if self._operands is None or self._bias is not bias:
             added = _bias_of(bias, self.out_features)
-            self._operands = (values, self.form, scales, zeros, self.group_size, added)
+            self._bias, self._operands = bias, (*self.weight_operands(), added)
         return self._operands
+
+    def weight_operands(self) -> tuple[Any, ...]:
+        """As those of `CPUQuantizedLinear`."""
+        values, scales, zeros = (t.numpy() for t in (self.values, self.scales, self.zeros))
+        return values, self.form, scales, zeros, self.group_size
 
 
 def _bias_of(bias: torch.Tensor | None, size: int) -> np.ndarray:

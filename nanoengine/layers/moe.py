@@ -2,6 +2,8 @@
 
 Tokens are grouped by expert, each active expert runs once over its group, and the results are added
 back with the router's weights. Under tensor parallelism every rank holds a part of every expert.
+This is the readable form: kernels compute all experts of a step in one call (`cpu_experts.py`,
+`triton_experts.py`).
 
 Source: Shazeer et al. (arXiv 1701.06538); softmax routing as in Qwen3-MoE (arXiv 2505.09388),
 sigmoid routing with a correction bias and groups as in DeepSeek-V3 (arXiv 2412.19437).
@@ -12,7 +14,6 @@ Legend: T tokens, E experts, k experts of a token, I inner size of an expert.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanoengine.checkpoint.plan import MoEConfig
@@ -28,10 +29,14 @@ from nanoengine.layers.quantized_weight import QuantizedWeight
 class Router(Layer):
     """Scores the experts: hidden [T, hidden_size] -> (weights [T, k], expert ids [T, k])."""
 
-    def __init__(self, hidden_size: int, moe: MoEConfig, *, context: ModelContext) -> None:
+    def __init__(
+        self, path: str, hidden_size: int, moe: MoEConfig, *, context: ModelContext
+    ) -> None:
         super().__init__()
-        self.moe = moe
-        self.weight = empty_parameter((moe.num_experts, hidden_size), context.dtype, context.device)
+        self.moe, self.shape = moe, (moe.num_experts, hidden_size)
+        # Why not the dtype that weights are stored in: a rounding here is another expert there.
+        self.method = context.linear_method_factory(path)
+        self.method.create(hidden_size, moe.num_experts, dtype=context.dtype, device=context.device)
         self.bias = (
             empty_parameter((moe.num_experts,), context.dtype, context.device)
             if moe.router_bias
@@ -46,7 +51,7 @@ class Router(Layer):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         moe, wide = self.moe, torch.promote_types(hidden.dtype, torch.float32)
-        logits = F.linear(hidden, self.weight, self.bias).to(wide)
+        logits = self.method.apply(hidden, self.bias).to(wide)
         scores = logits.softmax(dim=-1) if moe.score == "softmax" else logits.sigmoid()
         preferred = scores
         if self.e_score_correction_bias is not None:
@@ -68,16 +73,17 @@ class Router(Layer):
         return groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        tensors = {
-            "weight": self.weight,
-            "bias": self.bias,
-            "e_score_correction_bias": self.e_score_correction_bias,
-        }
-        return {
+        biases = {"bias": self.bias, "e_score_correction_bias": self.e_score_correction_bias}
+        slots = {
             f"{path}.{name}": WeightSlot(shape=tuple(tensor.shape), store=tensor.copy_)
-            for name, tensor in tensors.items()
+            for name, tensor in biases.items()
             if tensor is not None
         }
+        rows = slice(0, self.shape[0])
+        slots[f"{path}.weight"] = self.method.weight_slot(
+            path, shape=self.shape, part=(), rows=rows
+        )
+        return slots
 
 
 class Expert(Layer):

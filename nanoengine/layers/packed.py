@@ -96,8 +96,11 @@ class PackedLinear(LinearMethod):
 
     def operands(self, bias: torch.Tensor | None) -> tuple[np.ndarray, ...]:
         """What the kernel reads: the weight's panels and the bias, zeros if there is none."""
-        panels = self.panels.view(np.uint32) if self.rounds_inputs else self.panels
-        return panels, self.no_bias if bias is None else bias.numpy()
+        return *self.weight_operands(), self.no_bias if bias is None else bias.numpy()
+
+    def weight_operands(self) -> tuple[np.ndarray, ...]:
+        """What the kernel reads of this weight."""
+        return (self.panels.view(np.uint32) if self.rounds_inputs else self.panels,)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""

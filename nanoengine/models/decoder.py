@@ -98,7 +98,11 @@ class DecoderLayer(Layer):
             return self._added(None, attended + self.mlp(taken(x, rows))), residual
         attended = self._added(self.attention_output_norm, attended)
         x, residual = summed(self.post_attention_layernorm, attended, residual)
-        return self._added(self.mlp_output_norm, self.mlp(x)), residual
+        return self.mlp_part(x), residual
+
+    def mlp_part(self, x: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to the residual, x being normed already where a norm is before it."""
+        return self._added(self.mlp_output_norm, self.mlp(x))
 
     def _added(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         """What attention or MLP adds to the residual."""

@@ -1,20 +1,25 @@
-"""fuse_layers: a loaded model's layers as one compiled call each, where a kernel computes them.
+"""fuse_layers: a loaded model's layers as few compiled calls each, where kernels compute them.
 
-Done to a model from outside, once its weights are loaded: `DecoderLayer` is the readable form and
-knows nothing of it.
+Done to a model from outside, once its weights are loaded: `DecoderLayer` and `SparseMLP` are the
+readable forms and know nothing of it.
 """
 
 from __future__ import annotations
 
 from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
+from nanoengine.layers.cpu_experts import CPUExperts
 from nanoengine.models.attention import SelfAttention
 from nanoengine.models.decoder import Decoder, DecoderLayer
-from nanoengine.models.mlp import GatedMLP
+from nanoengine.models.mlp import GatedMLP, SparseMLP
 
 
 def fuse_layers(decoder: Decoder) -> None:
-    """Replaces each layer that a kernel computes, with the same results, in `decoder.stack`."""
+    """Replaces each layer that a kernel computes, with the same results, in `decoder.stack`, and
+    each mixture of experts in its `routed`."""
     for index, layer in enumerate(decoder.layers):
+        mlp = layer.mlp
+        if isinstance(mlp, SparseMLP) and CPUExperts.takes(mlp.gate, mlp.experts):
+            mlp.routed = CPUExperts(mlp.gate, mlp.experts)
         parts = _parts(layer)
         if parts is not None and FusedLayer.takes(parts):
             decoder.stack[index] = FusedLayer(parts)
@@ -23,10 +28,11 @@ def fuse_layers(decoder: Decoder) -> None:
 def _parts(layer: DecoderLayer) -> LayerParts | None:
     """What the layer is made of; None where it is not of the kernel's form."""
     attention, mlp = layer.mixer, layer.mlp
-    if layer.is_parallel or type(mlp) is not GatedMLP:
+    if layer.is_parallel:
         return None
     if not isinstance(attention, SelfAttention) or attention.needs_torch:
         return None
+    gated = mlp if type(mlp) is GatedMLP else None
     return LayerParts(
         norm=layer.input_layernorm,
         qkv=attention.qkv_proj,
@@ -35,9 +41,10 @@ def _parts(layer: DecoderLayer) -> LayerParts | None:
         o=attention.o_proj,
         attention_output_norm=layer.attention_output_norm,
         mlp_norm=layer.post_attention_layernorm,
-        gate_up=mlp.gate_up_proj,
-        down=mlp.down_proj,
+        gate_up=None if gated is None else gated.gate_up_proj,
+        down=None if gated is None else gated.down_proj,
         mlp_output_norm=layer.mlp_output_norm,
-        activation=mlp.activation,
+        activation="" if gated is None else gated.activation,
         scale=layer.scale,
+        rest=layer.mlp_part if gated is None else None,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.layer import Layer
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.ops import ACTIVATIONS
@@ -66,26 +67,33 @@ class PlainMLP(Layer):
 class SharedGate(Layer):
     """How much of the shared expert a token takes: [T, hidden_size] -> [T, 1]."""
 
-    def __init__(self, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, path: str, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
-        self.weight = empty_parameter((1, hidden_size), context.dtype, context.device)
+        self.shape = (1, hidden_size)
+        self.method = context.linear_method_factory(path)
+        self.method.create(hidden_size, 1, dtype=context.dtype, device=context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight).sigmoid()
+        return self.method.apply(x, None).sigmoid()
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        shape = tuple(self.weight.shape)
-        return {f"{path}.weight": WeightSlot(shape=shape, store=self.weight.copy_)}
+        slot = self.method.weight_slot(path, shape=self.shape, part=(), rows=slice(0, 1))
+        return {f"{path}.weight": slot}
 
 
 class SparseMLP(Layer):
-    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes."""
+    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes.
+
+    Attributes:
+        routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
+            what computes them in one call once the weights are loaded.
+    """
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
         assert moe is not None
-        self.gate = Router(hidden, moe, context=context)
+        self.gate = Router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
             f"{path}.experts", hidden, moe, config.plan.activation, context=context
         )
@@ -94,13 +102,17 @@ class SparseMLP(Layer):
             shared = f"{path}.shared_experts"
             self.shared_experts = GatedMLP(shared, moe.shared_size, config, context)
         if moe.shared_gate:
-            self.shared_expert_gate = SharedGate(hidden, context)
+            self.shared_expert_gate = SharedGate(f"{path}.shared_expert_gate", hidden, context)
+        self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.experts(x, *self.gate(x))
+        out = self.routed(x)
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(x)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x)
         return out + shared
+
+    def _one_by_one(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, *self.gate(x))

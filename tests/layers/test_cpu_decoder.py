@@ -16,9 +16,11 @@ from nanoengine.models.decoder import DecoderLayer
 from tests.support.engines import checkpoint, random_prompts
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "exaone4", "glm4",
-            "ernie4_5", "phi3", "seed_oss", "smollm3")  # fmt: skip
+            "ernie4_5", "phi3", "seed_oss", "smollm3", "arcee", "gpt_oss",
+            "glm4_moe", "granitemoe")  # fmt: skip
 """Plain; biases; norms of heads; windows; norms on both sides and softcaps; factors; norms behind
-only; neighbours turned; merged tensors; biases of the MLP; layers that are not turned."""
+only; neighbours turned; merged tensors; biases of the MLP; layers that are not turned; no gate;
+sinks and biased experts; groups of experts and a shared one; factors on what experts add."""
 QUANTIZATIONS = (None, "int8", "int4", "int8_weight_only", "int4_weight_only")
 
 
@@ -52,6 +54,7 @@ def all_rows(forward: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Te
     ("family", "quantization", "kv_cache_dtype", "dtype"),
     [(family, None, "auto", "float32") for family in FAMILIES]
     + [("qwen2", kind, "auto", "float32") for kind in QUANTIZATIONS[1:]]
+    + [("qwen3_moe", "int8", "auto", "float32"), ("qwen3_moe", None, "auto", "bfloat16")]
     + [("qwen3", None, "bfloat16", "float32"), ("qwen2", None, "auto", "bfloat16")],
 )
 def test_a_fused_layer_gives_the_bits_of_its_parts(
@@ -87,7 +90,6 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
     [
         ("olmo2", {}),  # a norm over all heads
         ("cohere2", {}),  # LayerNorm; attention and MLP side by side
-        ("arcee", {}),  # no gate
         ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
         ("llama", {"attention_backend": "naive"}),
     ],
@@ -100,8 +102,8 @@ def test_a_layer_that_no_kernel_fits_runs_part_by_part(family, options):
 
 
 def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
-    """Qwen3-MoE with experts in some layers only."""
+    """Qwen3-MoE with experts in some layers only, which are fused up to them."""
     directory = checkpoint("qwen3_moe")
     with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         stack = llm.engine.executor.model.model.stack
-        assert [isinstance(layer, FusedLayer) for layer in stack] == [False, True, False]
+        assert [layer.rest is None for layer in stack] == [False, True, False]

@@ -1,0 +1,346 @@
+"""The experts of a step on the CPU as one call: route, sort rows by expert, multiply, add up.
+
+    hidden [T, N] ─ router ─ choose k experts each ─┐
+    rows sorted by expert [T k, N] ◄────────────────┘
+      ─ gate_up of each row's expert ─ gate ─ down ─ times its weight ─ added to its token
+
+Only experts that a token chose are read. Work is shared out by panels of weights, whosever they
+are: each worker takes a run of them that costs as much as another's. Register tiles and layouts are
+those of the linear layers, whose worker is called here once an expert; so a row has the bits that
+its expert gives it alone, and a token's results are added in the order of experts: **a token's
+result has the same bits alone and in any batch**.
+
+Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is a tuple, as
+in `cpu_decoder.py`, but that each array reaches from the first expert's to the last's, and is
+followed by the distance. The number of entries says which form it is: 4 floats, 6 int8, 11 int4, 10
+weight-only.
+
+The readable form is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the two.
+
+Legend: T tokens, N hidden size, E experts, k experts of a token, R rows: tokens times k, I inner
+size of an expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange, types
+from numba.extending import overload
+
+from nanoengine.kernels.cpu_layers import gate
+from nanoengine.kernels.cpu_linear import (
+    dequantized_panels,
+    linear,
+    linear_panels,
+    pair_rows,
+    round_rows,
+)
+from nanoengine.kernels.cpu_quantized import linear4_panels, linear8_panels, quantize_rows, sums8
+from nanoengine.kernels.exp import exp
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import PANEL
+
+READING = 6  # rows that a panel could be multiplied with while it is read
+MOST_ROWS = 4096  # sorted rows at a time, so that what stands between the products stays small
+SMALL = 16384  # numbers; about 4 us of work, twice the price of a parallel region
+
+# Why no "contract": a weighted result is rounded before it is added, as torch does. No "nnan" and
+# "ninf": a row with NaN or infinity must come out as NaN, there and only there.
+FASTMATH = ("nsz",)
+
+
+def prepared(x, weight, num_workers):
+    """x [R, K] as the kernel for the weight's form reads it: a tuple of arrays, rows first."""
+    raise TypeError("prepared is for compiled code")
+
+
+@overload(prepared)
+def _prepared(x, weight, num_workers):
+    """Chooses when the caller is compiled."""
+    if len(weight) == 4 and weight[0].dtype == types.uint32:
+        if CURRENT.bf16_dots == "vdpbf16ps":
+
+            def pairs(x, weight, num_workers):
+                out = np.empty((len(x), x.shape[1] // 2), np.uint32)
+                pair_rows(x, out, num_workers)
+                return (out,)
+
+            return pairs
+
+        def rounded(x, weight, num_workers):
+            out = np.empty(x.shape, np.float32)
+            round_rows(x, out, num_workers)
+            return (out,)
+
+        return rounded
+    if len(weight) == 6:
+
+        def of_bytes(x, weight, num_workers):
+            values, scales, offsets = quantize_rows(x, num_workers)
+            return values, scales, sums8(offsets)
+
+        return of_bytes
+    if len(weight) == 11:
+        return lambda x, weight, num_workers: quantize_rows(x, num_workers)
+    return lambda x, weight, num_workers: (x,)
+
+
+def as_read(w):
+    """bfloat16 weights in pairs as `linear` reads them on this CPU; others as they are."""
+    raise TypeError("as_read is for compiled code")
+
+
+@overload(as_read)
+def _as_read(w):
+    if w.dtype == types.uint32 and CURRENT.bf16_dots != "vdpbf16ps":
+        return lambda w: w.view(np.uint16)
+    return lambda w: w
+
+
+def panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
+    """out[first : last] for panels lo ... hi - 1 of one expert's weight; inputs: of `prepared`."""
+    raise TypeError("panels_of_expert is for compiled code")
+
+
+@overload(panels_of_expert)
+def _panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
+    if len(weight) == 4:
+
+        def floats(inputs, weight, expert, first, last, lo, hi, out):
+            w, bias = weight[0][expert * weight[1] :], weight[2][expert * weight[3] :]
+            linear_panels(inputs[0][first:last], as_read(w), bias, out[first:last], lo, hi)
+
+        return floats
+    if len(weight) == 6:
+
+        def of_bytes(inputs, weight, expert, first, last, lo, hi, out):
+            linear8_panels(
+                inputs[0][first:last], inputs[1][first:last], inputs[2][first:last],
+                weight[0][expert * weight[1] :], weight[2][expert * weight[3] :],
+                weight[4][expert * weight[5] :], out[first:last], lo, hi,
+            )  # fmt: skip
+
+        return of_bytes
+    if len(weight) == 11:
+
+        def of_halves(inputs, weight, expert, first, last, lo, hi, out):
+            linear4_panels(
+                inputs[0][first:last], inputs[1][first:last], inputs[2][first:last],
+                weight[0][expert * weight[1] :], weight[2][expert * weight[3] :],
+                weight[4][expert * weight[5] :], weight[6][expert * weight[7] :], weight[8],
+                weight[9][expert * weight[10] :], out[first:last], lo, hi,
+            )  # fmt: skip
+
+        return of_halves
+
+    def dequantized(inputs, weight, expert, first, last, lo, hi, out):
+        dequantized_panels(
+            inputs[0][first:last], weight[0][expert * weight[1] :], weight[2],
+            weight[3][expert * weight[4] :], weight[5][expert * weight[6] :], weight[7],
+            weight[8][expert * weight[9] :], out[first:last], lo, hi,
+        )  # fmt: skip
+
+    return dequantized
+
+
+@compiled(fastmath=FASTMATH)
+def _panels_before(edge, start, cost, panels):
+    """How many of an expert's panels, of one cost each, begin before an edge of the shares."""
+    return min(max((edge - start + cost - 1) // cost, 0), panels)
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _multiply(inputs, weight, starts, out, num_workers):
+    """out[R, outputs] = each row times the weight of the expert between whose `starts` it is."""
+    panels, total = out.shape[1] // PANEL, 0
+    for expert in range(len(starts) - 1):
+        rows = starts[expert + 1] - starts[expert]
+        if rows:
+            total += panels * (rows + READING)
+    for worker in prange(num_workers):
+        begin, end = total * worker // num_workers, total * (worker + 1) // num_workers
+        at = 0
+        for expert in range(len(starts) - 1):
+            first, last = starts[expert], starts[expert + 1]
+            if first == last:
+                continue
+            cost = last - first + READING
+            lo = _panels_before(begin, at, cost, panels)
+            hi = _panels_before(end, at, cost, panels)
+            if lo < hi:
+                panels_of_expert(inputs, weight, expert, first, last, lo, hi, out)
+            at += panels * cost
+
+
+@compiled(fastmath=FASTMATH)
+def _softmax(row):
+    most, total = row[0], row.dtype.type(0)
+    for i in range(1, len(row)):
+        most = row[i] if row[i] > most else most
+    for i in range(len(row)):
+        row[i] = exp(row[i] - most)
+        total += row[i]
+    for i in range(len(row)):
+        row[i] /= total
+
+
+@compiled(fastmath=FASTMATH)
+def _sigmoid(row):
+    one = row.dtype.type(1)
+    for i in range(len(row)):
+        e = exp(-abs(row[i]))
+        row[i] = (one if row[i] >= 0 else e) / (one + e)
+
+
+@compiled(fastmath=FASTMATH)
+def _keep_best_groups(preferred, groups, kept):
+    """Sets all scores to -inf but those of the groups whose two best experts have the largest
+    sums."""
+    size, lowest = len(preferred) // groups, -np.inf
+    sums = np.empty(groups, preferred.dtype)
+    for g in range(groups):
+        first, second = lowest, lowest
+        for x in preferred[g * size : (g + 1) * size]:
+            if x > first:
+                first, second = x, first
+            elif x > second:
+                second = x
+        sums[g] = first + second
+    chosen = np.zeros(groups, np.bool_)
+    for _ in range(kept):
+        best = -1
+        for g in range(groups):
+            if not chosen[g] and (best < 0 or sums[g] > sums[best]):
+                best = g
+        chosen[best] = True
+    for g in range(groups):
+        if not chosen[g]:
+            preferred[g * size : (g + 1) * size] = lowest
+
+
+@compiled(fastmath=FASTMATH)
+def route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, weights):
+    """ids, weights [T, k]: the experts with the largest scores, and these; see `Router`.
+
+    logits: [T, E], become scores. correction: [E], or none. Of equals the first is chosen.
+    """
+    num_experts, taken = logits.shape[1], ids.shape[1]
+    preferred = np.empty(num_experts, logits.dtype)
+    for t in range(len(logits)):
+        scores, total = logits[t], logits.dtype.type(0)
+        if sigmoid:
+            _sigmoid(scores)
+        else:
+            _softmax(scores)
+        for e in range(num_experts):
+            preferred[e] = scores[e] + correction[e] if len(correction) else scores[e]
+        if groups > 1:
+            _keep_best_groups(preferred, groups, kept)
+        for i in range(taken):
+            best = 0
+            for e in range(1, num_experts):
+                best = e if preferred[e] > preferred[best] else best
+            ids[t, i], weights[t, i] = best, scores[best]
+            total += scores[best]
+            preferred[best] = -np.inf
+        for i in range(taken):
+            weights[t, i] = (weights[t, i] / total if normalized else weights[t, i]) * factor
+
+
+@compiled(fastmath=FASTMATH)
+def _sorted_by_expert(ids, num_experts):
+    """order [R]: the places in ids [T, k], expert after expert, and of one in their order; starts
+    [E + 1]: where each expert's begin."""
+    flat = ids.reshape(-1)
+    starts, order = np.zeros(num_experts + 1, np.int64), np.empty(len(flat), np.int64)
+    for e in flat:
+        starts[e + 1] += 1
+    for e in range(num_experts):
+        starts[e + 1] += starts[e]
+    place = starts.copy()
+    for i in range(len(flat)):
+        order[place[flat[i]]] = i
+        place[flat[i]] += 1
+    return order, starts
+
+
+@compiled(fastmath=FASTMATH)
+def _gather(x, order, taken, out, lo, hi):
+    for r in range(lo, hi):
+        source, row = x[order[r] // taken], out[r]
+        for i in range(len(row)):
+            row[i] = source[i]
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _gather_parallel(x, order, taken, out, num_workers):
+    for w in prange(num_workers):
+        lo, hi = len(out) * w // num_workers, len(out) * (w + 1) // num_workers
+        _gather(x, order, taken, out, lo, hi)
+
+
+@compiled(fastmath=FASTMATH)
+def _add(results, order, taken, weights, out, lo, hi):
+    """out[token, lo : hi] += weight * result, in the order of the rows."""
+    flat = weights.reshape(-1)
+    for r in range(len(results)):
+        row, result, weight = out[order[r] // taken], results[r], flat[order[r]]
+        for i in range(lo, hi):
+            row[i] += result[i] * weight
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _add_parallel(results, order, taken, weights, out, num_workers):
+    size = out.shape[1]
+    for w in prange(num_workers):
+        lo, hi = size * w // num_workers, size * (w + 1) // num_workers
+        _add(results, order, taken, weights, out, lo, hi)
+
+
+@compiled(fastmath=FASTMATH)
+def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers):
+    """out [T, N] += the results of each token's experts, times their weights.
+
+    x: [T, N]; ids, weights: [T, k]; gate_up, down: weights of [2 I, N] and [N, I] of all experts.
+    """
+    taken = ids.shape[1]
+    order, starts = _sorted_by_expert(ids, num_experts)
+    for first in range(0, len(order), MOST_ROWS):
+        part = order[first : first + MOST_ROWS]
+        edges = np.minimum(np.maximum(starts - first, 0), len(part))
+        rows = np.empty((len(part), x.shape[1]), x.dtype)
+        both = np.empty((len(part), 2 * inner), x.dtype)
+        gated = np.empty((len(part), inner), x.dtype)
+        if rows.size <= SMALL:
+            _gather(x, part, taken, rows, 0, len(part))
+        else:
+            _gather_parallel(x, part, taken, rows, num_workers)
+        _multiply(prepared(rows, gate_up, num_workers), gate_up, edges, both, num_workers)
+        gate(both, activation, gated, num_workers)
+        _multiply(prepared(gated, down, num_workers), down, edges, rows, num_workers)
+        if rows.size <= SMALL:
+            _add(rows, part, taken, weights, out, 0, out.shape[1])
+        else:
+            _add_parallel(rows, part, taken, weights, out, num_workers)
+
+
+@compiled(fastmath=FASTMATH)
+def mixture(x, router, correction, routing, gate_up, down, sizes, out, num_workers):
+    """out [T, N] = what a mixture of experts gives x [T, N].
+
+    Args:
+        router: panels and bias of its linear layer.
+        correction: [E], or none.
+        routing: whether scores are sigmoids; groups, and how many a token keeps; whether weights
+            are divided by their sum; a factor on them.
+        sizes: E, k, I, and the gate's number in `cpu_layers.GATES`.
+    """
+    sigmoid, groups, kept, normalized, factor = routing
+    num_experts, taken, inner, activation = sizes
+    logits = np.empty((len(x), num_experts), x.dtype)
+    linear(x, router[0], router[1], logits, num_workers)
+    ids, weights = np.empty((len(x), taken), np.int64), np.empty((len(x), taken), x.dtype)
+    route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, weights)
+    out[:] = 0
+    add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)

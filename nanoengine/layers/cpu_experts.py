@@ -1,0 +1,92 @@
+"""CPUExperts: a mixture of experts as one compiled call on the CPU.
+
+Why: one call for each expert costs Python 30 us, and a token has eight in each layer. The readable
+form is `Router` and `Experts`; tests/layers/test_cpu_experts.py compares the two. Made by
+`models/fuse.py` once the weights are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanoengine.kernels.cpu_experts import mixture
+from nanoengine.kernels.cpu_layers import GATES
+from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.tiles import PANEL
+from nanoengine.layers.cpu_decoder import has_kernel
+from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.moe import Experts, Router
+from nanoengine.layers.packed import PackedLinear
+
+
+class CPUExperts:
+    """Called with hidden states [T, hidden_size]; returns what the experts add to them."""
+
+    @staticmethod
+    def takes(router: Router, experts: Experts) -> bool:
+        """Whether a kernel exists for each part: packed weights, whole panels of outputs."""
+        methods = [m for expert in experts.experts for m in (expert.gate_up, expert.down)]
+        return (
+            type(router.method) is PackedLinear
+            and all(has_kernel(method) for method in methods)
+            and 2 * experts.local % PANEL == experts.shape[2] % PANEL == 0
+        )
+
+    def __init__(self, router: Router, experts: Experts) -> None:
+        moe, self.all_reduce = router.moe, experts.all_reduce
+        correction, no_bias = router.e_score_correction_bias, np.zeros(0, np.float32)
+        down_bias = experts.down_bias if experts.shard.rank == 0 else None
+        all_of_them, inner = list(experts.experts), experts.local
+        self.first: tuple[Any, ...] = (
+            router.method.operands(router.bias),
+            no_bias if correction is None else correction.numpy(),
+            (
+                moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.norm_topk_prob,
+                np.float32(moe.scaling_factor),
+            ),
+            _over_all([each.gate_up for each in all_of_them], experts.gate_up_bias, 2 * inner),
+            _over_all([each.down for each in all_of_them], down_bias, experts.shape[2]),
+            (
+                moe.num_experts, moe.num_experts_per_tok, experts.local,
+                GATES[all_of_them[0].activation],
+            ),
+        )  # fmt: skip
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = np.empty(x.shape, np.float32)
+        mixture(x.contiguous().numpy(), *self.first, out, num_workers())
+        return self.all_reduce(torch.from_numpy(out))
+
+
+def _over_all(
+    methods: Sequence[LinearMethod], bias: torch.Tensor | None, outputs: int
+) -> tuple[Any, ...]:
+    """What kernels read of one weight of all experts: each array that reaches over all of them and
+    how far apart they are in it, and numbers, which are the same for all; last the biases."""
+    found: list[Any] = []
+    for column in zip(*(method.weight_operands() for method in methods), strict=True):
+        found += _reaching(column) if isinstance(column[0], np.ndarray) else column[:1]
+    if bias is None:
+        return *found, np.zeros(outputs, np.float32), 0
+    return *found, bias.numpy().reshape(-1), outputs
+
+
+def _reaching(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    """One array from the first expert's to the last's, and how far apart they begin in it.
+
+    Why that is possible: `placement.py` puts tensors side by side in the order of modules, and
+    experts are alike.
+    """
+    first, size = arrays[0], arrays[0].size
+    if len(arrays) == 1 or size == 0:
+        return first, 0
+    starts = [array.ctypes.data for array in arrays]
+    (distance,) = set(np.diff(starts).tolist())
+    assert distance > 0 == distance % first.itemsize, distance
+    step = distance // first.itemsize
+    whole = np.lib.stride_tricks.as_strided(first, (step * (len(arrays) - 1) + size,))
+    return whole, step

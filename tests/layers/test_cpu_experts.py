@@ -1,0 +1,118 @@
+"""A mixture of experts as one compiled call, against its parts one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.kernels import cpu_experts as kernels
+from nanoengine.layers.choose import linear_method_for
+from nanoengine.layers.cpu_experts import CPUExperts
+from nanoengine.layers.cpu_ops import CPUOps
+from nanoengine.models.mlp import SparseMLP
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import checkpoint
+from tests.support.model_helpers import build
+
+CPU = torch.device("cpu")
+FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2")
+"""A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction and a
+factor; sigmoids without groups."""
+WAYS = {
+    "int8": Quantization(bits=8, activations="int8"),
+    "int4": Quantization(bits=4, activations="int8"),
+    "int8 weight only": Quantization(bits=8, activations="float"),
+    "int4 weight only": Quantization(bits=4, activations="float"),
+}
+
+
+def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
+    """The mixture of experts of a checkpoint's last layer, fused."""
+    rounds, kept = way == "bfloat16", way in ("bfloat16", "16 bits")
+    factory = linear_method_for(CPU, torch.float32, WAYS.get(way), rounds_inputs=rounds)
+    fields = {"weight_dtype": torch.bfloat16, "keeps_weights": False} if kept else {}
+    model = build(Path(directory), linear_method_factory=factory, ops=CPUOps(), **fields)
+    mlp = model.model.layers[-1].mlp
+    assert isinstance(mlp, SparseMLP)
+    assert isinstance(mlp.routed, CPUExperts)
+    return mlp
+
+
+def check(mlp: SparseMLP, tokens: int) -> None:
+    """The call against its parts, and each token alone: the same bits."""
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
+    found = mlp.routed(x)
+    torch.testing.assert_close(found, mlp.experts(x, *mlp.gate(x)), rtol=2e-5, atol=2e-6)
+    for one in {0, tokens // 2, tokens - 1}:
+        assert torch.equal(mlp.routed(x[one : one + 1])[0], found[one]), "other bits alone"
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_gives_what_the_parts_give(family: str, tokens: int) -> None:
+    check(mixture(checkpoint(family)), tokens)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "bfloat16", "16 bits"])
+def test_weights_of_every_form(way: str) -> None:
+    mlp = mixture(checkpoint("gpt_oss"), way)
+    check(mlp, 1)
+    check(mlp, 33)
+
+
+def test_more_rows_than_are_multiplied_at_a_time() -> None:
+    tokens = kernels.MOST_ROWS // 2 + 100  # two rows each
+    check(mixture(checkpoint("qwen3_moe")), tokens)
+
+
+def test_experts_give_the_bits_of_each_alone() -> None:
+    """Where the router's scores are the same numbers, so are the results."""
+    mlp = mixture(checkpoint("gpt_oss"))
+    x, (weights, ids) = torch.randn(40, 64), mlp.gate(torch.randn(40, 64))
+    out = np.zeros((40, 64), np.float32)
+    gate_up, down, sizes = mlp.routed.first[3:]
+    kernels.add_experts(
+        x.numpy(), ids.numpy(), weights.numpy(), gate_up, down, sizes[0], *sizes[2:], out, 2
+    )
+    assert np.array_equal(out, mlp.experts(x, weights, ids).numpy())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_experts_are_chosen(family: str) -> None:
+    mlp = mixture(checkpoint(family))
+    moe, x = mlp.gate.moe, torch.randn(300, 64)
+    logits = mlp.gate.method.apply(x, mlp.gate.bias).numpy()
+    ids = np.empty((300, moe.num_experts_per_tok), np.int64)
+    weights = np.empty(ids.shape, np.float32)
+    kernels.route(logits, *mlp.routed.first[1:2], *mlp.routed.first[2], ids, weights)
+    expected, experts = mlp.gate(x)
+    found = torch.from_numpy(weights), torch.from_numpy(ids)
+    order, expected_order = (each.argsort(1) for each in (found[1], experts))
+    assert torch.equal(found[1].gather(1, order), experts.gather(1, expected_order))
+    torch.testing.assert_close(
+        found[0].gather(1, order), expected.gather(1, expected_order), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_a_row_of_nan_stays_alone() -> None:
+    mlp = mixture(checkpoint("qwen3_moe"))
+    x = torch.randn(6, 64)
+    clean = mlp.routed(x)
+    x[2, 5] = torch.nan
+    found = mlp.routed(x)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[others], clean[others])
+
+
+def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=36)
+    factory = linear_method_for(CPU, torch.float32)
+    mlp = build(tmp_path, linear_method_factory=factory, ops=CPUOps()).model.layers[-1].mlp
+    assert not isinstance(mlp.routed, CPUExperts)
+    x = torch.randn(9, 64)
+    assert torch.equal(mlp.routed(x), mlp.experts(x, *mlp.gate(x)))
