@@ -56,7 +56,7 @@ class Block(NamedTuple):
 
 
 FENCE = r"^```(?P<word>\w*)\n(?P<fenced>.*?)^```$"
-INDENTED = r"(?<=\n\n)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+)"
+INDENTED = r"(?:(?<=\n\n)|(?<=-->\n))(?P<indented>(?:    [^\n]*\n|\n(?=    ))+)"
 BLOCK = re.compile(f"{FENCE}|{INDENTED}", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: ([^>]+?) -->\s*$")
 PATH = re.compile(r"# ([\w/.-]+\.(?:py|toml))\n")
