@@ -24,7 +24,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Sequence
-from nanoengine.errors import NanoEngineError
+from nanoengine.errors import ConfigError, NanoEngineError
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
@@ -108,10 +108,12 @@ def switches(config: EngineConfig, info: EngineInfo) -> Iterator[Switch]:
     yield Switch(name="mixed steps", to="prompts apart", alter=phases_apart)
     yield Switch(name="batching", to="one at a time", options={"max_num_seqs": 1})
     yield Switch(name="admission", to="watermark", options={"admission": "watermark"})
-    tokens = (config.num_kv_blocks or 0) * info.block_size
     for size in (info.block_size // 4, info.block_size * 4):
         if size >= 8:
-            options = {"block_size": size, "num_kv_blocks": 1 + tokens // size}
+            options: dict[str, Any] = {"block_size": size}
+            if config.num_kv_blocks is not None:  # else its size is given in bytes already
+                tokens = (config.num_kv_blocks - 1) * info.block_size
+                options["num_kv_blocks"] = 1 + tokens // size
             yield Switch(name="block size", to=f"{size} tokens", options=options)
     if info.device == "cpu":
         yield Switch(name="fused layer", to="part by part", alter=unfuse)
@@ -121,8 +123,8 @@ def switches(config: EngineConfig, info: EngineInfo) -> Iterator[Switch]:
         yield Switch(name="overlap", to="off", options={"overlap": False})
     yield Switch(name="attention backend", to="naive", options={"attention_backend": "naive"})
     for kind in ("int8", "int4"):
-        options = {"quantization": kind}
-        yield Switch(name="quantization", to=kind, options=options, same_tokens=False)
+        quantized = {"quantization": kind}
+        yield Switch(name="quantization", to=kind, options=quantized, same_tokens=False)
 
 
 def run(
@@ -159,7 +161,12 @@ def run(
             if is_there and all(is_there):
                 result["skipped"] = "so it is in the base"
                 continue
-            with LLM(**config_options(replace(base, **switch.options))) as other:
+            try:
+                other = LLM(**config_options(replace(base, **switch.options)))
+            except ConfigError as error:
+                result["skipped"] = f"refused: {error}"
+                continue
+            with other:
                 why = switch.alter(other) if switch.alter else ""
                 if why:
                     result["skipped"] = why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +69,28 @@ def test_what_the_issue_of_a_run_may_depend_on_can_be_switched() -> None:
     assert {"chunked prefill", "batching", "admission", "attention backend"} <= set(names)
     assert [s.same_tokens for s in on_cpu if s.name == "quantization"] == [False, False]
     sizes = [s.options for s in on_cpu if s.name == "block size"]
-    assert [o["block_size"] * (o["num_kv_blocks"] - 1) for o in sizes] == [2560, 2560]
+    assert [o["block_size"] * (o["num_kv_blocks"] - 1) for o in sizes] == [2496, 2304]
+    gpu = SimpleNamespace(device="cuda:0", block_size=16)
+    by_name = {s.name: s.options for s in ablate.switches(EngineConfig(model="m"), gpu)}
+    assert (by_name["graphs"], by_name["overlap"]) == ({"enforce_eager": True}, {"overlap": False})
+    assert "fused layer" not in by_name
+    assert by_name["block size"] == {"block_size": 64}, "its bytes are given elsewhere"
+
+
+def test_what_the_engine_refuses_is_said_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = (
+        Switch(name="prefix cache", to="off", options={"enable_prefix_caching": False}),
+        Switch(name="admission", to="predictive", options={"admission": "predictive"}),
+        Switch(name="fused layer", to="part by part", alter=ablate.unfuse),
+    )
+    monkeypatch.setattr(ablate, "switches", lambda config, info: chosen)
+    bench.main(BenchArgs(ablate=True, kv_host_gib=0.01, **SCALE | {"rounds": 1}))
+    text = capsys.readouterr().out
+    assert "| prefix cache | off | | | | | refused: kv_tiers holds cached prefixes" in text
+    assert "| admission | predictive | | | | | so it is in the base |" in text
+    assert re.search(r"\| fused layer \| part by part \| [\d,]+ \|", text)
 
 
 def make_apart(num_blocks: int) -> PhasesApart:
