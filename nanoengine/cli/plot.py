@@ -17,6 +17,9 @@ import tyro
 
 from nanoengine.errors import ConfigError, MissingDependencyError
 
+METADATA = {"svg": {"Date": None}}
+"""Of the files. Why no date: the same numbers are the same file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotArgs:
@@ -72,5 +75,5 @@ def draw(reports: Sequence[tuple[str, dict[str, Any]]], directory: Path) -> None
     directory.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         for suffix in ("svg", "png"):
-            figure.savefig(directory / f"{name}.{suffix}", dpi=144)
+            figure.savefig(directory / f"{name}.{suffix}", dpi=144, metadata=METADATA.get(suffix))
         print(f"{directory / name}.svg and .png")
