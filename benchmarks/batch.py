@@ -294,27 +294,32 @@ def write_peer_rows(path: Path, model: Path, count: int) -> None:
 
 
 def measure_peer(
-    directory: Path, vllm: Path, checkpoint: Path, dtype: str, count: int, rounds: int
+    directory: Path, vllm: Path, checkpoint: Path, dtype: str, cores: int, count: int, rounds: int
 ) -> dict[str, Any]:
-    """Wall times of whole processes, and how many answers are the same."""
+    """Wall and CPU times of whole processes, and how many answers are the same. CPU times tell
+    something on a busy machine too, if it is one core."""
     model = directory / "model"
     if not model.exists():
         model.mkdir()
         for file in checkpoint.iterdir():
             (model / file.name).symlink_to(file.resolve())
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    cores = len(os.sched_getaffinity(0))
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+        "OMP_NUM_THREADS": str(cores),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "DO_NOT_TRACK": "1",
     }
 
-    def run(name: str, source: Path) -> float:
+    def cpu_seconds() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def run(name: str, source: Path) -> tuple[float, float]:
         output = source.with_name(f"{name}-{source.name}")
         output.unlink(missing_ok=True)
         output.with_name(f"{output.name}.job.json").unlink(missing_ok=True)
@@ -325,17 +330,17 @@ def measure_peer(
         ours += ["--output", str(output)]
         command = [*(ours if name == "ours" else theirs), "--max-model-len", "2048"]
         command += ["--dtype", dtype]
-        start = time.perf_counter()
+        start, used = time.perf_counter(), cpu_seconds()
         with (directory / f"{name}.log").open("wb") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
         if done.returncode:
             told = (directory / f"{name}.log").read_text(errors="replace")
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{told[-4000:]}")
-        return time.perf_counter() - start
+        return time.perf_counter() - start, cpu_seconds() - used
 
     source = directory / "peer.jsonl"
     write_peer_rows(source, model, count)
-    found: dict[str, list[float]] = {"ours": [], "vllm": []}
+    found: dict[str, list[tuple[float, float]]] = {"ours": [], "vllm": []}
     for _ in range(rounds):
         for name, seconds in found.items():
             seconds.append(run(name, source))
@@ -347,11 +352,17 @@ def measure_peer(
             body["usage"]["completion_tokens"] == PEER_OUT for body in bodies.values()
         ), name  # fmt: skip
         answers.append({k: v["choices"][0]["message"]["content"] for k, v in bodies.items()})
-    median = {name: statistics.median(seconds) for name, seconds in found.items()}
+    ratios = [
+        statistics.median(t[i] for t in found["vllm"])
+        / statistics.median(t[i] for t in found["ours"])
+        for i in range(2)
+    ]
     return {
         "rows": count,
-        "ratio": median["vllm"] / median["ours"],
-        "seconds": found,
+        "cores": cores,
+        "ratio": ratios[0],
+        "ratio of CPU seconds": ratios[1],
+        "wall and CPU seconds": found,
         "equal answers": sum(answers[0][key] == answers[1][key] for key in answers[0]),
     }
 
@@ -374,6 +385,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="the Python of an environment that has it")
     parser.add_argument("--model", type=Path, help="a checkpoint for both")
     parser.add_argument("--dtype", default="float32", help="of both")
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="of both")
     parser.add_argument("--directory", type=Path, help="for files; a temporary one by default")
     parser.add_argument("--one-job", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -391,7 +403,13 @@ def main() -> None:
             "resume": lambda: measure_resume(directory, many),
             "order": lambda: measure_order(directory),
             "peer": lambda: measure_peer(
-                directory, args.vllm, args.model, args.dtype, int(500 * args.scale), args.rounds
+                directory,
+                args.vllm,
+                args.model,
+                args.dtype,
+                args.cores,
+                int(500 * args.scale),
+                args.rounds,
             ),
         }
         for part in args.parts or parts:
