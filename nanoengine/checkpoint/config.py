@@ -9,6 +9,7 @@ plain json, neither torch nor transformers.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from nanoengine.checks import check_value, shown
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.json_file import read_object
 from nanoengine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
@@ -165,6 +168,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     )
     _check_longrope(config)
     keys.refuse_others()
+    if unread := keys.unread():
+        logger.warning("config.json has keys that are not read: %s", ", ".join(map(shown, unread)))
     return config
 
 

@@ -187,6 +187,31 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 """Key that would change the maths -> the values that don't; absent and null never do."""
 
 
+HARMLESS = frozenset((
+    # what a file is, and how to build and train on it
+    "architectures", "auto_map", "chunk_size_feed_forward", "dtype", "gradient_checkpointing",
+    "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16",
+    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "name_or_path",
+    # ids of tokens that end or begin a text, or fill it
+    "bos_token_id", "decoder_start_token_id", "eod_token_id", "eos_token_id", "pad_token_id",
+    "sep_token_id", "unk_token_id",
+    # of training alone
+    "attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop",
+    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    # how transformers runs, not what
+    "cache_implementation", "use_cache",
+    # which layers slide or stretch, where none does: said by keys that are read
+    "max_window_layers", "original_max_position_embeddings", "sliding_window_pattern",
+    "_sliding_window_pattern",
+    # obeyed elsewhere
+    "quantization_config", "text_config",
+))  # fmt: skip
+"""Keys that change no result of generating, and may be left unread. Any other key that nobody reads
+is told: see `Keys.unread`."""
+
+
 def checked(raw: Json, where: str) -> dict[str, Any]:
     """The keys that have a value, those that are obeyed being of the right type and range.
 
@@ -253,3 +278,12 @@ class Keys:
         for key, neutral in NEUTRAL_VALUES.items():
             if key not in self._read:
                 refuse_unless(key, self.given.get(key), neutral)
+
+    def unread(self) -> list[str]:
+        """Keys that nobody has read and of which nothing is known.
+
+        What the config class of transformers has for a type is read, refused or harmless, which a
+        test holds. So these are another library's, or a newer model's.
+        """
+        known = self._read | NEUTRAL_VALUES.keys() | HARMLESS
+        return sorted(self.given.keys() - known)

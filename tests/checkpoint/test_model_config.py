@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_MODELS,
+)
 
 from nanoengine.checkpoint.config import (
     load_model_config,
@@ -20,6 +26,8 @@ from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
 from nanoengine.runner.sampling_ops import MAX_VOCAB_SIZE
+from tests.support.checkpoints import FAMILIES as MODELS
+from tests.support.checkpoints import make_config
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -481,3 +489,26 @@ def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_pat
 
 def test_the_largest_vocabulary_is_that_of_the_sampler() -> None:
     assert RANGES["vocab_size"][1] == MAX_VOCAB_SIZE
+
+
+# --- keys that nobody reads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_key_that_transformers_has_is_read_refused_or_harmless(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = make_config(family).to_dict()  # what the class has, not only what this model sets
+    names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
+    raw["architectures"] = [names[raw["model_type"]]]
+    if "layer_norm_eps" in raw:
+        raw.pop("rms_norm_eps")  # the tests' own: the class has none
+    caplog.clear()
+    parse_model_config(raw)
+    assert caplog.messages == []
+
+
+def test_keys_that_nobody_knows_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A model whose maths is new may have the name of an old one."""
+    parse_model_config({**BASE, "mixes_heads": True, "unsloth_fixed": None})
+    assert caplog.messages == ["config.json has keys that are not read: 'mixes_heads'"]
