@@ -2,8 +2,7 @@
 
 Random weights of one shape, each family with its own norms, biases, factors and rotation; and a
 mixture of experts that computes as much a token as the dense model. Models take turns, round by
-round, decoding `--streams` prompts at once; `--only` names some of them. Without `--json` nothing is
-written.
+round, decoding `--streams` prompts at once; `--only` names some of them.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class CPUBackend(AttentionBackend):
             self._angles(step, rotation),
             weight,
             source.dtype.type(0 if norm is None else norm.eps),
-            norm is not None,
+            norm_kind(norm),
             step.slots[spec.group],
             *self.cache_arrays(cache),
             q,
@@ -234,6 +234,13 @@ class CPUBackend(AttentionBackend):
             partial_stats = np.empty((rows, 2), dtype)
             step.tasks[key] = _Tasks(tasks, bounds, merges, parts, partial_out, partial_stats)
         return step.tasks[key]
+
+
+def norm_kind(norm: HeadNormWeights | None) -> int:
+    """What `cpu_layers.rotate_and_store` calls a norm of heads."""
+    if norm is None:
+        return cpu_layers.NO_NORM
+    return cpu_layers.EACH_HEAD if norm.together is None else cpu_layers.TOGETHER
 
 
 def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:

@@ -235,6 +235,8 @@ class TritonBackend(AttentionBackend):
         cache: LayerCache,
         batch: Batch,
     ) -> torch.Tensor:
+        if norm is not None and norm.together is not None:
+            return super().rotate_and_store(heads, rotation, norm, cache, batch)
         k_cache, v_cache, spec = cache
         num_tokens, num_rows, head_dim = heads.shape
         cos, sin = rotation

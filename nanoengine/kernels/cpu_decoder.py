@@ -131,7 +131,7 @@ def decoder_layer(
         step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
         first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], attention's
-            operand, and sinks [H], if any; (H, K, D, P), the window, whether heads are normed,
+            operand, and sinks [H], if any; (H, K, D, P), the window, how heads are normed,
             whether norms are before attention and MLP; the epsilons of the layer's and the heads'
             norms, the scale and softcap of scores.
         second: three groups: the weights o, norm behind attention, norm before the MLP; gate_up,

@@ -22,6 +22,7 @@ from nanoengine.kernels.jit import compiled
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
 SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
+NO_NORM, EACH_HEAD, TOGETHER = 0, 1, 2  # how query and key heads are normed
 FIRST = np.int64(0)  # Why not 0: numba compiles a function once more for a literal
 
 
@@ -161,13 +162,12 @@ def gate(gate_up, kind, out, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _turn(x, cos, sin, weight, eps, normed, out):
-    """Norms one head, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
+def _turn(x, cos, sin, weight, scale, normed, out):
+    """Norms one head by its scale, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
     half = len(x) // 2
-    scale = _scale_of_row(x, eps) if normed else x.dtype.type(1)
     a, b, first, second = x[:half], x[half:], out[:half], out[half:]
     wa, wb = weight[:half], weight[half:]
-    if normed:
+    if normed != NO_NORM:
         for i in range(half):
             u, v = a[i] * scale * wa[i], b[i] * scale * wb[i]
             first[i] = u * cos[i] - v * sin[i]
@@ -183,13 +183,23 @@ def _turn(x, cos, sin, weight, eps, normed, out):
 def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
     num_heads, num_kv_heads, head_dim, _ = sizes
     half, key = head_dim // 2, np.empty(head_dim, q.dtype)
+    scale = q.dtype.type(1)
     for t in range(lo, hi):
-        cos, sin = table[t, :half], table[t, half:]
+        cos, sin, row = table[t, :half], table[t, half:], heads[t].reshape(-1)
+        if normed == TOGETHER:
+            scale = _scale_of_row(row[: num_heads * head_dim], eps)
         for h in range(num_heads):
-            _turn(heads[t, h], cos, sin, weight[h], eps, normed, q[t, h])
+            if normed == EACH_HEAD:
+                scale = _scale_of_row(heads[t, h], eps)
+            _turn(heads[t, h], cos, sin, weight[h], scale, normed, q[t, h])
+        if normed == TOGETHER:
+            keys = row[num_heads * head_dim : (num_heads + num_kv_heads) * head_dim]
+            scale = _scale_of_row(keys, eps)
         for h in range(num_kv_heads):
-            row, value = weight[num_heads + h], heads[t, num_heads + num_kv_heads + h]
-            _turn(heads[t, num_heads + h], cos, sin, row, eps, normed, key)
+            own, value = weight[num_heads + h], heads[t, num_heads + num_kv_heads + h]
+            if normed == EACH_HEAD:
+                scale = _scale_of_row(heads[t, num_heads + h], eps)
+            _turn(heads[t, num_heads + h], cos, sin, own, scale, normed, key)
             store_head(key, value, slots[t], h, k_cache, v_cache, sizes)
 
 
@@ -211,7 +221,8 @@ def rotate_and_store(
     Args:
         heads: [T, H + 2 K, D], query, key and value heads.
         table: [T, D], cos then sin of each token's angles.
-        weight: [H + K, D], read only if `normed`.
+        weight: [H + K, D], read only where heads are normed.
+        normed: NO_NORM; EACH_HEAD; TOGETHER: all query heads as one row, and all key heads.
         slots: [T] int64; k_blocks, v_blocks: contiguous, [B, K, P, D], see `cpu_attention`.
         sizes: (H, K, D, P).
     """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoengine.attention.cpu import NO_WINDOW, CPUBackend
+from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
 from nanoengine.kernels.cpu_decoder import decoder_layer
@@ -80,7 +80,7 @@ class FusedLayer:
         backend = parts.attention.backend
         assert isinstance(backend, CPUBackend)
         self.backend = backend
-        head_norm, real = parts.head_norm, np.float32
+        head_norm, kind, real = parts.head_norm, norm_kind(parts.head_norm), np.float32
         if head_norm is None:
             head_norm = HeadNormWeights(
                 weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
@@ -103,7 +103,7 @@ class FusedLayer:
                 backend.operand,
                 backend.sinks(spec),
             ),
-            (heads_and_dims, window, parts.head_norm is not None, before),
+            (heads_and_dims, window, kind, before),
             (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
         )
         if parts.gate_up is not None:

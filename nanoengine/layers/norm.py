@@ -163,7 +163,7 @@ class HeadNorm(Layer):
 
 class WidthNorm(Layer):
     """RMSNorm over all query heads together, and over all key heads: `q_norm` and `k_norm` beside
-    this module in the checkpoint, [H * D] and [K * D] of all ranks. In plain torch.
+    this module in the checkpoint, [H * D] and [K * D] of all ranks.
 
     Source: OLMo 2 (arXiv 2501.00656), section 3.3.
     """
@@ -192,8 +192,14 @@ class WidthNorm(Layer):
         dtype = norm_dtype(kind, context.dtype)
         self.weight = empty_parameter((sum(self.counts), head_dim), dtype, context.device)
 
+    @cached_property
+    def weights(self) -> HeadNormWeights:
+        """What backends norm with, where one rank has all heads."""
+        together = self.counts[0], self.counts[1]
+        return HeadNormWeights(weight=self.weight, eps=self.eps, together=together)
+
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, H + 2 K, D] -> the same, value heads as they were."""
+        """[T, H + 2 K, D] -> the same, value heads as they were; for heads split over ranks."""
         q, k, v = heads.split((*self.counts, self.counts[1]), dim=1)
         weights = self.weight.split(self.counts)
         return torch.cat((self._normed(q, weights[0]), self._normed(k, weights[1]), v), dim=1)

@@ -71,7 +71,7 @@ class GatedLinear(UnquantizedLinear):
     """A weight of the model's dtype, float16 or bfloat16; few rows take one kernel for gates."""
 
     def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
-        config = gate_config(_arch(x.device), len(x), len(self.weight) // 2, x.dtype)
+        config = gate_config(arch_of(x.device), len(x), len(self.weight) // 2, x.dtype)
         if config is None:
             return super().apply_gated(x, activation, ops)
         return multiply(x, self.weight, None, activation, config)
@@ -84,11 +84,11 @@ class TritonLinear(UnquantizedLinear):
     """
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        config = gemm_config(_arch(x.device), len(self.weight), False, x.dtype)
+        config = gemm_config(arch_of(x.device), len(self.weight), False, x.dtype)
         return multiply(x, self.weight, bias, "", config)
 
     def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
-        config = gemm_config(_arch(x.device), len(self.weight) // 2, True, x.dtype)
+        config = gemm_config(arch_of(x.device), len(self.weight) // 2, True, x.dtype)
         return multiply(x, self.weight, None, activation, config)
 
 
@@ -119,7 +119,7 @@ def multiply(
 
 
 @functools.cache
-def _arch(device: torch.device) -> int:
+def arch_of(device: torch.device) -> int:
     """Compute capability as 80, 89, 90, ...; that of a Hopper in the interpreter."""
     if device.type != "cuda":
         return 90

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.attention.base import AttentionSpec
-from nanoengine.attention.rotate import Rotation, rotate
+from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
 from nanoengine.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
@@ -93,8 +93,15 @@ class SelfAttention(Layer):
     @property
     def needs_torch(self) -> bool:
         """Between projection and attention stands what no backend does."""
-        special = self.width_norm is not None or self.norm_is_last or self.is_gated
-        return special or self.growth != 0
+        between = self.width_norm is not None and self.width_norm.ranks > 1
+        return between or self.norm_is_last or self.is_gated or self.growth != 0
+
+    @property
+    def backend_norm(self) -> HeadNormWeights | None:
+        """What the backend norms heads with; None: nothing."""
+        if self.width_norm is not None:
+            return self.width_norm.weights if self.width_norm.ranks == 1 else None
+        return None if self.head_norm is None else self.head_norm.weights
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -104,15 +111,14 @@ class SelfAttention(Layer):
         gates = None
         if self.is_gated:
             gates, heads = heads[:, : self.num_heads], heads[:, self.num_heads :].contiguous()
-        if self.width_norm is not None:
+        if self.width_norm is not None and self.width_norm.ranks > 1:
             heads = self.width_norm(heads)
         if self.growth:
             heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
         if self.norm_is_last:
             attended = self._attend_normed_last(heads, rotation, batch)
         else:
-            norm = None if self.head_norm is None else self.head_norm.weights
-            attended = self.attention(heads, rotation, norm, batch)
+            attended = self.attention(heads, rotation, self.backend_norm, batch)
         attended = taken(attended, rows)
         if gates is not None:
             attended = attended * taken(gates, rows).sigmoid()

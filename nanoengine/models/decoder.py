@@ -185,9 +185,6 @@ class CausalLM(Layer):
 
     Parameters are uninitialised until `load_model` fills them.
 
-    Attributes:
-        graph_safe: a forward decides nothing on the host, so it may be captured in a CUDA graph.
-
     Raises:
         ConfigError: the ranks don't divide the heads, the MLP or the vocabulary.
     """
@@ -196,8 +193,6 @@ class CausalLM(Layer):
         super().__init__()
         self.config = config
         self.check_ranks(config, context.shard.world_size)
-        # Why: the loop over experts needs the group sizes on the host, and states their slots.
-        self.graph_safe = config.moe is None and config.states is None
         layers = [
             DecoderLayer(
                 make_mixer(f"model.layers.{layer}", layer, config, context),
@@ -211,6 +206,13 @@ class CausalLM(Layer):
         self.lm_head = OutputHead(
             "lm_head", self.model.embed_tokens, tied=config.tie_word_embeddings, context=context
         )
+
+    @property
+    def graph_safe(self) -> bool:
+        """A forward decides nothing on the host, so it may be captured in a CUDA graph."""
+        mlps = [layer.mlp for layer in self.model.layers]
+        # Why not states: the host looks for their slots.
+        return self.config.states is None and all(getattr(mlp, "graph_safe", True) for mlp in mlps)
 
     @staticmethod
     def check_ranks(config: ModelConfig, ranks: int) -> None:

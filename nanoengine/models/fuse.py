@@ -36,7 +36,7 @@ def _parts(layer: DecoderLayer) -> LayerParts | None:
     return LayerParts(
         norm=layer.input_layernorm,
         qkv=attention.qkv_proj,
-        head_norm=None if attention.head_norm is None else attention.head_norm.weights,
+        head_norm=attention.backend_norm,
         attention=attention.attention,
         o=attention.o_proj,
         attention_output_norm=layer.attention_output_norm,

@@ -88,6 +88,10 @@ def load_model(
         from nanoengine.models.fuse import fuse_layers
 
         fuse_layers(model.model)
+    elif context.device.type == "cuda":
+        from nanoengine.models.fuse_experts import fuse_experts
+
+        fuse_experts(model.model)
     return model
 
 

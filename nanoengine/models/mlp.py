@@ -114,5 +114,10 @@ class SparseMLP(Layer):
             shared = shared * self.shared_expert_gate(x)
         return out + shared
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether it decides nothing on the host. Experts one by one do: how many rows each has."""
+        return getattr(self.routed, "graph_safe", False)
+
     def _one_by_one(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts(x, *self.gate(x))

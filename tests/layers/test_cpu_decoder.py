@@ -17,10 +17,11 @@ from tests.support.engines import checkpoint, random_prompts
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "exaone4", "glm4",
             "ernie4_5", "phi3", "seed_oss", "smollm3", "arcee", "gpt_oss",
-            "glm4_moe", "granitemoe")  # fmt: skip
+            "glm4_moe", "granitemoe", "olmo2")  # fmt: skip
 """Plain; biases; norms of heads; windows; norms on both sides and softcaps; factors; norms behind
 only; neighbours turned; merged tensors; biases of the MLP; layers that are not turned; no gate;
-sinks and biased experts; groups of experts and a shared one; factors on what experts add."""
+sinks and biased experts; groups of experts and a shared one; factors on what experts add; a
+norm over all heads."""
 QUANTIZATIONS = (None, "int8", "int4", "int8_weight_only", "int4_weight_only")
 
 
@@ -88,7 +89,7 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("olmo2", {}),  # a norm over all heads
+        ("hunyuan", {}),  # norms behind the rotation
         ("cohere2", {}),  # LayerNorm; attention and MLP side by side
         ("llama", {"dtype": "float64"}),  # kernels of linear layers are for float32
         ("llama", {"attention_backend": "naive"}),

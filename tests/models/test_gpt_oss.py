@@ -12,56 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
 from nanoengine.checkpoint.quantization import Quantization, resolve_quantization
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.choose import linear_method_for
-from nanoengine.layers.quantized_weight import E2M1
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build
 from tests.support.model_helpers import random_prompts as plain_prompts
-
-STACKS = ("gate_up_proj", "down_proj")
-PUBLISHED = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-    ],
-}  # fmt: skip
-"""`quantization_config` of the published checkpoints."""
-
-
-def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stacked matrices [E, outputs, inputs] as blocks of codes and their scales: the nearest."""
-    groups = weight.unflatten(2, (-1, 32))
-    exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
-    numbers = torch.tensor(E2M1) / 2
-    scaled = groups / torch.exp2(exponents).unsqueeze(-1)
-    codes = (scaled.unsqueeze(-1) - numbers).abs().argmin(-1).to(torch.uint8)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
-
-
-def make_mxfp4(path: Path, **config: Any) -> torch.nn.Module:
-    """Writes a checkpoint with MXFP4 experts; the model that transformers makes of its floats."""
-    model = make_checkpoint(path, "gpt_oss", intermediate_size=64)
-    file, found = path / "model.safetensors", {}
-    for name, tensor in load_file(file).items():
-        if not name.endswith(STACKS):
-            found[name] = tensor
-            continue
-        blocks, scales = packed(tensor.transpose(1, 2))
-        found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        assert (floats - tensor).abs().max() < 0.3
-        model.get_parameter(name).data.copy_(floats)
-    save_file(found, file)
-    raw = json.loads((path / "config.json").read_text("utf-8"))
-    raw["quantization_config"] = PUBLISHED | config
-    (path / "config.json").write_text(json.dumps(raw), "utf-8")
-    return model
+from tests.support.quantized_checkpoints import MXFP4, make_mxfp4
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +111,7 @@ def test_a_published_config_is_read() -> None:
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
             "original_max_position_embeddings": 4096, "truncate": False,
         },
-        "quantization_config": PUBLISHED, "sliding_window": 128, "swiglu_limit": 7.0,
+        "quantization_config": MXFP4, "sliding_window": 128, "swiglu_limit": 7.0,
         "tie_word_embeddings": False, "vocab_size": 201088,
     }  # fmt: skip
     config = parse_model_config(raw)
@@ -193,7 +153,7 @@ def test_what_is_not_implemented_is_refused_by_key_and_value(
 
 
 def test_mxfp4_is_for_experts_of_this_family() -> None:
-    raw = {"architectures": ["MixtralForCausalLM"], "quantization_config": PUBLISHED}
+    raw = {"architectures": ["MixtralForCausalLM"], "quantization_config": MXFP4}
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     counts = "num_hidden_layers", "num_attention_heads", "num_local_experts", "num_experts_per_tok"
     sizes |= dict.fromkeys(counts, 2)
@@ -216,7 +176,7 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
 def test_floats_where_the_config_says_mxfp4_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gpt_oss")
     raw = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    raw["quantization_config"] = PUBLISHED
+    raw["quantization_config"] = MXFP4
     (tmp_path / "config.json").write_text(json.dumps(raw), "utf-8")
     with pytest.raises(WeightLoadError, match=r"missing: .*down_proj_blocks"):
         quantized(tmp_path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoengine.errors import RequestError
+from nanoengine.errors import ConfigError, RequestError
 from nanoengine.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.processors import either
+from tests.support.quantized_checkpoints import make_mxfp4
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
 SMALL = {
@@ -24,6 +26,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{family: (family, {}, {"attention_backend": "cpu"}) for family in FAMILIES},
     "one KV head": ("qwen2", {"num_key_value_heads": 1}, {"attention_backend": "naive"}),
     "overlapped": ("qwen3", {}, {"overlap": True}),
+    "experts in int4": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 64, "intermediate_size": 128},
+        {"quantization": "int4_weight_only"},
+    ),
     "int4": (
         "llama",
         {"intermediate_size": 128},
@@ -92,3 +99,18 @@ def check(case: str) -> None:
     with pytest.raises(RequestError, match="can't be sent to a rank"):
         two.add_request("a", [5], SamplingParams(logits_processors=[lambda ids, x: x]))
     two.close()
+
+
+@pytest.mark.usefixtures("thread_ranks")
+def test_two_ranks_share_experts_in_mxfp4(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path)
+    one, two = (make_engine(str(tmp_path), tensor_parallel_size=n, **SMALL) for n in (1, 2))
+    prompts, params = random_prompts(3, [1, 7, 16]), greedy(12)
+    assert tokens(run(two, prompts, params)) == tokens(run(one, prompts, params))
+    two.close()
+
+
+def test_ranks_that_would_cut_a_scale_in_two_are_refused(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, intermediate_size=96)
+    with pytest.raises(ConfigError, match="a rank's part of 48 cuts through them"):
+        make_engine(str(tmp_path), tensor_parallel_size=2, **SMALL)

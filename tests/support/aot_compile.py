@@ -31,9 +31,11 @@ from triton.runtime.jit import create_function_from_signature
 from nanoengine.attention import triton as backend_module
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
+from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling
 from nanoengine.kernels import triton_layers as layer_kernels
-from nanoengine.layers import triton_linear
+from nanoengine.layers import triton_experts, triton_linear
+from nanoengine.layers.triton_experts import TritonExperts
 from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
@@ -56,7 +58,8 @@ def caught_launches():
     """Fills the list that it gives with (kernel, arguments, options) in place of launching."""
     caught, originals = [], []
     for module in (
-        store_kernels, kernels, uniform, layer_kernels, triton_gemm, triton_rows, triton_sampling
+        store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels, triton_rows,
+        triton_sampling,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -89,8 +92,9 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             backend.attend(case.q, case.cache, case.batch)
         if what == "all":
             run_layers(dtype)
-            triton_linear._arch = lambda device: arch
+            triton_linear.arch_of = triton_experts.arch_of = lambda device: arch
             run_linear(dtype)
+            run_experts(dtype)
             run_sampling(dtype)
             run_rows(block_size)
     return caught
@@ -123,6 +127,20 @@ def run_linear(dtype, hidden=4096, inner=12288):
     if dtype != torch.float32:
         gates = triton_linear.gate_config(90, len(x), inner, dtype)
         assert gates == triton_linear.gemm_config(90, inner, True, dtype)
+
+
+def run_experts(dtype, hidden=2048, inner=768, experts=128, taken=8):
+    """A mixture of experts with biases."""
+    mixture = TritonExperts.__new__(TritonExperts)
+    mixture.activation, mixture.all_reduce = "silu", lambda tensor: tensor
+    mixture.edges = torch.arange(experts + 1)
+    mixture.gate_up = torch.zeros(experts, 2 * inner, hidden, dtype=dtype)
+    mixture.down = torch.zeros(experts, hidden, inner, dtype=dtype)
+    mixture.gate_up_bias = torch.zeros(experts, 2 * inner, dtype=dtype)
+    mixture.down_bias = torch.zeros(experts, hidden, dtype=dtype)
+    ids = torch.arange(2 * taken).view(2, taken)
+    mixture.router = lambda x: (torch.zeros(2, taken, dtype=dtype), ids)
+    mixture(torch.zeros(2, hidden, dtype=dtype))
 
 
 def run_sampling(dtype, size=151936):
@@ -212,8 +230,8 @@ def counted(ptx):
 def name_of(kernel, options):
     """The kernel's name; kernels of several kinds of code have a name for each."""
     name = kernel.__name__
-    if name == "gemm_kernel" and options["ACTIVATION"]:
-        return "gated_gemm_kernel"
+    if name in ("gemm_kernel", "expert_gemm_kernel") and options["ACTIVATION"]:
+        return f"gated_{name}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
     return name

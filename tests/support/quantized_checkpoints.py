@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from nanoengine.layers.quantized_weight import E2M1
 from tests.support.checkpoints import make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -168,3 +170,45 @@ def write_quantized(
     (quantized / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     save_file(stored, quantized / "model.safetensors")
     return floats
+
+
+# --- MXFP4 ----------------------------------------------------------------------------------------
+
+STACKS = ("gate_up_proj", "down_proj")
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+"""`quantization_config` of the published checkpoints of gpt-oss."""
+
+
+def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stacked matrices [E, outputs, inputs] as blocks of codes and their scales: the nearest."""
+    groups = weight.unflatten(2, (-1, 32))
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+    numbers = torch.tensor(E2M1) / 2
+    scaled = groups / torch.exp2(exponents).unsqueeze(-1)
+    codes = (scaled.unsqueeze(-1) - numbers).abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+def make_mxfp4(path: Path, *, intermediate_size: int = 64) -> torch.nn.Module:
+    """Writes a checkpoint with MXFP4 experts; the model that transformers makes of its floats."""
+    model = make_checkpoint(path, "gpt_oss", intermediate_size=intermediate_size)
+    file, found = path / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith(STACKS):
+            found[name] = tensor
+            continue
+        blocks, scales = packed(tensor.transpose(1, 2))
+        found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert (floats - tensor).abs().max() < 0.3
+        model.get_parameter(name).data.copy_(floats)
+    save_file(found, file)
+    raw = json.loads((path / "config.json").read_text("utf-8"))
+    raw["quantization_config"] = MXFP4
+    (path / "config.json").write_text(json.dumps(raw), "utf-8")
+    return model

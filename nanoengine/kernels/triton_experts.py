@@ -1,0 +1,102 @@
+"""The experts of a step on a GPU: products whose rows each have a weight of their own, in Triton.
+
+    rows sorted by expert    a a a a a | b | c c c         starts: 0, 5, 6, 9
+    tiles of M = 4 rows      [a a a a][a][b][c c c]        an expert's first tile: start // M + e
+
+Called by `layers/triton_experts.py` alone. The grid is made for the most tiles that there can be,
+and each program finds its expert by counting starts, so nothing waits for the host and a launch may
+be captured in a CUDA graph. Each output is one sum over the inputs in tiles of a fixed size: a row
+has the same bits alone and among others.
+
+The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
+have not run on a GPU yet.
+
+Source: grouped products over sorted rows are MegaBlocks' (Gale et al., arXiv 2211.15841).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanoengine.kernels.triton_gemm import load_tile
+from nanoengine.kernels.triton_layers import gated
+
+
+@triton.jit(do_not_specialize_on_alignment=["order", "starts"])
+def expert_gemm_kernel(
+    out, x, weight, bias, order, starts,
+    X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, SORTED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out [R, OUT] = each row of x times weight [E, OUT, IN] of its expert, + bias [E, OUT]. Grid:
+    [R // M + E, OUT / N rounded up].
+
+    order [R]: the pair of token and choice, token * TAKEN + choice, that each sorted row is;
+    starts [E + 1]. SORTED: x has the sorted rows, and results go to their pairs' places. Else x has
+    the tokens' rows, and results stay sorted. ACTIVATION, if not "": weight is [E, 2 OUT, IN], gate
+    first, bias [E, 2 OUT], and out is that gate. WIDTH: E rounded up to a power of two.
+    """
+    tile = tl.program_id(0)
+    experts = tl.arange(0, WIDTH)
+    firsts = tl.load(starts + experts, mask=experts < EXPERTS, other=0)
+    before = (experts < EXPERTS) & (firsts // M + experts <= tile)
+    expert = tl.sum(before.to(tl.int32), 0) - 1
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
+    row = first + (tile - first // M - expert) * M
+    if row < last:
+        rows = row + tl.arange(0, M)
+        pairs = tl.load(order + rows, mask=rows < last, other=0)
+        columns = tl.program_id(1) * N + tl.arange(0, N)
+        if SORTED:
+            sources, places = rows, pairs
+        else:
+            sources, places = pairs // TAKEN, rows
+        inside = (rows < last)[:, None]
+        parts = 1 if ACTIVATION == "" else 2
+        own = weight + expert.to(tl.int64) * (parts * OUT * IN)
+        acc = tl.zeros([M, N], tl.float32)
+        up_acc = tl.zeros([M, N], tl.float32)
+        x_rows = x + sources.to(tl.int64)[:, None] * X_ROW
+        for start in range(0, IN, K):
+            inputs = start + tl.arange(0, K)
+            left = tl.load(
+                x_rows + inputs[None, :], mask=inside & (inputs < IN)[None, :], other=0.0
+            )
+            right = load_tile(own, columns, inputs, OUT, IN, IN, IN % K == 0)
+            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+            if ACTIVATION != "":
+                up = load_tile(own + OUT * IN, columns, inputs, OUT, IN, IN, IN % K == 0)
+                up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
+        if BIAS:
+            added = bias + expert * (parts * OUT) + columns
+            acc += tl.load(added, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
+            if ACTIVATION != "":
+                more = tl.load(added + OUT, mask=columns < OUT, other=0.0).to(tl.float32)
+                up_acc += more[None, :]
+        result = acc.to(out.dtype.element_ty)
+        if ACTIVATION != "":
+            up_result = up_acc.to(out.dtype.element_ty).to(tl.float32)
+            result = gated(result.to(tl.float32), up_result, ACTIVATION, out.dtype.element_ty)
+        place = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
+        tl.store(place, result, mask=inside & (columns < OUT)[None, :])
+
+
+@triton.jit
+def add_experts_kernel(
+    out, results, weights, SIZE: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """out [T, SIZE] = sum of results [T, k, SIZE] times weights [T, k]. Grid: [T, SIZE / WIDTH
+    rounded up]. Added in float32 in the order of choices, each rounded before as by itself."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = columns < SIZE
+    total = tl.zeros([WIDTH], tl.float32)
+    for choice in range(TAKEN):
+        pair = token * TAKEN + choice
+        result = tl.load(results + pair * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weights + pair).to(tl.float32)
+        total += (result * weight).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * SIZE + columns, total.to(out.dtype.element_ty), mask=mask)
