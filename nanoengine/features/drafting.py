@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Sequence
+from nanoengine.draft_config import MOST_DRAFTS
 from nanoengine.observe.metrics import step_seconds
 
 MARGIN = 1.02
@@ -76,23 +77,33 @@ class Acceptance:
     """How often drafts are right, by kind and place; older ones count less and less.
 
     Args:
-        prior: (kind, place) -> the share that is assumed, with the weight of `weight` drafts.
+        weight: as many drafts weigh as much as what is assumed of them.
         window: about how many drafts count.
     """
 
-    def __init__(self, prior: Callable[[int, int], float], *, weight: float, window: float) -> None:
-        self._prior, self._weight, self._keep = prior, weight, 1 - 1 / window
-        self._counts: dict[tuple[int, int], tuple[float, float]] = {}  # right ones, all
+    def __init__(self, *, weight: float, window: float) -> None:
+        self._weight, self._keep = weight, 1 - 1 / window
+        self._counts: dict[int, list[tuple[float, float]]] = {}  # by kind, place: right ones, all
 
-    def rate(self, kind: int, place: int) -> float:
-        """The share of drafts that are right at this place, those before them being right."""
-        right, tried = self._counts.get((kind, place), (0.0, 0.0))
-        return (right + self._weight * self._prior(kind, place)) / (tried + self._weight)
+    def rates(self, kind: int, assumed: SequenceOf[float]) -> list[float]:
+        """The share of drafts that are right at each place, those before them being right; where
+        there were none, what is assumed."""
+        weight = self._weight
+        found = [
+            (right + weight * share) / (tried + weight)
+            for (right, tried), share in zip(self._counts.get(kind, ()), assumed, strict=False)
+        ]
+        found += assumed[len(found) :]
+        return found
 
-    def add(self, kind: int, place: int, is_right: bool) -> None:
-        """Counts one draft."""
-        right, tried = self._counts.get((kind, place), (0.0, 0.0))
-        self._counts[kind, place] = (right * self._keep + is_right, tried * self._keep + 1)
+    def add(self, kind: int, num_drafts: int, num_right: int) -> None:
+        """Counts the drafts of one step, up to the first wrong one."""
+        counts = self._counts.setdefault(kind, [])
+        for place in range(min(num_drafts, num_right + 1)):
+            if place == len(counts):
+                counts.append((0.0, 0.0))
+            right, tried = counts[place]
+            counts[place] = (right * self._keep + (place < num_right), tried * self._keep + 1)
 
 
 class StepCost:
@@ -221,8 +232,7 @@ class Drafting:
     _num_asleep: int = 0
 
     def __post_init__(self) -> None:
-        priors = self.drafter.priors
-        self.overall = Acceptance(lambda kind, place: priors[kind], weight=4, window=200)
+        self.overall = Acceptance(weight=4, window=200)
 
     # --- the Proposer -------------------------------------------------------------------------
 
@@ -254,13 +264,18 @@ class Drafting:
             self._num_drafted_steps = 0
             return counts
         guessed, gains = [], []
+        assumed: dict[int, list[float]] = {}  # by kind: what the engine has seen in all sequences
         for i, (seq, guess) in enumerate(zip(sequences, guesses, strict=True)):
             left = seq.max_num_tokens - seq.num_tokens - 1
             if guess.count and left > 0:
                 one = self._asked[seq.row] = self._track(seq)
                 one.kind = guess.kind
                 guessed.append(i)
-                gains.append(_gains(one.acceptance, guess.kind, min(guess.count, left)))
+                if guess.kind not in assumed:
+                    priors = [self.drafter.priors[guess.kind]] * MOST_DRAFTS
+                    assumed[guess.kind] = self.overall.rates(guess.kind, priors)
+                rates = one.acceptance.rates(guess.kind, assumed[guess.kind])
+                gains.append(_gains(rates[: min(guess.count, left)]))
         if not guessed:
             return counts
         best = best_counts(
@@ -305,7 +320,7 @@ class Drafting:
     def _track(self, seq: Sequence) -> Tracked:
         one = self._tracked.get(seq.seq_id)
         if one is None:
-            acceptance = Acceptance(self.overall.rate, weight=3, window=16)
+            acceptance = Acceptance(weight=3, window=16)
             one = self._tracked[seq.seq_id] = Tracked(seq=seq, acceptance=acceptance)
         return one
 
@@ -330,16 +345,15 @@ class Drafting:
             self.drafter.forget_ended()
 
     def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
-        for place in range(min(num_drafts, num_right + 1)):
-            for acceptance in (one.acceptance, self.overall):
-                acceptance.add(one.kind, place, place < num_right)
+        for acceptance in (one.acceptance, self.overall):
+            acceptance.add(one.kind, num_drafts, num_right)
 
 
-def _gains(acceptance: Acceptance, kind: int, count: int) -> list[float]:
+def _gains(rates: SequenceOf[float]) -> list[float]:
     """Expected tokens of the first, second, ... draft: the chance that all up to it are right."""
     gains, chance = [], 1.0
-    for place in range(count):
-        chance *= acceptance.rate(kind, place)
+    for rate in rates:
+        chance *= rate
         if chance < FEWEST_GAIN:
             break
         gains.append(chance)

@@ -62,14 +62,13 @@ class NgramIndex:
     def find(self) -> tuple[int, int] | None:
         """(n, position) of the longest n-gram at the end that stood before, and where it went on;
         of several such places the last."""
-        layers = [self] if self._before is None else [self, self._before]
-        for level, (n, bits, _) in enumerate(self._tables):
-            if n > self.num_tokens:
-                continue
-            for index in layers:
-                position = index._tables[level][2].get(self._window & bits)
-                if position is not None:
-                    return n, position
+        before = self._tables if self._before is None else self._before._tables
+        window = self._window
+        for (n, bits, table), (_, _, table_before) in zip(self._tables, before, strict=True):
+            key = window & bits
+            position = table.get(key) or table_before.get(key)  # none is 0: it has n tokens before
+            if position and n <= self.num_tokens:
+                return n, position
         return None
 
 

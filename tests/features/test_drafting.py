@@ -269,12 +269,15 @@ def test_costs_are_medians_and_lines_between_them():
 
 
 def test_acceptance_begins_at_the_prior_and_forgets():
-    acceptance = Acceptance(lambda kind, place: 0.5, weight=2, window=10)
-    assert acceptance.rate(0, 0) == 0.5
+    acceptance = Acceptance(weight=2, window=10)
+    assumed = [0.5, 0.6, 0.7]
+    assert acceptance.rates(0, assumed) == assumed
     for _ in range(100):
-        acceptance.add(0, 0, True)
-    assert acceptance.rate(0, 0) > 0.9
-    assert acceptance.rate(0, 1) == acceptance.rate(1, 0) == 0.5
+        acceptance.add(0, num_drafts=2, num_right=1)
+    first, second, third = acceptance.rates(0, assumed)
+    assert first > 0.9 and second < 0.11 and third == 0.7
+    assert acceptance.rates(1, assumed) == assumed
     for _ in range(30):
-        acceptance.add(0, 0, False)
-    assert acceptance.rate(0, 0) < 0.2
+        acceptance.add(0, num_drafts=2, num_right=0)
+    assert acceptance.rates(0, assumed)[0] < 0.2
+    assert acceptance.rates(0, assumed)[1] == second, "a draft behind a wrong one tells nothing"
