@@ -44,6 +44,8 @@ class LLGuidance:
         try:
             matcher = LLMatcher(self.tables, _source(asked), log_level=0, limits=LIMITS)
             error = matcher.get_error()
+        except RequestError:
+            raise
         except ValueError as raised:
             error = str(raised)
         if error:

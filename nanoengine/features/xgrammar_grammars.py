@@ -1,16 +1,19 @@
 """Grammars by xgrammar: `grammar_backend="xgrammar"`. No other file imports it.
 
-A schema takes some 25 ms to compile, a mask a few us, because most of it is computed ahead.
+A schema takes some 25 ms to compile, a mask a few us, because most of it is computed ahead. What
+the library does not enforce of JSON Schema it ignores, so `require_enforced` refuses it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xgrammar
 
+from nanoengine.checks import shown
 from nanoengine.errors import RequestError
 from nanoengine.structured_outputs import StructuredOutputs
 from nanoengine.tokenizer import Tokenizer
@@ -34,12 +37,15 @@ class XGrammar:
         """
         try:
             compiled = self._compile(asked)
+        except RequestError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise RequestError(f"structured_outputs can't be compiled: {error}") from error
         return XGrammarGrammar(xgrammar.GrammarMatcher(compiled), self.eos_token_ids)
 
     def _compile(self, asked: StructuredOutputs) -> xgrammar.CompiledGrammar:
         if asked.schema is not None:
+            require_enforced(json.loads(asked.schema))
             return self.compiler.compile_json_schema(
                 asked.schema,
                 any_whitespace=asked.whitespace,
@@ -56,6 +62,64 @@ class XGrammar:
         """See `GrammarLibrary`."""
         for i, grammar in enumerate(grammars):
             grammar.matcher.fill_next_token_bitmask(masks, i)
+
+
+ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+ENFORCED: dict[str, set[str]] = {
+    "object": {"properties", "required", "additionalProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "string": {"format"},
+    "integer": BOUNDS,
+    "number": BOUNDS,
+    "boolean": set(),
+    "null": set(),
+}
+"""By type: the keywords whose random texts were all valid. Beside them, `$ref`, `anyOf`, `enum` and
+`const` stand alone; an enum or const may say its type."""
+
+
+def require_enforced(schema: Any) -> None:
+    """Raises RequestError for what the library would compile and not obey."""
+    if not isinstance(schema, dict):
+        return
+    inner = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    keys = schema.keys() - ANNOTATIONS - inner.keys()
+    kind = schema.get("type")
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    alone = keys & {"$ref", "anyOf", "enum", "const"}
+    if alone:
+        typed = values and isinstance(kind, str) and all(_is_of(kind, one) for one in values)
+        wrong = keys - {min(alone)} - ({"type"} if typed else set())
+    elif isinstance(kind, str):
+        wrong = keys - {"type"} - ENFORCED.get(kind, set())
+        wrong |= {"required"} if set(schema.get("required", ())) - schema.get(
+            "properties", {}
+        ).keys() else set()  # fmt: skip
+    else:
+        wrong = keys
+    if wrong:
+        raise RequestError(
+            "structured_outputs can't be compiled: xgrammar does not enforce"
+            f" {', '.join(sorted(wrong))} here: {shown(schema)}; llguidance may"
+        )
+    for named in (*inner.values(), schema.get("properties", {})):
+        for one in named.values():
+            require_enforced(one)
+    for one in (
+        schema.get("items"),
+        schema.get("additionalProperties"),
+        *schema.get("prefixItems", ()),
+        *schema.get("anyOf", ()),
+    ):
+        require_enforced(one)
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    types = {"string": str, "integer": int, "number": int | float, "boolean": bool}
+    return isinstance(value, types.get(kind, type(None))) and (
+        isinstance(value, bool) == (kind == "boolean")
+    )
 
 
 class XGrammarGrammar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoengine import MissingDependencyError, RequestError, SamplingParams, StructuredOutputs
+from nanoengine import (
+    LLM,
+    DiskTier,
+    HostTier,
+    MissingDependencyError,
+    RequestError,
+    SamplingParams,
+    StructuredOutputs,
+)
+from nanoengine.core.sequence import Request
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
-from tests.support.engines import make_engine, run
-from tests.support.grammars import EOS, Rows, text_checkpoint, text_tokenizer
+from tests.support.engines import make_engine, random_prompts, run, tokens
+from tests.support.grammars import EOS, VOCAB_SIZE, Rows, text_checkpoint, text_tokenizer
 
-llguidance = pytest.mark.extra
 LIBRARIES = ["llguidance", "xgrammar"]
 
 
@@ -224,6 +233,36 @@ def check_schemas(library: str, schemas: list[dict[str, Any]], whitespace: bool,
 
 
 @pytest.mark.extra
+def test_of_xgrammar_what_it_takes_is_valid_and_the_rest_refused_by_name() -> None:
+    needs("xgrammar")
+    needs("jsonschema")
+    from nanoengine.features.xgrammar_grammars import require_enforced
+
+    counts, refused = [], []
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(SCHEMAS, min_size=ROWS, max_size=ROWS), st.integers(0, 99))
+    def check(schemas: list[dict[str, Any]], seed: int) -> None:
+        taken = []
+        for schema in schemas:
+            try:
+                require_enforced(schema)
+                taken.append(schema)
+            except RequestError as error:
+                refused.append(str(error))
+        if taken:
+            counts.append(check_schemas("xgrammar", taken, False, seed))
+
+    check()
+    assert sum(counts) > 60
+    assert any("does not enforce maxLength" in message for message in refused)
+    for schema in ({"uniqueItems": True, "type": "array"}, {"not": {}}, {"minLength": 3}):
+        params = SamplingParams(structured_outputs={"json": schema})
+        with pytest.raises(RequestError, match=f"does not enforce {min(schema.keys() - {'type'})}"):
+            Rows([params], "xgrammar")
+
+
+@pytest.mark.extra
 def test_every_complete_text_of_hundreds_of_schemas_is_valid() -> None:
     needs("llguidance")
     needs("jsonschema")
@@ -237,3 +276,205 @@ def test_every_complete_text_of_hundreds_of_schemas_is_valid() -> None:
     check()
     assert len(counts) * ROWS >= 300
     assert sum(counts) > len(counts) * ROWS * 0.8, "most were meant to be complete"
+
+
+FORMS = {
+    "json": ({"json": {"type": "array", "items": {"enum": ["a", "the", 12]}, "minItems": 1}},
+             r'\[("a"|"the"|12)(,("a"|"the"|12))*\]'),
+    "whitespace": ({"json": {"enum": [[1, 2]]}, "whitespace": True}, r"\[\s*1\s*,\s*2\s*\]"),
+    "json_object": ({"json_object": True}, r"(?s)\{.*\}"),
+    "regex": ({"regex": "(the|an?d) [0-9]{2,5}"}, r"(the|an?d) [0-9]{2,5}"),
+    "choice": ({"choice": ["yes", "no", 'q" and\n', "é"]}, '(?s)yes|no|q" and\n|é'),
+}  # fmt: skip
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("form", [*FORMS, "grammar"])
+def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str, library: str) -> None:
+    needs(library)
+    if form == "grammar":
+        lark, ebnf = 'start: "x" y\ny: "abc" | "def"+', 'root ::= "x" ("abc" | ("def")+)'
+        fields, pattern = {"grammar": lark if library == "llguidance" else ebnf}, "x(abc|(def)+)"
+    else:
+        fields, pattern = FORMS[form]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=80, structured_outputs=fields)
+        for temperature in (0.0, 1.0, 1.0, 2.0)
+    ]
+    straight, broken = Rows(params, library, seed=3), Rows(params, library, seed=3)
+    for rows in (straight, broken):
+        while rows.running:
+            rows.step(ENDS)
+            if rows is broken:
+                for row in rows.running[::2]:
+                    rows.admit(row)  # as after a preemption
+    assert straight.outputs == broken.outputs
+    texts = [text for row in range(len(params)) if (text := straight.text(row)) is not None]
+    assert len(texts) > 1
+    assert not straight.errors
+    for text in texts:
+        assert re.fullmatch(pattern, text), text
+        if "json" in form:
+            json.loads(text)
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "sting"}}, "sting"),
+        ({"json": {"$ref": "#/$defs/a"}}, "a"),
+        ({"regex": "(("}, "parse|Regex"),
+        ({"grammar": "start: x"}, "x|EBNF"),
+    ],
+)
+def test_what_cant_be_compiled_is_an_error_of_its_prompt_alone(
+    fields: dict[str, Any], message: str, library: str
+) -> None:
+    needs(library)
+    bad = SamplingParams(max_tokens=3, structured_outputs=fields)
+    good = SamplingParams(max_tokens=9, structured_outputs={"choice": ["the"]})
+    with LLM(text_checkpoint(), kv_cache_gib=0.01, grammar_backend=library) as llm:
+        first, second = llm.generate(["x", "x"], [bad, good], use_tqdm=False, on_error="record")
+        with pytest.raises(RequestError, match=rf"^prompt 0: .*({message})"):
+            llm.generate("x", bad, use_tqdm=False)
+    assert first.error is not None
+    assert re.search(message, first.error)
+    assert (second.outputs[0].text, second.outputs[0].finish_reason) == ("the", "stop")
+
+
+@pytest.mark.extra
+def test_other_parameters_choose_within_the_grammar() -> None:
+    needs("llguidance")
+    vocab = text_tokenizer().get_vocab()
+    yes_or_no = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9}
+    cases: list[tuple[dict[str, Any], str | None, str | None]] = [
+        ({"logit_bias": {vocab["n"]: 100.0}}, "no", "stop"),
+        ({"bad_words": ["y"], "temperature": 0}, "no", "stop"),
+        ({"min_tokens": 9, "logit_bias": {vocab["y"]: 100.0}}, "yes", "stop"),
+        ({"stop": "e", "logit_bias": {vocab["y"]: 100.0}}, "y", "stop"),
+        ({"max_tokens": 2, "logit_bias": {vocab["y"]: 100.0}}, "ye", "length"),
+        ({"allowed_token_ids": [5]}, None, "error"),
+    ]
+    params = [SamplingParams(**yes_or_no | fields) for fields, _, _ in cases]
+    with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
+        outputs = llm.generate(["a"] * len(cases), params, use_tqdm=False)
+        for output, (_, text, reason) in zip(outputs, cases, strict=True):
+            completion = output.outputs[0]
+            assert completion.finish_reason == reason
+            assert completion.text == (text or "")
+            assert (output.error is not None) == (reason == "error")
+
+
+# --- no feature shows -----------------------------------------------------------------------------
+
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "the name": {"enum": ["Tom", "the dog", "and"]},
+        "and": {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 3},
+    },
+    "required": ["the name", "and"],
+    "additionalProperties": False,
+}
+PROMPTS = random_prompts(6, [1, 9, 20, 33], vocab_size=VOCAB_SIZE)
+
+
+def work() -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            max_tokens=40,
+            seed=i,
+            n=2 if i % 3 == 2 else 1,
+            temperature=0.0 if i % 3 == 0 else 1.0,
+            structured_outputs={"json": OBJECT} if i % 2 else {"regex": "(the|and| )+[a-z]{3}"},
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+def check_texts(requests: list[Request]) -> None:
+    import jsonschema
+
+    complete = 0
+    for request in requests:
+        asked = request.params.structured_outputs
+        for seq in request.sequences:
+            assert seq.finish_reason in ("stop", "length")
+            if seq.finish_reason == "stop":
+                text = text_tokenizer().decode(seq.output_token_ids[:-1])
+                complete += 1
+                if asked.json is not None:
+                    jsonschema.validate(json.loads(text), OBJECT)
+                else:
+                    assert re.fullmatch(asked.regex, text)
+    assert complete >= 3
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_chunks_tiers_and_loops_do_not_show(
+    library: str, overlap: bool, tmp_path: Any
+) -> None:
+    needs(library)
+    needs("jsonschema")
+    options: dict[str, Any] = {"grammar_backend": library, "block_size": 8}
+    expected = run(make_engine(text_checkpoint(), **options), PROMPTS, work())
+    check_texts(expected)
+    tiers = [HostTier(gib=0.0005, policy="load"), DiskTier(tmp_path, gib=0.01, policy="load")]
+    for others in ({"num_kv_blocks": 13}, {"num_kv_blocks": 13, "kv_tiers": tiers}):
+        engine = make_engine(
+            text_checkpoint(), overlap=overlap, long_prefill_threshold=7, **options, **others
+        )
+        assert tokens(run(engine, PROMPTS, work())) == tokens(expected)
+        assert engine.stats().preemptions > 0
+        engine.close()
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -> None:
+    needs("llguidance")
+    params = [replace(one, n=1) for one in work()]
+    expected = run(make_engine(text_checkpoint()), PROMPTS, params)
+    engine = make_engine(text_checkpoint(), overlap=overlap, block_size=8)
+    requests = [engine.add_request(str(i), PROMPTS[i], one) for i, one in enumerate(params)]
+    num_drafted = 0
+    while engine.has_unfinished():
+        engine.step()
+        engine.settle()
+        for seq in engine.scheduler.running:
+            if seq.num_output_tokens and seq.num_tokens - seq.num_computed_tokens == 1:
+                room = seq.max_num_tokens - seq.num_tokens - 1
+                forced = engine.executor.sampler.forced_tokens(seq.row)
+                if seq.num_output_tokens % 3 == 1:
+                    forced = [*forced, 7]  # a wrong one
+                seq.draft_token_ids = tuple(forced[:room])
+                num_drafted += len(seq.draft_token_ids)
+    assert tokens(requests) == tokens(expected)
+    assert num_drafted > 30
+
+
+@pytest.mark.extra
+def test_a_grammar_that_allows_everything_does_not_show() -> None:
+    needs("llguidance")
+    ascii_ids = [
+        i for entry, i in text_tokenizer().get_vocab().items() if entry.isascii() and i > 2
+    ]
+    plain = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=ascii_ids)
+    anything = replace(plain, structured_outputs=StructuredOutputs(regex="(?s:.*)"))
+    expected = tokens(run(make_engine(text_checkpoint()), PROMPTS, plain))
+    for options in (
+        {},
+        {"overlap": True},
+        {"attention_backend": "cpu", "dtype": "float32"},
+        {"block_size": 8, "num_kv_blocks": 22},
+        {"long_prefill_threshold": 7, "max_num_seqs": 2},
+    ):
+        engine = make_engine(text_checkpoint(), **options)
+        found = run(engine, PROMPTS, [anything, plain] * 3)
+        assert tokens(found) == expected
