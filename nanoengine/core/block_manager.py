@@ -384,3 +384,7 @@ class BlockManager:
                 for block_id, prefix in zip(table, seq.prefixes, strict=False):
                     assert self.pool.blocks[block_id].prefix in (None, prefix), seq
         self.prefix_cache.check()
+
+
+if __name__ == "__main__":
+    __import__("runpy").run_module("nanoengine.core.demos.block_manager")["main"]()

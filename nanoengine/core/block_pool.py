@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 from typing import Protocol
 
-from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.core.prefixes import Prefix
 
 NULL_BLOCK = 0
 
@@ -88,6 +88,7 @@ class BlockPool:
     the `num_states` behind them a state each; ids are unique, so only `allocate` asks for a kind.
     Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
+    >>> from nanoengine.core.prefixes import pack
     >>> pool, prefix = BlockPool(num_blocks=4), Prefix(b"a", None, pack([5, 6]))
     >>> pool.allocate(2)
     [1, 2]
@@ -419,27 +420,5 @@ class BlockPool:
         return "".join(mark(block) for block in self.blocks)
 
 
-def _demo() -> None:
-    pool = BlockPool(num_blocks=12)
-    print(f"{pool}  a new pool: the null block and 11 empty ones")
-    table = pool.allocate(4)
-    print(f"{pool}  a prompt takes blocks {table}")
-    first = Prefix(bytes([1]), None, pack([0]))
-    second = Prefix(bytes([2]), first, pack([1]))
-    pool.register(table[:3], 0, [first, second, Prefix(bytes([3]), second, pack([2]))])
-    pool.share(table)
-    print(f"{pool}  a fork shares them")
-    pool.free(reversed(table))
-    pool.free(reversed(table))
-    print(f"{pool}  both end: three full blocks stay cached, the partial one is empty")
-    hit = pool.lookup(0, first)
-    assert hit is not None
-    pool.touch([hit])
-    print(f"{pool}  a new prompt hits block {hit}")
-    pool.allocate(9)
-    print(f"{pool}  nine more: the empty ones first, then block 3, the tail, is evicted")
-    pool.check()
-
-
 if __name__ == "__main__":
-    _demo()
+    __import__("runpy").run_module("nanoengine.core.demos.block_pool")["main"]()

@@ -307,8 +307,8 @@ class Scheduler:
             ):
                 ahead.pass_over(seq, "policy")
                 break  # Why: what is full soon is so for those behind, too.
-            num_new = min(num_new, admission.max_chunk)
-            num_new = min(num_new, budget, self.long_prefill_threshold or budget)
+            threshold = self.long_prefill_threshold or budget
+            num_new = min(num_new, budget, admission.max_chunk, threshold)
             rows_kept += forks
             if admission.reason:
                 plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")
@@ -475,3 +475,7 @@ class Scheduler:
         assert [s.order for s in self.running] == sorted(s.order for s in self.running)
         for seq in self.running:
             assert seq.num_computed_tokens <= seq.num_tokens + len(seq.draft_token_ids), seq
+
+
+if __name__ == "__main__":
+    __import__("runpy").run_module("nanoengine.core.demos.scheduler")["main"]()
