@@ -131,7 +131,7 @@ def model_lines(
     model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> list[str]:
     """The model's shape, and what its KV cache costs."""
-    from nanoengine.runner.kv_cache import block_bytes, state_bytes_of
+    from nanoengine.runner.kv_cache import block_bytes, state_bytes
 
     token_bytes = block_bytes(
         block_size=1,
@@ -140,7 +140,8 @@ def model_lines(
         num_layers=model.num_hidden_layers - (len(model.states.layers) if model.states else 0),
         dtype=kv_dtype,
     )
-    state_bytes = state_bytes_of(model, dtype)
+    states = model.states
+    size = state_bytes([states] * len(states.layers), dtype) if states else 0
     windows = {window for window in model.sliding_windows if window is not None}
     moe = model.moe
     return [
@@ -156,10 +157,10 @@ def model_lines(
         f" {2**30 // token_bytes:,} tokens a GiB",
         *(
             [
-                f"state: {state_bytes:,} bytes a sequence in {len(model.states.layers)} layers, as"
-                f" much as {state_bytes / token_bytes:,.0f} tokens"
+                f"state: {size:,} bytes a sequence in {len(states.layers)} layers, as much as"
+                f" {size / token_bytes:,.0f} tokens"
             ]
-            if model.states
+            if states
             else []
         ),
     ]

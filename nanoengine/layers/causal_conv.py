@@ -11,6 +11,8 @@ Legend: T tokens, N tokens of one sequence, C channels, W kernel, S states.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from nanoengine.batch import Span
@@ -20,11 +22,23 @@ from nanoengine.layers.layer import Layer, empty_parameter
 
 
 class CausalConv(Layer):
-    """The weights [W, C], and the states [S, W - 1, C] that `bind` gives it."""
+    """The weights [W, C], and the states [S, W - 1, C] that `bind` gives it.
 
-    def __init__(self, kernel: int, channels: int, *, bias: bool, context: ModelContext) -> None:
+    Args:
+        picked: how many channels the checkpoint has, and which of them this rank takes, [C].
+    """
+
+    def __init__(
+        self,
+        kernel: int,
+        channels: int,
+        *,
+        bias: bool,
+        picked: tuple[int, torch.Tensor],
+        context: ModelContext,
+    ) -> None:
         super().__init__()
-        self.shape = (kernel, channels)
+        self.shape, self.picked = (kernel, channels), picked
         self.weight = empty_parameter(self.shape, context.dtype, context.device)
         self.bias = empty_parameter((channels,), context.dtype, context.device) if bias else None
         self.states = torch.empty(0)
@@ -61,13 +75,17 @@ class CausalConv(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """Checkpoints hold the weight as [C, 1, W]."""
-        kernel, channels = self.shape
-        slots = {
-            f"{path}.weight": WeightSlot(
-                shape=(channels, 1, kernel),
-                store=lambda weight: self.weight.copy_(weight.squeeze(1).T),
-            )
-        }
+        channels, picked = self.picked
+        tensors = {"weight": self.weight.T.unsqueeze(1)}
         if self.bias is not None:
-            slots[f"{path}.bias"] = WeightSlot(shape=(channels,), store=self.bias.copy_)
-        return slots
+            tensors["bias"] = self.bias
+
+        def store(tensor: torch.Tensor, stored: torch.Tensor) -> None:
+            tensor.copy_(stored[picked.to(stored.device)])
+
+        return {
+            f"{path}.{name}": WeightSlot(
+                shape=(channels, *tensor.shape[1:]), store=partial(store, tensor)
+            )
+            for name, tensor in tensors.items()
+        }

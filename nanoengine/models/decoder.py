@@ -224,12 +224,9 @@ class CausalLM(Layer):
             "vocab_size": config.vocab_size,
             "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
             "shared_expert_intermediate_size": config.moe.shared_size if config.moe else 0,
+            "linear_num_key_heads": config.states.num_key_heads if config.states else 0,
+            "hidden_size": config.states.channels if config.states else 0,
         }
-        if config.states is not None and ranks > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={ranks} is not implemented for {config.architecture}, whose"
-                " layers keep states: use 1"
-            )
         for name, size in sizes.items():
             if size % ranks:
                 raise ConfigError(f"tensor_parallel_size={ranks} must divide {name}={size}")

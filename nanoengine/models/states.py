@@ -11,7 +11,9 @@ Legend: T tokens, L rows of logits, H / G value / key heads, E / V size of a key
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from nanoengine.layers.delta_rule import DeltaInputs, scan, step
 from nanoengine.layers.layer import Layer, empty_parameter
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.models.attention import taken
+from nanoengine.parallel.shard import Shard
 
 
 class StateLayer(Layer):
@@ -34,9 +37,11 @@ class StateLayer(Layer):
 
     Attributes:
         name: of the module in a checkpoint's layer.
+        plan: of this rank's part of the layer.
     """
 
     name = ""
+    plan: StatePlan
 
     def bind(self, states: torch.Tensor) -> None:
         """Gives the layer its slice of all states, [number of states, `StatePlan.size`]."""
@@ -67,31 +72,43 @@ class GatedDeltaNet(StateLayer):
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, hidden = config.states, config.hidden_size
-        assert plan is not None
+        whole, hidden, shard = config.states, config.hidden_size, context.shard
+        assert whole is not None
+        plan = replace(
+            whole,
+            num_key_heads=shard.split(whole.num_key_heads, "linear_num_key_heads"),
+            num_value_heads=shard.split(whole.num_value_heads, "linear_num_value_heads"),
+            channels=shard.split(whole.channels),
+        )
         self.plan, self.eps = plan, config.rms_norm_eps
-        values = plan.num_value_heads * plan.value_dim
-        self.in_proj_qkvz = ByKeyHead(
-            f"{path}.in_proj_qkvz",
-            hidden,
-            {"in_proj_qkv": plan.channels, "in_proj_z": values},
-            merged=plan.merged,
-            context=context,
-            sizes=(plan.key_dim, plan.key_dim, _value_rows(plan), _value_rows(plan)),
+        heads = whole.num_value_heads // whole.num_key_heads
+        sizes = plan.key_dim, plan.key_dim, heads * plan.value_dim
+
+        def pick(name: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, torch.Tensor]]:
+            merged = whole.merged and len(sizes) > 1
+            return pick_rows(name, sizes, whole.num_key_heads, shard, merged=merged)
+
+        channels = pick_rows("", sizes, whole.num_key_heads, shard, merged=False)[""]
+        if whole.merged:
+            picks = pick("in_proj_qkvz", (*sizes, sizes[-1])), pick("in_proj_ba", (heads, heads))
+        else:
+            picks = (
+                pick_rows("in_proj_qkv", sizes, whole.num_key_heads, shard, merged=False)
+                | pick("in_proj_z", sizes[-1:]),
+                pick("in_proj_b", (heads,)) | pick("in_proj_a", (heads,)),
+            )
+        self.in_proj_qkvz, self.in_proj_ba = (
+            PickedLinear(f"{path}.{name}", hidden, rows, context=context)
+            for name, rows in zip(("in_proj_qkvz", "in_proj_ba"), picks, strict=True)
         )
-        heads = plan.num_value_heads
-        self.in_proj_ba = ByKeyHead(
-            f"{path}.in_proj_ba",
-            hidden,
-            {"in_proj_b": heads, "in_proj_a": heads},
-            merged=plan.merged,
-            context=context,
-            sizes=(heads // plan.num_key_heads,) * 2,
+        self.conv1d = CausalConv(
+            plan.kernel, plan.channels, bias=False, picked=channels, context=context
         )
-        self.conv1d = CausalConv(plan.kernel, plan.channels, bias=False, context=context)
-        self.decay = Decay(heads, context)
+        self.decay = Decay(whole.num_value_heads, context)
         self.norm = GateNorm(plan.value_dim, context)
-        self.out_proj = RowParallelLinear(f"{path}.out_proj", values, hidden, context=context)
+        self.out_proj = RowParallelLinear(
+            f"{path}.out_proj", whole.num_value_heads * plan.value_dim, hidden, context=context
+        )
         self.states = torch.empty(0)
 
     def bind(self, states: torch.Tensor) -> None:
@@ -159,8 +176,9 @@ class ShortConv(StateLayer):
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, hidden = config.states, config.hidden_size
+        plan, hidden, shard = config.states, config.hidden_size, context.shard
         assert plan is not None
+        self.plan = replace(plan, channels=shard.split(hidden))
         self.in_proj = MergedLinear(
             f"{path}.in_proj",
             hidden,
@@ -169,7 +187,10 @@ class ShortConv(StateLayer):
             bias=plan.bias,
             context=context,
         )
-        self.conv = CausalConv(plan.kernel, plan.channels, bias=plan.bias, context=context)
+        own = torch.arange(hidden)[shard.slice(hidden, "hidden_size")]
+        self.conv = CausalConv(
+            plan.kernel, len(own), bias=plan.bias, picked=(hidden, own), context=context
+        )
         self.out_proj = RowParallelLinear(
             f"{path}.out_proj", hidden, hidden, bias=plan.bias, context=context
         )
@@ -196,44 +217,83 @@ STATE_LAYERS = {"delta": GatedDeltaNet, "conv": ShortConv}
 """`StatePlan.kind` -> the layer."""
 
 
-def _value_rows(plan: StatePlan) -> int:
-    """Values that belong to one key head."""
-    return plan.num_value_heads // plan.num_key_heads * plan.value_dim
-
-
-class ByKeyHead(MergedLinear):
-    """A MergedLinear that checkpoints may hold as one tensor, ordered key head by key head.
+class PickedLinear(MergedLinear):
+    """A MergedLinear of rows that are picked from the checkpoint's tensors.
 
     Args:
-        sizes: rows that each key head has there of each of the outputs.
+        picks: for each tensor, by its name beside this layer's, how many rows it has, and which of
+            them this rank takes, in what order.
     """
 
-    def __init__(self, *args: object, sizes: tuple[int, ...], **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.sizes = sizes
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        picks: Mapping[str, tuple[int, torch.Tensor]],
+        *,
+        context: ModelContext,
+    ) -> None:
+        taken_rows = {part: len(rows) for part, (_, rows) in picks.items()}
+        whole = dict.fromkeys(picks, Shard())
+        super().__init__(name, in_features, taken_rows, context=context, shards=whole)
+        self.picks = picks
 
-    def _merged_order(self) -> torch.Tensor:
-        rows = torch.arange(sum(self.parts.values())).view(-1, sum(self.sizes))
-        return torch.cat([part.flatten() for part in rows.split(self.sizes, dim=1)])
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        beside, slots, start = path.rpartition(".")[0], {}, 0
+        for name, (size, picked) in self.picks.items():
+            rows = slice(start, start + len(picked))
+            slots |= self._slots(f"{beside}.{name}", size, slice(0, size), rows, picked)
+            start = rows.stop
+        return slots
+
+
+def pick_rows(
+    name: str, sizes: tuple[int, ...], num_heads: int, shard: Shard, *, merged: bool
+) -> dict[str, tuple[int, torch.Tensor]]:
+    """Where the rows are that each key head has of several outputs, for the heads of one rank.
+
+    Args:
+        name: of the tensor that holds them.
+        sizes: rows a key head of each output.
+        merged: the rows of a key head lie together; else those of an output.
+    """
+    heads = shard.slice(num_heads, "linear_num_key_heads")
+    if merged:
+        rows = torch.arange(num_heads * sum(sizes)).view(num_heads, -1)[heads]
+        picked = [part.flatten() for part in rows.split(sizes, dim=1)]
+    else:
+        ends = itertools.accumulate(num_heads * size for size in sizes)
+        picked = [
+            torch.arange(end - num_heads * size, end).view(num_heads, size)[heads].flatten()
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+    return {name: (num_heads * sum(sizes), torch.cat(picked))}
 
 
 class Decay(Layer):
-    """How much each head forgets at a token: a [T, H] -> logarithms [T, H], at most 0."""
+    """How much each head forgets at a token: a [T, H] -> logarithms [T, H], at most 0.
+
+    `num_heads` are those of all ranks.
+    """
 
     def __init__(self, num_heads: int, context: ModelContext) -> None:
         super().__init__()
         wide = torch.promote_types(context.dtype, torch.float32)
-        self.a_log = empty_parameter((num_heads,), wide, context.device)
-        self.dt_bias = empty_parameter((num_heads,), wide, context.device)
+        self.num_heads, self.part = num_heads, context.shard.slice(num_heads, "heads")
+        own = self.part.stop - self.part.start
+        self.a_log = empty_parameter((own,), wide, context.device)
+        self.dt_bias = empty_parameter((own,), wide, context.device)
 
     def forward(self, a: torch.Tensor) -> torch.Tensor:
         return -self.a_log.exp() * F.softplus(a + self.dt_bias)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, shape = path.rpartition(".")[0], tuple(self.a_log.shape)
+        beside, tensors = path.rpartition(".")[0], {"A_log": self.a_log, "dt_bias": self.dt_bias}
         return {
-            f"{beside}.A_log": WeightSlot(shape=shape, store=self.a_log.copy_),
-            f"{beside}.dt_bias": WeightSlot(shape=shape, store=self.dt_bias.copy_),
+            f"{beside}.{name}": WeightSlot(
+                shape=(self.num_heads,), part=(self.part,), store=tensor.copy_
+            )
+            for name, tensor in tensors.items()
         }
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ import torch
 from nanoengine.attention.base import KVLayoutName
 from nanoengine.attention.fp8 import FP8
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.plan import StatePlan
+from nanoengine.core.kv_groups import make_kv_groups
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
 from nanoengine.models.states import StateLayer
-from nanoengine.runner.memory import GIB
+from nanoengine.runner.memory import GIB, blocks_between_snapshots
 from nanoengine.runner.row_buffers import state_slots
 from nanoengine.runner.transfers import ship
 
@@ -55,11 +57,31 @@ def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def state_bytes_of(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one state of a model of `dtype`, over all layers that keep one; 0: none does."""
-    if config.states is None:
-        return 0
-    return len(config.states.layers) * config.states.size * state_dtype_for(dtype).itemsize
+def state_bytes(layers: Iterable[StatePlan], dtype: torch.dtype) -> int:
+    """Bytes of one state of a model of `dtype`, over these layers."""
+    return sum(plan.size for plan in layers) * state_dtype_for(dtype).itemsize
+
+
+def make_groups(
+    config: ModelConfig, *, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[KVGroup, ...]:
+    """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks."""
+    states = config.states
+    if states is None:
+        return make_kv_groups(config.sliding_windows)
+    *groups, _ = make_kv_groups(config.sliding_windows, states.layers)
+    every = blocks_between_snapshots(
+        state_bytes([states] * len(states.layers), dtype),
+        block_bytes(
+            block_size=block_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            num_layers=max(len(group.layers) for group in groups),
+            dtype=kv_dtype,
+        ),
+        block_size,
+    )
+    return make_kv_groups(config.sliding_windows, states.layers, every)
 
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +95,7 @@ class KVCache:
     Args:
         groups: layers that share block tables; the largest sets the number of slices.
         layout: order inside a block, the attention backend's.
-        num_states, state_size, state_dtype: of the state group, numbers a layer.
+        num_states, state_dtype: of the state group; `bind` makes the tensor.
     """
 
     def __init__(
@@ -88,7 +110,6 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_states: int = 0,
-        state_size: int = 0,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         inner = (block_size, num_kv_heads) if layout == "PKD" else (num_kv_heads, block_size)
@@ -96,10 +117,8 @@ class KVCache:
         slices = max(len(group.layers) for group in self.groups)
         shape = (2, slices, num_blocks, *inner, head_dim)
         self.kv = zeros(shape, dtype, device)
-        self.num_blocks, self.states = num_blocks, None
-        if num_states:
-            shape = (len(groups[-1].layers), 1 + num_states, state_size)
-            self.states = zeros(shape, state_dtype, device)
+        self.num_blocks, self.num_states, self.state_dtype = num_blocks, num_states, state_dtype
+        self.states: torch.Tensor | None = None
 
     def bind(self, layers: Sequence[Attention], state_layers: Sequence[StateLayer] = ()) -> None:
         """Gives each attention layer its k_cache and v_cache slice and its group, and each state
@@ -109,7 +128,9 @@ class KVCache:
         for index, group in enumerate(self.groups):
             for position, number in enumerate(group.layers):
                 by_number[number].bind(self.kv[0, position], self.kv[1, position], index)
-        if self.states is not None:
+        if self.num_states:
+            shape = (len(state_layers), 1 + self.num_states, state_layers[0].plan.size)
+            self.states = zeros(shape, self.state_dtype, self.kv.device)
             for states, state_layer in zip(self.states, state_layers, strict=True):
                 state_layer.bind(states)
 

@@ -30,8 +30,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.config import EngineConfig
 from nanoengine.core.doors import TierStorage
-from nanoengine.core.kv_groups import make_kv_groups
-from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import ConfigError
 from nanoengine.models.loader import load_model, model_size
@@ -42,13 +41,7 @@ from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, graph_bytes
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.launched_step import LaunchedStep
 from nanoengine.runner.logits import LogitsProcessor
-from nanoengine.runner.memory import (
-    LargestSteps,
-    blocks_between_snapshots,
-    free_gpu_bytes,
-    plan_memory,
-    require_memory,
-)
+from nanoengine.runner.memory import LargestSteps, free_gpu_bytes, plan_memory, require_memory
 from nanoengine.runner.numerics import make_context
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.runner.sampler import SampledTokens, Sampler
@@ -119,36 +112,13 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             deterministic=config.deterministic,
         )
-        self.groups = self._make_groups()
+        self.groups = kv_cache.make_groups(
+            model_config, block_size=self.block_size, dtype=dtype, kv_dtype=self.kv_dtype
+        )
         self.load_s = 0.0
         self.num_parameters = 0
         self.extra_block_bytes = 0  # of a block, for what else is kept of its tokens
         self.tier_storage: dict[str, TierStorage] = {}
-
-    def _make_groups(self) -> tuple[KVGroup, ...]:
-        config, states = self.model_config, self.model_config.states
-        if states is None:
-            return make_kv_groups(config.sliding_windows)
-        groups = make_kv_groups(config.sliding_windows, states.layers)
-        every = blocks_between_snapshots(
-            self._state_bytes,
-            self._block_bytes(config.num_key_value_heads, groups[:-1]),
-            self.block_size,
-        )
-        return make_kv_groups(config.sliding_windows, states.layers, every)
-
-    @property
-    def _state_bytes(self) -> int:
-        return kv_cache.state_bytes_of(self.model_config, self.dtype)
-
-    def _block_bytes(self, num_kv_heads: int, groups: Sequence[KVGroup]) -> int:
-        return kv_cache.block_bytes(
-            block_size=self.block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            num_layers=max(len(group.layers) for group in groups),
-            dtype=self.kv_dtype,
-        )
 
     # --- start --------------------------------------------------------------------------------
 
@@ -168,7 +138,15 @@ class ModelRunner:
             )
         self.load()
         self._kv_groups = kv_cache.kv_groups(self.groups)
-        block_bytes = self._block_bytes(self._num_kv_heads, self._kv_groups)
+        block_bytes = kv_cache.block_bytes(
+            block_size=self.block_size,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            num_layers=max(len(group.layers) for group in self._kv_groups),
+            dtype=self.kv_dtype,
+        )
+        plans = (layer.plan for layer in self.model.state_layers)
+        state_bytes = kv_cache.state_bytes(plans, self.dtype)
         block_bytes += self.extra_block_bytes
         self._require_rows(SAMPLER_BYTES)
         self.sampler = Sampler(
@@ -187,7 +165,7 @@ class ModelRunner:
             device=self.device,
             measure=self._measure,
             ranks=self.ranks,
-            state_bytes=self._state_bytes,
+            state_bytes=state_bytes,
         )
         self.kv_cache = self._allocate(self.memory.num_blocks, self.memory.num_states)
         self.rows = self._make_rows(self.memory.max_model_len, self.memory.num_blocks)
@@ -208,7 +186,7 @@ class ModelRunner:
             block_bytes=block_bytes,
             groups=self.groups,
             num_states=self.memory.num_states,
-            state_bytes=self._state_bytes,
+            state_bytes=state_bytes,
         )
 
     def load(self) -> None:
@@ -277,7 +255,6 @@ class ModelRunner:
         )
 
     def _allocate(self, num_blocks: int, num_states: int) -> KVCache:
-        states = self.model_config.states
         cache = KVCache(
             groups=self.groups,
             num_blocks=num_blocks,
@@ -288,7 +265,6 @@ class ModelRunner:
             dtype=self.kv_dtype,
             device=self.device,
             num_states=num_states,
-            state_size=states.size if states else 0,
             state_dtype=kv_cache.state_dtype_for(self.dtype),
         )
         cache.bind(self.model.attention_layers, self.model.state_layers)
