@@ -167,6 +167,7 @@ def measure_host(directory: Path, count: int) -> dict[str, Any]:
     source = directory / "host.jsonl"
     write_rows(source, count)
     with llm_without_model() as llm:
+        llm.tokenizer.render_chat([{"role": "user", "content": ""}])  # What renders loads once.
         whole_s = run_job(
             source,
             directory / "host.out.jsonl",
