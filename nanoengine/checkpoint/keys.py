@@ -202,8 +202,8 @@ HARMLESS = frozenset((
     "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # how transformers runs, not what
     "cache_implementation", "use_cache",
-    # which layers slide or stretch, where none does: said by keys that are read
-    "max_window_layers", "original_max_position_embeddings", "sliding_window_pattern",
+    # of what a key that is read has switched off: windows, stretched positions, adjusted sizes
+    "block_multiple_of", "max_window_layers", "original_max_position_embeddings", "sliding_window_pattern",
     "_sliding_window_pattern",
     # obeyed elsewhere
     "quantization_config", "text_config",
