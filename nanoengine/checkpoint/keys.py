@@ -203,8 +203,8 @@ HARMLESS = frozenset((
     # how transformers runs, not what
     "cache_implementation", "use_cache",
     # of what a key that is read has switched off: windows, stretched positions, adjusted sizes
-    "block_multiple_of", "max_window_layers", "original_max_position_embeddings", "sliding_window_pattern",
-    "_sliding_window_pattern",
+    "block_multiple_of", "max_window_layers", "original_max_position_embeddings",
+    "sliding_window_pattern", "_sliding_window_pattern",
     # obeyed elsewhere
     "quantization_config", "text_config",
 ))  # fmt: skip
