@@ -182,20 +182,33 @@ def _bound(estimates, scales, slack, units, norms, most, least, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _first_largest(outputs, lo, hi, index, largest):
-    """The first of the largest of outputs[lo : hi] and one found before; NaN is the largest."""
+def _first_largest(outputs, lo, hi, index, largest, second):
+    """The first of the largest of outputs[lo : hi] and one found before, and the largest of all
+    others; NaN is the largest."""
     for i in range(lo, hi):
         output = outputs[i]
         if output > largest or (output != output and largest == largest):
-            index, largest = i, output
-    return index, largest
+            index, largest, second = i, output, largest
+        elif output > second:
+            second = output
+    return index, largest, second
+
+
+@compiled(fastmath=FASTMATH)
+def _tie_width(largest, softcap):
+    """How far below the largest output another may lie, at most, so that rounding makes both equal
+    behind softcap * tanh(output / softcap): 8 roundings of the cap over the slope there."""
+    e = np.exp(np.float32(-2) * largest / softcap)
+    slope = np.float32(4) * e / ((np.float32(1) + e) * (np.float32(1) + e))
+    return softcap * np.float32(2**-20) / slope
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _look(x, w, bias, most, least, ids, largest, workers):
+def _look(x, w, bias, most, least, ids, largest, second, workers):
     """Computes the panels that may hold the largest output of each row, in the worker's share.
 
-    ids[w, r], largest[w, r]: the best there; ids is -1 if too many panels were left.
+    ids[w, r], largest[w, r], second[w, r]: the best there, and the next; ids is -1 if too many
+    panels were left.
     """
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
     flat = x.reshape(-1)
@@ -203,7 +216,8 @@ def _look(x, w, bias, most, least, ids, largest, workers):
         lo, hi = num_panels * worker // workers, num_panels * (worker + 1) // workers
         outputs = np.empty(num_outputs, np.float32)
         for r in range(num_rows):
-            row, index, best = most[r], np.int64(0), np.float32(-np.inf)
+            row, index = most[r], np.int64(0)
+            best, other = np.float32(-np.inf), np.float32(-np.inf)
             left = 1 + (hi - lo) // MOST_PANELS
             for p in range(lo, hi):
                 if row[p] < least[r]:
@@ -215,17 +229,21 @@ def _look(x, w, bias, most, least, ids, largest, workers):
                 n = p * PANEL
                 tile(flat, r * num_inputs, 0, w, n * num_inputs, 0, num_inputs, bias, n, 0,
                      outputs, n, 0, 0, 0, 1, 1)  # fmt: skip
-                index, best = _first_largest(outputs, n, n + PANEL, index, best)
+                index, best, other = _first_largest(outputs, n, n + PANEL, index, best, other)
             if worker == workers - 1 and index >= 0:
                 last_outputs(1, x[r], w, bias, outputs, num_inputs, num_outputs)
-                index, best = _first_largest(outputs, num_panels * PANEL, num_outputs, index, best)
-            ids[worker, r], largest[worker, r] = index, best
+                index, best, other = _first_largest(
+                    outputs, num_panels * PANEL, num_outputs, index, best, other
+                )
+            ids[worker, r], largest[worker, r], second[worker, r] = index, best, other
 
 
 @compiled(fastmath=FASTMATH)
-def largest_outputs(x, w, values, scales, slack, bias, ids, largest, workers):
+def largest_outputs(x, w, values, scales, slack, bias, softcap, ids, largest, workers):
     """ids[r] and largest[r] of the largest output of each row, the lowest index among equals; False
     if some row needs all outputs to tell.
+
+    softcap, if not 0: of outputs that this bends, which rounding may make equal.
 
     A NaN output counts as the largest.
 
@@ -250,15 +268,28 @@ def largest_outputs(x, w, values, scales, slack, bias, ids, largest, workers):
     for worker in range(1, workers):
         for r in range(num_rows):
             least[0, r] = max(least[0, r], least[worker, r])
+    widths = np.zeros(num_rows, np.float32)
+    if softcap > 0:
+        for r in range(num_rows):
+            if not least[0, r] >= 0:  # Why: below 0 the slope is another
+                return False
+            widths[r] = _tie_width(np.max(most[r]), softcap)
+            least[0, r] -= widths[r]
     found = np.empty((workers, num_rows), np.int64)
     best = np.empty((workers, num_rows), np.float32)
-    _look(x, w, bias, most, least[0], found, best, workers)
+    second = np.empty((workers, num_rows), np.float32)
+    _look(x, w, bias, most, least[0], found, best, second, workers)
     for r in range(num_rows):
-        ids[r], largest[r] = found[0, r], best[0, r]
+        ids[r], largest[r], other = found[0, r], best[0, r], second[0, r]
         for worker in range(workers):
             if found[worker, r] < 0:
                 return False
             output, known = best[worker, r], largest[r]
             if output > known or (output != output and known == known):
-                ids[r], largest[r] = found[worker, r], output
+                ids[r], largest[r], other = found[worker, r], output, max(known, other)
+            elif worker:
+                other = max(output, other)
+            other = max(second[worker, r], other)
+        if softcap > 0 and largest[r] - other <= widths[r]:
+            return False
     return True

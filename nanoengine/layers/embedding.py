@@ -71,10 +71,12 @@ class OutputHead(Layer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.all_gather(self.method.apply(hidden, None))
 
-    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def argmax(
+        self, hidden: torch.Tensor, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The most likely token of each row [L] and its logit [L], where they can be found without
         all logits; else None. See `LinearMethod.argmax`."""
-        return self.method.argmax(hidden) if self.ranks == 1 else None
+        return self.method.argmax(hidden, softcap) if self.ranks == 1 else None
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.tied:

@@ -57,10 +57,13 @@ class LinearMethod(nn.Module, ABC):
         then up; a method may fuse the two."""
         return ops.gate(self.apply(x, None), activation)
 
-    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def argmax(
+        self, x: torch.Tensor, softcap: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest of `apply(x, None)` in each row of x [L, in_features] where the method finds
         it without computing all: index [L] int64, the lowest among equals, and value [L], NaN if
-        any is. None: compute all."""
+        any is. None: compute all, as where a `softcap` that bends outputs then may make two equal
+        by rounding."""
         return None
 
     @abstractmethod

@@ -134,14 +134,16 @@ class ScreenedHead(PackedLinear):
         (`layers/placement.py`), and a view would hold the memory that they leave."""
         return self.values.numpy(), self.scales.numpy(), self.slack.numpy()
 
-    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def argmax(
+        self, x: torch.Tensor, softcap: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.values is None or len(x) > MOST_ROWS:
             return None
         if self.rounds_inputs:
             x = x.bfloat16().float()
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
         found = cpu_screen.largest_outputs(
-            x.contiguous().numpy(), self.panels, *self._copy(), self.no_bias, ids, largest,
-            num_workers(),
+            x.contiguous().numpy(), self.panels, *self._copy(), self.no_bias,
+            np.float32(softcap or 0), ids, largest, num_workers(),
         )  # fmt: skip
         return (torch.from_numpy(ids), torch.from_numpy(largest)) if found else None

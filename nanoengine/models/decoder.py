@@ -243,15 +243,17 @@ class CausalLM(Layer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, hidden_size] -> [L, vocab_size]."""
-        logits, cap = self.lm_head(self._scaled(hidden)), self.config.plan.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self._capped(self.lm_head(self._scaled(hidden)))
 
     def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest of each row's logits without all of them, where that can be: token ids [L]
         and their logits [L]; None: ask for `logits`."""
-        if self.config.plan.logit_softcap is not None:
-            return None  # Why: rounding behind the cap may make two logits equal
-        return self.lm_head.argmax(self._scaled(hidden))
+        found = self.lm_head.argmax(self._scaled(hidden), self.config.plan.logit_softcap)
+        return None if found is None else (found[0], self._capped(found[1]))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.plan.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Why the hidden states, and not the logits: they are fewer."""
