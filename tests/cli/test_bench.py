@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoengine.cli import bench, rounds, workload
 from nanoengine.cli.bench import BenchArgs
+from nanoengine.cli.bench_report import format_report
 from nanoengine.cli.hf_baseline import HFBaseline
 from nanoengine.cli.workload import SHAPES, WorkItem
 from nanoengine.core.block_manager import BlockManager
@@ -296,6 +297,14 @@ def test_hits_and_preemptions_of_the_timed_round_only(
     assert report["counters"]["cache_hit_tokens"] == 5 * 64
     assert report["hit_rate"] == pytest.approx(5 * 64 / (6 * 65))
     assert report["counters"]["preemptions"] == 0
+
+
+def test_drafts_are_reported_where_there_were_any(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+    args = BenchArgs(**SMALL)
+    report = bench.run(args, bench.engine_config(args, tmp_path), FakeLLM("t", max_num_seqs=8))
+    assert "drafts" not in format_report(report)
+    report["counters"] |= {"drafted_tokens": 1000, "accepted_tokens": 250, "saved_steps": 240}
+    assert "drafts          1,000 tokens, 25.0% of them right: 240 steps" in format_report(report)
 
 
 def test_smoke_scale_is_said(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
