@@ -7,10 +7,12 @@ readable forms and know nothing of it.
 from __future__ import annotations
 
 from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
+from nanoengine.layers.cpu_delta import DTYPES, CPUDeltaSteps
 from nanoengine.layers.cpu_experts import CPUExperts
 from nanoengine.models.attention import SelfAttention
 from nanoengine.models.decoder import Decoder, DecoderLayer
 from nanoengine.models.mlp import GatedMLP, SparseMLP
+from nanoengine.models.states import GatedDeltaNet
 
 
 def fuse_layers(decoder: Decoder) -> None:
@@ -20,6 +22,9 @@ def fuse_layers(decoder: Decoder) -> None:
         mlp = layer.mlp
         if isinstance(mlp, SparseMLP) and CPUExperts.takes(mlp.gate, mlp.experts):
             mlp.routed = CPUExperts(mlp.gate, mlp.experts)
+        mixer = layer.mixer
+        if isinstance(mixer, GatedDeltaNet) and mixer.conv1d.weight.dtype in DTYPES:
+            mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
         parts = _parts(layer)
         if parts is not None and FusedLayer.takes(parts):
             decoder.stack[index] = FusedLayer(parts)

@@ -51,11 +51,13 @@ class StateLayer(Layer):
         self,
         batch: Batch,
         out: torch.Tensor,
-        one_each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        one_each: Callable[[torch.Tensor | slice, torch.Tensor, torch.Tensor], torch.Tensor],
         one_span: Callable[[slice, Span], torch.Tensor],
     ) -> torch.Tensor:
         """Fills `out` [T, ...] in the order in which the step's sequences depend on each other."""
         for wave in batch.state_waves:
+            if len(wave.tokens) == len(out):
+                return one_each(slice(None), wave.reads, wave.writes)
             if len(wave.tokens):
                 found = one_each(wave.tokens, wave.reads, wave.writes)
                 out.index_copy_(0, wave.tokens, found)
@@ -109,10 +111,11 @@ class GatedDeltaNet(StateLayer):
         self.out_proj = RowParallelLinear(
             f"{path}.out_proj", whole.num_value_heads * plan.value_dim, hidden, context=context
         )
-        self.states = torch.empty(0)
+        self.states = self.rows = torch.empty(0)
+        self.one_token_each = self.steps
 
     def bind(self, states: torch.Tensor) -> None:
-        plan = self.plan
+        plan, self.rows = self.plan, states
         size = plan.size - (plan.kernel - 1) * plan.channels
         matrices, inputs = states.split((size, plan.size - size), dim=1)
         shape = (plan.num_value_heads, plan.key_dim, plan.value_dim)
@@ -129,17 +132,15 @@ class GatedDeltaNet(StateLayer):
         beta, a = self.in_proj_ba(x).to(wide).chunk(2, dim=1)
         beta, decay = beta.sigmoid(), self.decay(a)
 
-        def heads(mixed: torch.Tensor, which: slice | torch.Tensor) -> DeltaInputs:
-            return self._heads(F.silu(mixed), decay[which], beta[which])
-
         def one_each(
-            tokens: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
+            tokens: torch.Tensor | slice, reads: torch.Tensor, writes: torch.Tensor
         ) -> torch.Tensor:
-            mixed = self.conv1d.step(qkv[tokens], reads, writes)
-            return step(heads(mixed, tokens), self.states, reads, writes)
+            inputs = qkv[tokens], decay[tokens], beta[tokens]
+            return self.one_token_each(*inputs, self.rows, reads, writes)
 
         def one_span(tokens: slice, span: Span) -> torch.Tensor:
-            inputs = heads(self.conv1d.scan(qkv[tokens], span), tokens)
+            mixed = self.conv1d.scan(qkv[tokens], span)
+            inputs = self._heads(mixed, decay[tokens], beta[tokens])
             state, done, found = self.states[span.read], 0, []
             for count, block in span.writes:
                 part = inputs.part(slice(done, count))
@@ -155,10 +156,25 @@ class GatedDeltaNet(StateLayer):
         normed = self.norm(taken(out, rows), gate, self.eps)
         return self.out_proj(normed.flatten(1))
 
+    def steps(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """One token of each of several sequences: projected channels [D, C], decay and beta [D, H]
+        -> [D, H, V]. `states` is all of the layer's, as `bind` had it."""
+        mixed = self.conv1d.step(qkv, reads, writes)
+        return step(self._heads(mixed, decay, beta), self.states, reads, writes)
+
     def _heads(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> DeltaInputs:
         """Queries and keys of length 1, each for all value heads that its head serves."""
         plan, keys = self.plan, self.plan.num_key_heads * self.plan.key_dim
-        q, k, v = mixed.to(self.states.dtype).split((keys, keys, plan.channels - 2 * keys), dim=1)
+        mixed = F.silu(mixed.to(self.states.dtype))
+        q, k, v = mixed.split((keys, keys, plan.channels - 2 * keys), dim=1)
         q, k = (x.view(len(x), plan.num_key_heads, plan.key_dim) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q, k = (

