@@ -32,6 +32,7 @@ from nanoengine.jobs.work import TooManyErrorsError, Work
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
+    from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
 
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS = 0, 1, 2, 3
@@ -100,6 +101,8 @@ class BatchArgs(EngineArgs):
     """Cores of each replica on a CPU; all cores are shared evenly by default."""
     ray: str | None = None
     """Run the replicas on the Ray cluster of this address; local: on one that is started here."""
+    watch: bool = False
+    """Draw the KV pool and the running sequences on the terminal while they change."""
 
     def __post_init__(self) -> None:
         if self.fail_fast and self.max_errors is not None:
@@ -110,6 +113,8 @@ class BatchArgs(EngineArgs):
             raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
         if self.threads is not None and self.replicas is None and self.ray is None:
             raise ConfigError("--threads are those of a replica: give --replicas too")
+        if self.watch and (self.replicas is not None or self.ray is not None):
+            raise ConfigError("--watch draws one engine: leave it out, or --replicas and --ray")
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineArgs.__post_init__(self)
 
@@ -140,6 +145,8 @@ def job_facts(options: dict[str, Any], name: str) -> dict[str, Any]:
 def main(args: BatchArgs) -> int:
     """Runs the command; returns its exit code."""
     with _warnings_as_lines():
+        if args.watch:
+            require_terminal()
         if args.summary_json is not None:
             _check_writable(args.summary_json)
         options = engine_options(args)
@@ -147,7 +154,7 @@ def main(args: BatchArgs) -> int:
         is_complete = False
         try:
             with Signals(args.grace) as signals, _engines(args, options) as llm:
-                code = run(job, llm, args.model, signals, args.summary_json)
+                code = run(job, llm, args.model, signals, args.summary_json, watch=args.watch)
                 is_complete = code in (ALL_ANSWERED, SOME_FAILED)
         except Stopped as stopped:
             code = stopped.code
@@ -173,7 +180,13 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 
 def run(
-    job: Job, llm: LLM | Replicas, name: str, signals: Signals, summary_json: Path | None = None
+    job: Job,
+    llm: LLM | Replicas,
+    name: str,
+    signals: Signals,
+    summary_json: Path | None = None,
+    *,
+    watch: bool = False,
 ) -> int:
     """Answers the rows that are left; returns the exit code."""
     reader = RowReader(job.options.rows, name, llm.info.generation_defaults)
@@ -183,7 +196,12 @@ def run(
     from nanoengine.llm import LLM
 
     observers = llm.engine.observers if isinstance(llm, LLM) else llm.observers
-    observers.append(progress)
+    shown: Progress | Watch = progress
+    if watch:
+        from nanoengine.observe.watch import Watch
+
+        shown = Watch(progress.line)
+    observers.append(shown)
     started, code, ended = time.perf_counter(), SOME_FAILED, "complete"
     try:
         if isinstance(llm, LLM):
@@ -207,8 +225,8 @@ def run(
         code, ended = stopped.code, "interrupted"
     finally:
         signals.on_first(None)
-        progress.close()
-        observers.remove(progress)
+        shown.close()
+        observers.remove(shown)
     facts = summary(
         work.counts,
         num_rows=job.num_rows,
@@ -273,6 +291,12 @@ class Signals:
             f"\nstopping: rows that run get {self._grace_s:g} s; once more to stop at once",
             file=sys.stderr,
         )
+
+
+def require_terminal() -> None:
+    """Raises ConfigError where --watch has no terminal to draw on."""
+    if not sys.stderr.isatty():
+        raise ConfigError("--watch draws on a terminal, and stderr is none: leave it out")
 
 
 def _check_writable(path: Path) -> None:

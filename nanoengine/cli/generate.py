@@ -6,6 +6,7 @@ stdin, is a job of `nanoengine batch` (cli/batch.py) without most of its options
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -52,6 +53,8 @@ class GenerateArgs(EngineArgs):
     """Take each prompt as a user's message and apply the model's chat template."""
     system: str | None = None
     """System message before each chat."""
+    watch: bool = False
+    """Draw the KV pool and the running sequences on the terminal while they change."""
 
 
 def main(args: GenerateArgs) -> int:
@@ -65,6 +68,8 @@ def main(args: GenerateArgs) -> int:
         return batch.main(_as_batch(args))
     if args.file is not None or args.output is not None:
         raise ConfigError("--file and --output are for files: --prompt is answered on stdout")
+    if args.watch:
+        batch.require_terminal()
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm:
@@ -73,11 +78,13 @@ def main(args: GenerateArgs) -> int:
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
             for i, prompt in enumerate(args.prompt)
         ]
-        if not to_a_terminal():
-            return _write(llm, tasks, Recorder(args.model))
-        if len(tasks) == 1 and tasks[0].params.n == 1:
+        is_one = len(tasks) == 1 and tasks[0].params.n == 1
+        if to_a_terminal() and is_one and not args.watch:
             return _show_growing(llm, tasks[0])
-        return _show(llm, tasks)
+        outputs = _outputs(llm, tasks, watch=args.watch)
+        if to_a_terminal():
+            return _show(tasks, outputs)
+        return _write(tasks, outputs, Recorder(args.model))
 
 
 def to_a_terminal() -> bool:
@@ -91,7 +98,7 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
         raise ConfigError("no prompts: give --prompt TEXT or --file PATH, or lines on stdin")
     if args.file is None and args.output is not None:
         raise ConfigError("--output has the records of a file: give --file too")
-    shared = {one.name for one in fields(EngineArgs)} | {"sampling", "chat", "system"}
+    shared = {one.name for one in fields(EngineArgs)} | {"sampling", "chat", "system", "watch"}
     return batch.BatchArgs(
         **{name: getattr(args, name) for name in shared},
         inputs=(STDIN if args.file is None else str(args.file),),
@@ -101,14 +108,21 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
     )
 
 
-def _outputs(llm: LLM, tasks: list[Task]) -> list[RequestOutput]:
+def _outputs(llm: LLM, tasks: list[Task], *, watch: bool) -> list[RequestOutput]:
     rows = [Row(t.prompt, sampling_params=t.params, key=t.key) for t in tasks]
-    return llm.generate(rows, use_tqdm=False, on_error="record")
+    with contextlib.ExitStack() as stack:
+        if watch:
+            from nanoengine.observe.watch import Watch
+
+            shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(rows)} prompts are left")
+            stack.callback(shown.close)
+            llm.engine.observers.append(shown)
+        return llm.generate(rows, use_tqdm=False, on_error="record")
 
 
-def _write(llm: LLM, tasks: list[Task], recorder: Recorder) -> int:
+def _write(tasks: list[Task], outputs: list[RequestOutput], recorder: Recorder) -> int:
     failed = 0
-    for task, output in zip(tasks, _outputs(llm, tasks), strict=True):
+    for task, output in zip(tasks, outputs, strict=True):
         error = output.error
         failed += error is not None
         record = (
@@ -120,9 +134,9 @@ def _write(llm: LLM, tasks: list[Task], recorder: Recorder) -> int:
     return 1 if failed else 0
 
 
-def _show(llm: LLM, tasks: list[Task]) -> int:
+def _show(tasks: list[Task], outputs: list[RequestOutput]) -> int:
     failed = 0
-    for task, output in zip(tasks, _outputs(llm, tasks), strict=True):
+    for task, output in zip(tasks, outputs, strict=True):
         failed += output.error is not None
         print(f"[{task.row}] {output.prompt!r}")
         for completion in output.outputs:

@@ -68,7 +68,7 @@ GROUPS = {
             "debug_checks",
         ),
     ),
-    "watching": Group("What each step did, to look at it later.", ("trace", "trace_steps")),
+    "watching": Group("What each step does.", ("watch", "trace", "trace_steps")),
 }  # fmt: skip
 """A setting of the engine that none of them names is one of the model; of another option the box
 has no name."""
