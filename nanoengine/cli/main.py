@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
     "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
     "plot": ("PlotArgs", "draw reports of bench, side by side, as SVG and PNG"),
+    "viz": ("VizArgs", "draw a trace as a page, to step through a run and look at it"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "explain": ("ExplainArgs", "say in sentences what a trace shows: run, request or step"),
     "trace": ("TraceArgs", "convert a trace for Perfetto"),

@@ -1,0 +1,73 @@
+"""`nanoengine viz TRACE`: the trace as one HTML page, to step through a run and look at it.
+
+The page holds all that it needs and opens from a disk, in any browser of 2023 or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError
+from nanoengine.observe.trace_reader import Recording, read_trace
+from nanoengine.observe.viewer.page import page
+from nanoengine.observe.viewer.page_data import page_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VizArgs:
+    """Writes a page that shows a trace: steps, requests and blocks, to play and to step through."""
+
+    trace: Annotated[Path, tyro.conf.Positional]
+    """A file that `--trace` has written."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """The page; None: beside the trace, as .html."""
+    trace_steps: str | None = None
+    """Show steps A up to and without B, as A:B; either may be left out."""
+    tokenizer: str | None = None
+    """A model whose tokenizer puts tokens into words; None: that of the run, if it lies here."""
+
+
+def main(args: VizArgs) -> None:
+    """Writes the page and prints where it is.
+
+    Raises:
+        TraceError: the file is no trace, or has none of the steps.
+        ConfigError: the tokenizer can't be read.
+    """
+    steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).steps_traced()
+    recording = read_trace(args.trace)
+    text_of = words_of(recording, args.tokenizer)
+    data = page_data(recording, steps=steps, text_of=text_of, title=args.trace.name)
+    path = args.output or args.trace.with_name(args.trace.name.removesuffix(".gz")).with_suffix(
+        ".html"
+    )
+    path.write_text(page(data), encoding="utf-8")
+    for note in data.meta["thinned"]:
+        print(f"note: {note}")
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+
+
+def words_of(recording: Recording, tokenizer: str | None) -> Callable[[int], str] | None:
+    """What puts a token into words; None where the run's tokenizer is not on this machine.
+
+    Raises:
+        ConfigError: a tokenizer was asked for, and can't be read.
+    """
+    config = recording.header.config
+    name = tokenizer or config.get("tokenizer") or config.get("model")
+    if name is None or (tokenizer is None and not Path(name).is_dir()):
+        return None
+    from nanoengine.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(name).token_text
+    except ConfigError:
+        if tokenizer is None:
+            return None
+        raise
