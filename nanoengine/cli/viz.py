@@ -29,8 +29,9 @@ class VizArgs:
     """The page; None: beside the trace, as .html."""
     trace_steps: str | None = None
     """Show steps A up to and without B, as A:B; either may be left out."""
-    tokenizer: str | None = None
-    """A model whose tokenizer puts tokens into words; None: that of the run, if it lies here."""
+    tokenizer: Path | None = None
+    """A model's directory, whose tokenizer puts tokens into words; None: that of the run, if it
+    lies here."""
 
 
 def main(args: VizArgs) -> None:
@@ -53,21 +54,23 @@ def main(args: VizArgs) -> None:
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
-def words_of(recording: Recording, tokenizer: str | None) -> Callable[[int], str] | None:
+def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], str] | None:
     """What puts a token into words; None where the run's tokenizer is not on this machine.
 
     Raises:
-        ConfigError: a tokenizer was asked for, and can't be read.
+        ConfigError: a tokenizer was asked for, and there is none.
     """
     config = recording.header.config
-    name = tokenizer or config.get("tokenizer") or config.get("model")
-    if name is None or (tokenizer is None and not Path(name).is_dir()):
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise ConfigError(f"tokenizer must be a model's directory, got {str(tokenizer)!r}")
+    name = str(tokenizer or config.get("tokenizer") or config.get("model"))
+    if not Path(name).is_dir():
         return None
     from nanoengine.tokenizer import Tokenizer
 
     try:
         return Tokenizer.load(name).token_text
     except ConfigError:
-        if tokenizer is None:
-            return None
-        raise
+        if tokenizer is not None:
+            raise
+        return None

@@ -1,8 +1,8 @@
 """page: the viewer's page, made of the sources beside it and the data of one trace.
 
-The page is opened from a disk, perhaps years later and without a network, so all that it needs is in
-it. Its policy names the digests of its own scripts and styles: whatever a prompt holds, nothing else
-runs, and nothing is fetched.
+The page is opened from a disk, perhaps years later and without a network, so all that it needs is
+in it. Its policy names the digests of its own scripts and styles: whatever a prompt holds, nothing
+else runs, and nothing is fetched.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 import array
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,8 +118,9 @@ class _Gathering:
         self._frame = 0
         self._is_open = False  # a frame that has steps and is not written yet
         self._lanes: dict[int, _Lane] = {}
-        self._tables: dict[int, tuple[_Lane, list[list[int]]]] = {}  # by row, as already told
-        self._contents: dict[int, Content] = {}  # of the device's blocks, as already told
+        # Tables by row, and contents of the device's blocks, as the page has been told of them.
+        self._tables: dict[int, tuple[_Lane | None, list[list[int]]]] = {}
+        self._contents: dict[int, Content] = {}
         self._dirty_rows: set[int] = set()
         self._dirty_blocks: set[int] = set()
         self._status = bytearray(header.num_blocks)  # 0 empty, 1 cached, 2 active
@@ -204,9 +205,7 @@ class _Gathering:
             lane = self._lane(fold.sequences[gone.seq_id])
             self._span(lane, PREEMPTED, 0)
             self._mark("preempted", lane, gone.num_computed_tokens, gone.reason)
-        loaded = {
-            block for move in step.moved if move.kind == "load" for block in move.device_ids
-        }
+        loaded = {block for move in step.moved if move.kind == "load" for block in move.device_ids}
         for new in step.admitted:
             seq = fold.sequences[new.seq_id]
             lane = self._lane(seq)
@@ -348,8 +347,7 @@ class _Gathering:
         """What the frame's steps have changed in all, and its figures."""
         fold = self._fold
         changed: set[int] = set()
-        for row in sorted(self._dirty_rows):
-            self._compare_row(row, fold.running.get(row), changed)
+        self._compare_rows(changed)
         self._compare_contents(changed)
         for block in changed:
             status = 2 if fold.refs[block] else int(block in self._contents)
@@ -388,33 +386,27 @@ class _Gathering:
         index = next(i for i, step in enumerate(steps) if step.step == self._first_step)
         return steps[index + self._num_steps - 1]
 
-    def _compare_row(self, row: int, seq: TracedSequence | None, changed: set[int]) -> None:
+    def _compare_rows(self, changed: set[int]) -> None:
         """Events of the blocks that a row's table names before the frame, or after it, and not
-        both times. Those that go come first: a block may change hands."""
-        before = self._tables.pop(row, None)
-        lane = self._lane(seq) if seq is not None else None
-        if before is not None and before[0] is not lane:
-            for group, table in enumerate(before[1]):
-                for index, block in enumerate(table):
-                    self._refer(DROP, block, before[0], group, index, changed)
-            before = None
-        if lane is None:
-            return
-        assert seq is not None
-        tables = before[1] if before is not None else [[] for _ in seq.block_tables]
-        for group, (old, new) in enumerate(zip(tables, seq.block_tables, strict=True)):
-            for index, (was, now) in enumerate(itertools.zip_longest(old, new, fillvalue=0)):
-                if was != now:
-                    self._refer(DROP, was, lane, group, index, changed)
-                    self._refer(TAKE, now, lane, group, index, changed)
-        self._tables[row] = (lane, [list(table) for table in seq.block_tables])
-
-    def _refer(
-        self, kind: int, block: int, lane: _Lane, group: int, index: int, changed: set[int]
-    ) -> None:
-        if block != NULL_BLOCK:
-            self._events.extend((kind << KIND_SHIFT | block, lane.index, group << 24 | index))
-            changed.add(block)
+        both times. Those that go come first: blocks change hands, and sequences change rows."""
+        gone: list[_Entry] = []
+        come: list[_Entry] = []
+        for row in sorted(self._dirty_rows):
+            seq = self._fold.running.get(row)
+            lane = self._lane(seq) if seq is not None else None
+            after = [list(table) for table in seq.block_tables] if seq is not None else []
+            was, before = self._tables.pop(row, (lane, []))
+            stays = was is lane and before
+            for group, table in enumerate(before):
+                gone += _only_in(table, after[group] if stays else [], was, group)
+            for group, table in enumerate(after):
+                come += _only_in(table, before[group] if stays else [], lane, group)
+            if lane is not None:
+                self._tables[row] = (lane, after)
+        for kind, entries in ((DROP, gone), (TAKE, come)):
+            for block, lane_index, place in entries:
+                self._events.extend((kind << KIND_SHIFT | block, lane_index, place))
+                changed.add(block)
 
     def _compare_contents(self, changed: set[int]) -> None:
         held, told = self._fold.content.get("device", {}), self._contents
@@ -537,6 +529,23 @@ class _Gathering:
             "notes": self._notes,
             "waits": self._waits,
         }
+
+
+_Entry = tuple[int, int, int]
+"""Of a block table: the block, the lane's index, and the group above the place in the table."""
+
+
+def _only_in(
+    table: list[int], other: list[int], lane: _Lane | None, group: int
+) -> Iterator[_Entry]:
+    """The blocks of a table that another one has not at the same place."""
+    if lane is None or other[: len(table)] == table:
+        return
+    same = len(other) if table[: len(other)] == other else 0
+    for index in range(same, len(table)):
+        block = table[index]
+        if block != NULL_BLOCK and (index >= len(other) or other[index] != block):
+            yield block, lane.index, group << 24 | index
 
 
 def _as_sets(tables: Iterable[Sequence[int]]) -> list[set[int]]:

@@ -156,6 +156,8 @@ function wordsOf(lane, from, to) {
 
 // --- state ---------------------------------------------------------------------------------------
 
+let laneOrder = [], tints = [];  // lanes from top to bottom, and the colour of each: neighbours differ
+const tintOf = (lane) => tints[lane] ?? lane % 8;
 const state = { frame: 0, lane: -1, block: -1, only: null, onlyWords: "", view: [0, 1], playing: false };
 let colours = {}, shown = [];  // lanes that are listed
 const stepNumber = (frame) => D.step[frame];
@@ -272,9 +274,10 @@ function niceTop(value) {
 function drawBars(name, columns, fills, scale) {
   const { pen, width, height } = penOf(trackOf(name).querySelector("canvas"), 84);
   const [a, b] = state.view, first = Math.floor(a), last = Math.min(Math.ceil(b), FRAMES), total = (f) => columns.reduce((sum, c) => sum + c[f], 0);
-  let top = 0;
-  for (let f = first; f < last; f++) top = Math.max(top, total(f));
-  top = niceTop((top || 1) / scale) * scale;
+  // One step that compiles kernels would flatten all others: what is far beyond the rest is cut off.
+  const totals = Array.from({ length: last - first }, (_, i) => total(first + i)).sort((x, y) => x - y);
+  const most = totals[totals.length - 1], usual = totals[Math.floor(0.98 * (totals.length - 1))];
+  const top = niceTop((most > 4 * usual ? 1.3 * usual : most || 1) / scale) * scale;
   const base = height - 14, tall = base - 4;
   axis(pen, width, base, tall, top / scale);
   const bar = Math.max(xOf(1, width) - xOf(0, width), 1), perPixel = Math.max(1, (b - a) / (width - gutter - PAD));
@@ -284,13 +287,14 @@ function drawBars(name, columns, fills, scale) {
     let y = base;
     const x = Math.max(xOf(f, width), gutter), gap = bar > 4 ? 1 : 0;
     columns.forEach((column, i) => {
-      const h = (column[best] / top) * tall;
+      const h = Math.min((column[best] / top) * tall, y - base + tall);
       if (h <= 0) return;
       pen.fillStyle = fills[i];
       pen.fillRect(x, y - h, bar - gap, h);
       if (bar > 3 && typeof fills[i] !== "string") { pen.strokeStyle = colours.lanes[1]; pen.strokeRect(x + 0.5, y - h + 0.5, Math.max(bar - gap - 1, 0.5), Math.max(h - 1, 0.5)); }
       y -= h;
     });
+    if (total(best) > top) drawGlyph(pen, "▲", x + bar / 2, base - tall + 5, colours.ink);
   }
   ticks(pen, width, height, a, b);
 }
@@ -323,7 +327,6 @@ function listLanes() {
   $("spacer").style.height = `${Math.max(shown.length * LANE - $("lanes").clientHeight, 0)}px`;
   if (shown.length * LANE < $("lanes").clientHeight) $("lanes").scrollTop = 0;
 }
-let laneOrder = [];
 
 function drawLanes() {
   const box = $("lanes"), canvas = box.querySelector("canvas");
@@ -331,13 +334,13 @@ function drawLanes() {
   const top = box.scrollTop, first = Math.floor(top / LANE), [a, b] = state.view;
   pen.textBaseline = "middle";
   for (let i = first; i < Math.min(shown.length, first + height / LANE + 2); i++) {
-    const lane = shown[i], y = i * LANE - top, mid = y + LANE / 2, colour = colours.lanes[lane % 8];
+    const lane = shown[i], y = i * LANE - top, mid = y + LANE / 2, colour = colours.lanes[tintOf(lane)];
     if (lane === state.lane) { pen.fillStyle = colours.faint; pen.fillRect(0, y, width, LANE); pen.fillStyle = colours.accent; pen.fillRect(0, y, 4, LANE); }
     for (const [from, to, kind] of spansOf(lane)) {
       if (to + 1 < a || from > b) continue;
       const x0 = Math.max(xOf(from, width), gutter), x1 = Math.max(Math.min(xOf(to + 1, width), width - PAD), x0 + 1);
       if (kind === PREFILL) {
-        pen.fillStyle = colours.hatch[lane % 8]; pen.strokeStyle = colour; pen.lineWidth = 1;
+        pen.fillStyle = colours.hatch[tintOf(lane)]; pen.strokeStyle = colour; pen.lineWidth = 1;
         pen.fillRect(x0, y + 2, x1 - x0, LANE - 4);
         if (x1 - x0 > 3) pen.strokeRect(x0 + 0.5, y + 2.5, x1 - x0 - 1, LANE - 5);
       } else if (kind === DECODE) {
@@ -355,7 +358,7 @@ function drawLanes() {
       if (glyph) drawGlyph(pen, glyph, what === "ended" ? xOf(frame + 1, width) : x, mid, what === "preempted" || what === "error" ? colours.warn : colours.ink);
     }
     for (const [frame, what, , cached] of marksOf[lane]) {
-      if (what === "admitted" && cached > 0 && frame >= a && frame <= b) drawGlyph(pen, "◆", xOf(frame, width) - 5, mid, colours.ink);
+      if (what === "admitted" && cached > 0 && frame >= a && frame <= b) drawGlyph(pen, "◆", Math.max(xOf(frame, width), gutter + 5), mid, colours.ink);
     }
     pen.fillStyle = lane === state.lane ? colours.ink : colours.soft;
     pen.textAlign = "right";
@@ -430,10 +433,15 @@ function moveCursors() {
 
 // --- the pool ------------------------------------------------------------------------------------
 
+const MODES = {
+  request: "A block has the colour of the request's lane.",
+  prefix: "Blocks that go on from the same first block have the same colour; grey: not indexed.",
+  age: "The darker or brighter, the more recently a table has taken it or given it back.",
+};
 const pool = { columns: 1, cell: 1, top: 0, height: 0, strip: 24 };
 function layoutPool() {
   const width = $("pool").clientWidth, most = Math.max(260, Math.min(innerHeight * 0.5, 520));
-  let cell = Math.min(46, Math.floor(Math.sqrt((width * most) / BLOCKS)));
+  let cell = Math.min(58, Math.floor(Math.sqrt((width * most) / BLOCKS)));
   while (cell > 2 && Math.ceil(BLOCKS / Math.floor(width / cell)) * cell > most) cell--;
   pool.cell = Math.max(cell, 2);
   pool.columns = Math.max(1, Math.min(Math.floor(width / pool.cell), BLOCKS));
@@ -448,7 +456,7 @@ const placeOf = (block) => [(block % pool.columns) * pool.cell, Math.floor(block
 function colourNumber(block, mode) {
   if (mode === "age") return fold.touched[block] < 0 ? -1 : 8 + Math.min(15, Math.floor(2 * Math.log2(1 + state.frame - fold.touched[block])));
   if (mode === "prefix") return fold.content[block] < 0 ? -1 : D.rootOf[fold.content[block]] % 8;
-  return fold.owner[block] < 0 ? -1 : fold.owner[block] % 8;
+  return fold.owner[block] < 0 ? -1 : tintOf(fold.owner[block]);
 }
 const colourOf = (number) => (number < 0 ? colours.soft : number < 8 ? colours.lanes[number] : colours.ages[number - 8]);
 
@@ -501,7 +509,7 @@ function drawCells(pen, mode, light) {
       const filled = fold.content[block] >= 0 ? 1 : Math.max(0, Math.min(1, (computedTokens(fold.owner[block], state.frame) - (fold.entry[block] & 0xffffff) * SIZE) / SIZE));
       const owners = mode === "request" && fold.refs[block] > 1 ? ownersOf(block, state.frame).slice(0, 4) : [null];
       owners.forEach((owner, i) => {
-        const shade = owner === null ? colour : colours.lanes[owner % 8], w = size / owners.length;
+        const shade = owner === null ? colour : colours.lanes[tintOf(owner)], w = size / owners.length;
         pen.fillStyle = shade + "38"; pen.fillRect(x + i * w, y, w, size);
         pen.fillStyle = shade; pen.fillRect(x + i * w, y + size * (1 - filled), w, size * filled);
       });
@@ -606,12 +614,12 @@ function marksAt(frame) {  // marks are in order of frames
   for (; low < M.marks.length && M.marks[low][0] === frame; low++) found.push(M.marks[low]);
   return found;
 }
-function markWords([, what, lane, number, words], subject = nameOf(lane)) {
+function markWords([, what, lane, number, words], subject = `request ${nameOf(lane)}`) {
   switch (what) {
     case "admitted": return `${subject} gets a row` + (number ? `; ${plural(number, "token")} were in the cache` : "; nothing of it was in the cache");
     case "preempted": return `${subject} is preempted: ${words}; ${plural(number, "computed token")} ${number === 1 ? "is" : "are"} lost`;
     case "loaded": return `${subject}: ${plural(number, "block")} loaded from a tier below`;
-    case "forked": return `${subject} is forked` + (number >= 0 ? ` from ${nameOf(number)}` : "");
+    case "forked": return `${subject} is forked` + (number >= 0 ? ` from request ${nameOf(number)}` : "");
     case "error": return `${subject}: ${words}`;
     default: return `${subject} has ended (${words}) after ${plural(number, "output token")}`;
   }
@@ -624,7 +632,7 @@ function stepWords(frame) {
   for (const mark of marksAt(frame).slice(0, 12)) lines.push(markWords(mark));
   const counts = [0, 0, 0, 0];
   for (let e = D.eventsOf[frame]; e < D.eventsOf[frame + 1]; e++) counts[kindOf(e)]++;
-  const told = ["table entries made", "table entries given up", "blocks indexed", "blocks lost their content"].map((words, i) => counts[i] && `${counts[i]} ${words}`).filter(Boolean);
+  const told = [["block taken or shared", "blocks taken or shared"], ["given back", "given back"], ["indexed", "indexed"], ["loses its content", "lose their content"]].map(([one, many], i) => counts[i] && plural(counts[i], one, many)).filter(Boolean);
   if (told.length) lines.push(told.join(", "));
   for (const [from, to] of copiesAt(frame).slice(0, 5)) lines.push(`block ${from} is copied to ${to}, because one of its users writes`);
   const moves = movesAt(frame);
@@ -634,7 +642,7 @@ function stepWords(frame) {
     if (of(0)) lines.push(`${plural(of(0), "block")} stored to ${name}`);
   });
   const waits = M.waits.length ? M.waits[lastAtMost(M.waitFrames, frame)]?.[1] ?? [] : [];
-  for (const [lane, lacks] of waits.slice(0, 4)) lines.push(`${nameOf(lane)} waits for ${LACKS[lacks] ?? lacks}`);
+  for (const [lane, lacks] of waits.slice(0, 4)) lines.push(`request ${nameOf(lane)} waits for ${LACKS[lacks] ?? lacks}`);
   for (const words of (notesOf.get(frame) ?? []).slice(0, 8)) lines.push(words);
   return lines;
 }
@@ -644,7 +652,7 @@ function lifeOf(block) {
   const life = [], { starts, order } = byBlock;
   let refs = 0, content = -1;
   for (let i = starts[block]; i < starts[block + 1]; i++) {
-    const e = order[i], kind = kindOf(e), who = laneOf(e) >= 0 ? nameOf(laneOf(e)) : "", frame = frameOfEvent(e);
+    const e = order[i], kind = kindOf(e), who = laneOf(e) >= 0 ? `request ${nameOf(laneOf(e))}` : "", frame = frameOfEvent(e);
     if (kind === TAKE) {
       const entry = `entry ${entryOf(e)} of its table`;
       life.push([frame, refs ? `shared with ${who}, ${entry}` : content >= 0 ? `found in the cache by ${who}, ${entry}` : `taken by ${who}, ${entry}`, laneOf(e)]);
@@ -675,7 +683,7 @@ function blockWords(block) {
   if (status === "empty") return "empty";
   if (status === "cached") return `cached: nobody uses it, and a request with this prefix would find it`;
   const owners = ownersOf(block, state.frame);
-  return `in use by ${owners.slice(0, 4).map(nameOf).join(", ")}${owners.length > 4 ? ` and ${owners.length - 4} more` : ""}` + (fold.content[block] >= 0 ? "; full, others can find it" : "; not full, or not indexed");
+  return `in use by ${owners.length > 1 ? "requests" : "request"} ${owners.slice(0, 4).map(nameOf).join(", ")}${owners.length > 4 ? ` and ${owners.length - 4} more` : ""}` + (fold.content[block] >= 0 ? "; full, others can find it" : "; not full, or not indexed");
 }
 function blockText(block) {  // the tokens whose keys and values it holds
   const lane = fold.owner[block], entry = (fold.entry[block] & 0xffffff) * SIZE;
@@ -725,7 +733,7 @@ function lifeList(entries) {
   const from = Math.max(0, Math.min(around - 150, entries.length - 300));
   if (from) list.append(make("li", { text: `${from} earlier ones are not shown` }));
   for (const [frame, words] of entries.slice(from, from + 300)) {
-    list.append(make("li", { className: frame === state.frame ? "now-row" : "" }, make("span", {}, goTo(frame)), make("span", { text: words })));
+    list.append(make("li", { className: frame === state.frame ? "past now-row" : frame < state.frame ? "past" : "to-come" }, make("span", {}, goTo(frame)), make("span", { text: words })));
   }
   if (entries.length > from + 300) list.append(make("li", { text: `${entries.length - from - 300} later ones are not shown` }));
   return list;
@@ -757,10 +765,9 @@ let cardTimer = 0;
 function drawCards() {
   cardTimer = 0;
   $("step-words").replaceChildren(...stepWords(state.frame).map((text) => make("li", { text })));
-  const scroll = $("chosen").querySelector(".life")?.scrollTop ?? 0;
   $("chosen").replaceChildren(...chosenCard());
-  const list = $("chosen").querySelector(".life");
-  if (list) list.scrollTop = scroll;
+  const list = $("chosen").querySelector(".life"), past = list?.querySelectorAll(".past");
+  if (past?.length) list.scrollTop = past[past.length - 1].offsetTop - list.offsetTop - list.clientHeight / 2;
   for (const chart of charts) {
     const values = chart.series.map(([label, values]) => [label, values[state.frame]]);
     chart.caption.replaceChildren(chart.title, ...values.flatMap(([label, value], i) => [" ", make("span", { className: "key" }, swatch(i), `${label} `, make("b", { text: value === null ? "–" : `${value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 })} ${chart.unit}` }))]));
@@ -779,7 +786,7 @@ function drawStep() {
   $("pool-step").textContent = number;
   const f = state.frame, usable = BLOCKS - 1, empty = usable - D.active[f] - D.cached[f];
   $("pool-words").replaceChildren(make("b", { text: D.active[f].toLocaleString("en") }), ` in use (${percent(D.active[f], usable)}), `,
-    make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} a block`);
+    make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} a block. ${MODES[$("colour").value]}`);
   moveCursors(); drawPool();
   // While it plays, words that nobody could read at that speed are written ten times a second.
   if (!state.playing) drawCards(); else if (!cardTimer) cardTimer = setTimeout(drawCards, 100);
@@ -916,7 +923,7 @@ function listenToControls() {
   on("back", "click", () => setFrame(state.frame - 1)); on("forward", "click", () => setFrame(state.frame + 1));
   on("play", "click", () => play(!state.playing));
   on("slider", "input", () => { setFrame(Number($("slider").value)); played = state.frame; });
-  on("colour", "change", drawPool);
+  on("colour", "change", drawStep);
   on("in", "click", () => zoom(0.5)); on("out", "click", () => zoom(2)); on("all", "click", () => setView(0, FRAMES));
   on("help", "click", () => $("keys").showModal());
   on("unfilter", "click", () => showOnly(null, ""));
@@ -934,6 +941,7 @@ function listenToControls() {
   document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".find")) closeFound(); });
   document.addEventListener("focusin", (event) => { if (!event.target.closest(".find")) closeFound(); });
   window.addEventListener("hashchange", readHash);
+  $("lanes").style.height = LANES.length * LANE < $("lanes").clientHeight ? `${Math.max(LANES.length, 3) * LANE + 4}px` : "";
   const redraw = () => { layoutPool(); drawTracks(); drawStep(); };
   new ResizeObserver(redraw).observe(document.querySelector("main"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); hatches.clear(); redraw(); });
@@ -998,6 +1006,7 @@ async function start() {
   const firstOf = new Map();
   LANES.forEach((lane, i) => { if (!firstOf.has(lane.id)) firstOf.set(lane.id, i); });
   laneOrder = LANES.map((_, i) => i).sort((one, other) => firstOf.get(LANES[one].id) - firstOf.get(LANES[other].id) || one - other);
+  laneOrder.forEach((lane, i) => { tints[lane] = i % 8; });
   byBlock = grouped(BLOCKS, blockOf);
   byLane = grouped(LANES.length, (e) => (kindOf(e) < INDEX ? laneOf(e) : -1));
   fold = new Fold();
