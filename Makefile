@@ -20,8 +20,8 @@ test: $(READY)  ## everything that a CPU can test
 test-all: test test-extras  ## everything that a CPU can test, with the optional packages
 
 test-extras: $(READY)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,structured,plot,docs,notebook]"
-	@$(BIN)/python -m pytest -m "extra or eval" -n 2 --dist loadfile
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,structured,plot,docs,notebook,browser]"
+	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray
 

@@ -1016,7 +1016,7 @@ async function start() {
   listenToPointers(); listenToKeys(); listenToControls();
   fold.seek(0); drawTracks(); readHash();
   document.documentElement.dataset.ready = "yes";
-  window.viewer = { state, fold, setFrame, tablesOf, knownTokens, wordsOf, lifeOf, storyOf };  // for tests and the curious
+  window.viewer = { state, fold, pool, lanes: LANES, setFrame, tablesOf, knownTokens, wordsOf, lifeOf, storyOf };  // for tests and the curious
 }
 start().catch((error) => {
   $("about").textContent = `This page can't show its data: ${error.message}. It needs a browser of 2023 or later.`;
