@@ -7,7 +7,7 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-extras core clients soak test-gpu bench lint loc docs
+.PHONY: demo test test-all test-extras core clients soak test-gpu bench lint loc docs images
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
@@ -44,6 +44,10 @@ docs: $(READY)  ## the site of the docs, into site/; links and anchors are check
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "written to site/index.html"
+
+images: $(READY)  ## draw docs/images anew, from a run of the demo model; needs chromium
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,browser]"
+	@$(BIN)/python tools/images.py
 
 lint: $(READY)  ## style, format and types
 	@$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The viewer's page in chromium: it loads, plays, steps, answers pointer and keys, and stays silent.
+"""The viewer's page in chromium: it loads, plays, steps, answers pointer and keys, keeps silent.
 
 Needs playwright (the extra `browser`) and chromium from the system; skipped by name without them.
 """
@@ -125,7 +125,8 @@ def test_the_page_folds_as_python_does_forwards_and_backwards(open_page: Open) -
     asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, wordsOf } = viewer;
         fold.seek(frame);
         return { refs: Array.from(fold.refs), contents: Array.from(fold.content, (c) => c >= 0),
-                 lanes: lanes.map((lane, i) => [lane.seq, tablesOf(i, frame), knownTokens(i, frame)]) } }"""
+                 lanes: lanes.map((lane, i) => [lane.seq, tablesOf(i, frame),
+                                                knownTokens(i, frame)]) } }"""
     expected = []
     for _, fold, _ in Fold.follow(recording):
         running = {

@@ -496,7 +496,7 @@ function drawCells(pen, mode, light) {
   const c = pool.cell, gap = c > 20 ? 2 : 1, changed = changes(), size = c - 2 * gap;
   for (let block = 0; block < BLOCKS; block++) {
     const [px, py] = placeOf(block), x = px + gap, y = py + gap, status = fold.status(block), number = colourNumber(block, mode), colour = colourOf(number);
-    pen.globalAlpha = light && status !== "null" && !light.has(block) ? 0.25 : 1;
+    pen.globalAlpha = light && (status === "active" || status === "cached") && !light.has(block) ? 0.25 : 1;
     pen.lineWidth = 1; pen.strokeStyle = colours.line;
     if (status === "null" || status === "empty") {
       if (status === "null") { pen.fillStyle = colours.faint; pen.fillRect(x, y, size, size); label(pen, "×", x, y, size, colours.soft); }
