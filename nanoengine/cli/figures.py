@@ -7,6 +7,7 @@ marker or a line style of its own. Called by `cli/plot.py`; the only file that i
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def ablation(reports: Named) -> Figure:
     for (label, report), shift, colour, marker in zip(reports, offsets, *_styles(), strict=False):
         for name, ratios in _switched(report):
             at, ordered = names.index(name) + shift, sorted(ratios)
-            median = ordered[len(ordered) // 2]
+            median = statistics.median(ratios)
             axes.plot([ordered[0], ordered[-1]], [at, at], color=colour, linewidth=2)
             axes.plot([median], [at], color=colour, marker=marker, markersize=8)
             axes.annotate(f"{median:.2f}", (ordered[-1], at), (6, -4), textcoords="offset points")

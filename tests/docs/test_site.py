@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from nanoengine.cli import ablate, sweep
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -64,3 +67,16 @@ def test_the_site_builds_strictly_and_a_bad_anchor_stops_it(tmp_path: Path) -> N
     done = build(tmp_path, tmp_path / "again")
     assert done.returncode != 0
     assert "no-such-heading" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("report", "format_report"),
+    [
+        ("ablation-demo", ablate.format_report),
+        ("sweep-demo", sweep.format_sweep),
+        ("rates-demo", sweep.format_rates),
+    ],
+)
+def test_tables_of_performance_are_those_of_the_reports(report: str, format_report: Any) -> None:
+    recorded = json.loads((ROOT / f"benchmarks/results/{report}.json").read_text("utf-8"))
+    assert format_report(recorded) in (ROOT / "docs/performance.md").read_text("utf-8")
