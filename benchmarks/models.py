@@ -2,7 +2,7 @@
 
 Random weights of one shape, each family with its own norms, biases, factors and rotation; and a
 mixture of experts that computes as much a token as the dense model. Models take turns, round by
-round, decoding `--streams` prompts at once; `--only` names some of them.
+round, decoding `--streams` prompts of `--context` tokens at once; `--only` names some of them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
     ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", MOE),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "partial_rotary_factor": 0.25},
+    ),
 }
 """Name -> architecture and the keys that make it what it is; the sizes are the shape's."""
 
@@ -70,6 +74,7 @@ def main() -> None:
     options.set_defaults(model="small")
     options.add_argument("--scale", type=float, default=1.0, help="share of the 128 output tokens")
     options.add_argument("--streams", type=int, default=1)
+    options.add_argument("--context", type=int, default=64)
     options.add_argument("--quantization")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
@@ -77,7 +82,7 @@ def main() -> None:
     if args.model not in SHAPES:
         options.error(f"--model must be one of {', '.join(SHAPES)}, got {args.model}")
     draw, output_len = random.Random(0), max(2, round(128 * args.scale))
-    prompts = [[draw.randrange(10, 4000) for _ in range(64)] for _ in range(args.streams)]
+    prompts = [[draw.randrange(10, 4000) for _ in range(args.context)] for _ in range(args.streams)]
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         ways = {}
         for name in args.only:
@@ -88,7 +93,8 @@ def main() -> None:
                 LLM(
                     str(directory), load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype,
                     quantization=args.quantization, attention_backend=args.attention_backend,
-                    max_model_len=256, max_num_seqs=max(8, args.streams), kv_cache_gib=0.1,
+                    max_model_len=args.context + 192, max_num_seqs=max(8, args.streams),
+                    kv_cache_gib=0.1 + args.context * args.streams / 2**13,
                 )
             )  # fmt: skip
             ways[name] = partial(timed, llm, prompts, output_len)
