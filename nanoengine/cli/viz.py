@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from tyro.conf import Positional, arg
 
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
@@ -23,9 +23,9 @@ from nanoengine.observe.viewer.page_data import page_data
 class VizArgs:
     """Writes a page that shows a trace: steps, requests and blocks, to play and to step through."""
 
-    trace: Annotated[Path, tyro.conf.Positional]
-    """A file that `--trace` has written."""
-    output: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    trace: Annotated[Positional[Path], arg(metavar="TRACE")]
+    """File of --trace."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """The page; None: beside the trace, as .html."""
     trace_steps: str | None = None
     """Show steps A up to and without B, as A:B; either may be left out."""

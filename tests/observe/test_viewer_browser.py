@@ -6,12 +6,14 @@ Needs playwright (the extra `browser`) and chromium from the system; skipped by 
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoengine.observe.explain import Story
 from nanoengine.observe.trace_fold import Fold
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.observe.viewer.page import page
@@ -206,12 +208,16 @@ def test_hover_and_click_tell_the_story_of_a_request(open_page: Open) -> None:
     tab.mouse.move(*at)
     tab.wait_for_selector("#tip:not([hidden])")
     told = text(tab, "#tip")
-    assert "Arrived, with 39 prompt tokens" in told and "preempted" in told
+    assert "arrived at" in told and "preempted with" in told
     tab.mouse.click(*at)
     chosen = text(tab, "#chosen")
-    assert "Its story" in chosen and "Block table" in chosen and "Has ended (length)" in chosen
+    assert "Its story" in chosen and "Block table" in chosen and "ended" in chosen
+    explained = Story(read_trace(SAMPLE)).request_lines("4")
+    found = tab.evaluate("viewer.storyOf(4).map(([, words]) => words)")
+    assert found == [re.sub(r"^step \d+: ", "", line) for line in explained]
     tab.keyboard.press("Escape")
     assert "Choose a request" in text(tab, "#chosen")
+    assert "Waiting:" in text(tab, "#chosen")  # what is worth knowing of the run
 
 
 def test_search_finds_requests_prompts_blocks_and_steps(open_page: Open) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from nanoengine.core.block_pool import NULL_BLOCK
 from nanoengine.errors import TraceError
+from nanoengine.observe.explain import Story
 from nanoengine.observe.trace import TIMES
 from nanoengine.observe.trace_fold import Content, Fold, TracedSequence
 from nanoengine.observe.trace_reader import Recording, TracedStep
@@ -464,11 +465,14 @@ class _Gathering:
         columns |= _ragged("spans", [_flat(lane.spans) for lane in lanes])
         columns |= _ragged("tokens", tokens)
         frames = [_differences(lane.token_frames) if has_tokens else [] for lane in lanes]
+        story = Story(self._recording)
         columns["tokenFrames"] = _ragged("", frames)[""]
         used = set(itertools.chain.from_iterable(tokens)) if text_of else ()
         meta = self._meta(lanes) | {
             "title": title,
             "thinned": notes,
+            "stories": _stories(story, {lane.seq.request_id for lane in lanes}),
+            "worthKnowing": story.run_lines(),
             "words": {str(one): text_of(one) for one in sorted(used)} if text_of else None,
         }
         return PageData(meta, columns)
@@ -529,6 +533,15 @@ class _Gathering:
             "notes": self._notes,
             "waits": self._waits,
         }
+
+
+def _stories(story: Story, request_ids: set[str]) -> list[list[Any]]:
+    """Of each request what `nanoengine explain` tells: its id, and [step, sentence] in order."""
+    return [
+        [request_id, [[step, line.removeprefix(f"step {step}: ")] for step, line in told.lines]]
+        for request_id, told in story.requests.items()
+        if request_id in request_ids
+    ]
 
 
 _Entry = tuple[int, int, int]

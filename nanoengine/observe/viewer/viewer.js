@@ -39,7 +39,7 @@ async function unpack() {
   return { meta, columns };
 }
 
-let D, M, LANES, FRAMES, SIZE, BLOCKS, TIERS, fold, byBlock, byLane, marksOf, notesOf;
+let D, M, LANES, FRAMES, SIZE, BLOCKS, TIERS, fold, byBlock, byLane, marksOf, notesOf, storiesOf;
 
 // Positions of the events of each block, or lane: those of `key` k are order[starts[k]..starts[k+1]].
 function grouped(num, keyOf) {
@@ -700,19 +700,9 @@ function laneWords(lane, frame) {
   if (kind === PREFILL) return `prefills up to token ${computed}`;
   return kind === DECODE ? `decodes; ${plural(Math.max(knownTokens(lane, frame) - told.prompt, 0), "token")} so far` : "has a row and computes nothing in this step";
 }
-// A request's story: [frame, words], in order.
+// A request's story in the words of `nanoengine explain`: [frame, words]; outside what is shown, -1 or FRAMES.
 function storyOf(lane) {
-  const story = marksOf[lane].map((mark) => [mark[0], markWords(mark, "").trim().replace(/^: /, "").replace(/^./, (c) => c.toUpperCase())]);
-  if (LANES[lane].arrived >= 0) story.push([LANES[lane].arrived, `Arrived, with ${plural(LANES[lane].prompt, "prompt token")}` + (LANES[lane].max ? `; at most ${LANES[lane].max} to come` : "")]);
-  let chunks = 0;
-  for (const [from, to, kind, computed] of spansOf(lane)) {
-    if (kind === PREFILL) story.push([from, `Prefill${++chunks > 1 ? `, chunk ${chunks}` : ""}: computed up to token ${computed}`]);
-    else chunks = 0;
-    if (kind === WAITING || kind === PREEMPTED) story.push([to, `Waited for ${plural(to - from + 1, "step")}`]);
-    if (kind === DECODE) story.push([from, `Decodes for ${plural(to - from + 1, "step")}`]);
-  }
-  const order = (words) => ["Arr", "Wai", "Is ", "Get", "Pre", "Dec", "Has"].indexOf(words.slice(0, 3));
-  return story.sort((one, other) => one[0] - other[0] || order(one[1]) - order(other[1]));
+  return (storiesOf.get(LANES[lane].id) ?? []).map(([step, words]) => [step < stepNumber(0) ? -1 : step > stepNumber(FRAMES - 1) ? FRAMES : frameOfStep(step), words]);
 }
 
 // --- cards ---------------------------------------------------------------------------------------
@@ -726,7 +716,7 @@ function make(tag, options = {}, ...children) {
   element.append(...children);
   return element;
 }
-const goTo = (frame) => make("button", { className: "go", text: `step ${stepNumber(frame)}`, on: () => setFrame(frame) });
+const goTo = (frame) => (frame < 0 || frame >= FRAMES ? make("span", { text: frame < 0 ? "before" : "after" }) : make("button", { className: "go", text: `step ${stepNumber(frame)}`, on: () => setFrame(frame) }));
 const closer = () => make("button", { className: "close", text: "✕", title: "Choose nothing (Esc)", ariaLabel: "Choose nothing", on: () => choose(-1, -1) });
 function lifeList(entries) {
   const list = make("ol", { className: "life" }), around = Math.max(entries.findIndex(([frame]) => frame > state.frame), 0);
@@ -759,7 +749,8 @@ function chosenCard() {
     return [closer(), make("h3", { text: `Request ${nameOf(lane)}` }), make("p", { text: `At step ${stepNumber(state.frame)} it ${laneWords(lane, state.frame)}.` }),
       ...parts, ...(D.tokens.length ? [text] : []), make("h3", { text: "Its story" }), lifeList(storyOf(lane))];
   }
-  return [make("p", { className: "legend", text: "Choose a request's lane or a block to see its whole life here." })];
+  return [make("h3", { text: "Worth knowing of this run" }), make("ul", {}, ...M.worthKnowing.slice(1).map((text) => make("li", { text: text.replace(/^\d+\. /, "") }))),
+    make("p", { className: "legend", text: "Choose a request's lane or a block to see its whole life here." })];
 }
 let cardTimer = 0;
 function drawCards() {
@@ -814,8 +805,8 @@ function blockTip(block) {
     ...(before.length > 8 ? [`… ${before.length - 8} things before`] : []), ...before.slice(-8).map(([frame, words]) => `step ${stepNumber(frame)}: ${words}`), ...(later ? [`… ${later} more after this step`] : [])];
 }
 function laneTip(lane, frame) {
-  const story = storyOf(lane), shownStory = story.length > 12 ? [...story.slice(0, 5), [-1, `… ${story.length - 10} more`], ...story.slice(-5)] : story;
-  return [`Request ${nameOf(lane)} ${laneWords(lane, Math.max(0, Math.min(FRAMES - 1, frame)))}`, "", ...shownStory.map(([at, words]) => (at < 0 ? words : `step ${stepNumber(at)}: ${words}`))];
+  const story = storyOf(lane), shownStory = story.length > 12 ? [...story.slice(0, 5), [-2, `… ${story.length - 10} more`], ...story.slice(-5)] : story;
+  return [`Request ${nameOf(lane)} ${laneWords(lane, Math.max(0, Math.min(FRAMES - 1, frame)))}`, "", ...shownStory.map(([at, words]) => (at < 0 || at >= FRAMES ? words : `step ${stepNumber(at)}: ${words}`))];
 }
 const laneAt = (event) => {
   const y = event.clientY - $("lanes").getBoundingClientRect().top + $("lanes").scrollTop;
@@ -1000,6 +991,7 @@ async function start() {
   LANES = M.lanes; FRAMES = M.frames; SIZE = M.header.blockSize; BLOCKS = M.header.numBlocks; TIERS = M.header.tiers;
   M.waitFrames = M.waits.map(([frame]) => frame);
   notesOf = new Map();
+  storiesOf = new Map(M.stories);
   for (const [frame, words] of M.notes) notesOf.set(frame, [...(notesOf.get(frame) ?? []), words]);
   marksOf = LANES.map(() => []);
   for (const mark of M.marks) marksOf[mark[2]]?.push(mark);
