@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def _engine_on(
             debug_checks=config.debug_checks,
             observers=() if drafting is None else (drafting,),
             proposer=drafting,
-            check_params=functools.partial(_check_params, structured, config),
+            check_params=_params_check(structured, config),
         )
     except BaseException:
         # Why: the error may live on, say in a notebook, and with it the disk's lock.
@@ -241,12 +242,18 @@ def _make_drafting(
     return Drafting(drafter=drafter)
 
 
-def _check_params(structured: Structured, config: EngineConfig, params: SamplingParams) -> None:
-    """Raises RequestError for parameters that processors or ranks can't obey."""
-    structured.check(params)
-    if config.tensor_parallel_size > 1 and (params.logits_processors or params.extra_args):
-        sent = (params.logits_processors, params.extra_args)
-        require_sendable("logits_processors and extra_args", sent, RequestError)
+def _params_check(structured: Structured, config: EngineConfig) -> Callable[[SamplingParams], None]:
+    """What raises RequestError for parameters that processors or ranks can't obey."""
+    if config.tensor_parallel_size == 1:
+        return structured.check
+
+    def check(params: SamplingParams) -> None:
+        structured.check(params)
+        if params.logits_processors or params.extra_args:
+            sent = (params.logits_processors, params.extra_args)
+            require_sendable("logits_processors and extra_args", sent, RequestError)
+
+    return check
 
 
 def _tiered_cache(
