@@ -87,6 +87,8 @@ class Story:
         self._heads: dict[str, list[int]] = {lack: [0] for lack in LACKS}
         self._evicted: dict[int, int] = {}  # content -> the step in which its last block lost it
         self._lost: dict[int, int] = {}  # preempted sequence -> computed tokens that it gave up
+        self._storing: set[int] = set()  # host blocks
+        self._from_disk: set[int] = set()  # host blocks
         self._again: set[int] = set()  # sequences back from preemption
         self._prefill: dict[int, int] = {}  # sequence -> tokens it had to compute at its admission
         self._chunks: dict[int, list[int]] = {}
@@ -116,6 +118,7 @@ class Story:
             of = f" from {self.name(parent.seq_id)}" if parent else ""
             self._tell(fork.seq_id, step.step, f"forked{of}: the two share all blocks until one of"
                                                " them writes.")  # fmt: skip
+        self._note_tiers(step)
         for new in step.admitted:
             self._admit(index, step, new)
         self._note_content(step, events)
@@ -139,6 +142,18 @@ class Story:
             self.counts["lost tokens"] += num_computed
             self._waiting[seq_id] = Waiting(index + 1, step.time_s)
 
+    def _note_tiers(self, step: TracedStep) -> None:
+        """Which host blocks hold what came from disk: what no store from the device explains."""
+        for move in step.moved:
+            if move.kind == "store":
+                self._storing.update(move.tier_ids)
+        for event in step.content:
+            if event.pool == "host":
+                self._from_disk.discard(event.block_id)
+                if event.content is not None and event.block_id not in self._storing:
+                    self._from_disk.add(event.block_id)
+                self._storing.discard(event.block_id)
+
     def _admit(self, index: int, step: TracedStep, new: Admitted) -> None:
         """A sequence has got a row: how long it waited, and what of it was cached."""
         waiting = self._waiting.pop(new.seq_id, None)
@@ -161,10 +176,10 @@ class Story:
             parts.append(f"admitted to row {new.row} at once")
         num_known = len(new.token_ids)
         loaded = {
-            device_id: move.tier
+            device_id: "disk" if tier_id in self._from_disk else move.tier
             for move in step.moved
             if move.kind == "load"
-            for device_id in move.device_ids
+            for device_id, tier_id in zip(move.device_ids, move.tier_ids, strict=True)
         }
         if new.num_cached_tokens:
             parts.append(self._whence(new, num_known, loaded))

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from itertools import chain
 from operator import add
 from os import PathLike, fspath
@@ -50,7 +50,13 @@ TIMES = ("schedule", "prepare", "load", "forward", "sample", "commit")
 
 logger = logging.getLogger(__name__)
 
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: a tier's settings, a class of a caller's own."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain).encode
 
 
 class Trace:
@@ -410,7 +416,7 @@ def trace_engine(
     told = ("model_name", "dtype", "device", "attention_backend", "max_model_len", "quantization")
     about = {
         "model": {name: getattr(info, name) for name in told},
-        "config": asdict(config) if config else {},
+        "config": {one.name: getattr(config, one.name) for one in fields(config)} if config else {},
     }
     trace = Trace(path, engine.scheduler, steps=steps, about=about)
     engine.observers.append(trace)

@@ -6,18 +6,23 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from nanoengine.cli import main as cli
 from nanoengine.core.plan import StepTimes
+from nanoengine.core.tiers.cost import CostModel, LoadCost
+from nanoengine.core.tiers.disk import Finished
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.chrome import ENGINE, chrome_events
 from nanoengine.observe.explain import Story
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.sampling_params import SamplingParams
-from tests.support.fake_executor import make_engine, run
+from tests.support.fake_disk import FakeDisk
+from tests.support.fake_executor import FakeExecutor, make_engine, run
 
 SAMPLE = Path(__file__).parent / "sample.trace.gz"
 STEP_S = 0.01
@@ -86,6 +91,36 @@ def starved(tmp_path: Path) -> Recording:
     return recorded(engine, tmp_path / "run.trace")
 
 
+class QuickDisk(FakeDisk):
+    """Its copies have ended when it is asked, and none fails."""
+
+    def collect(self, wait_s: float) -> list[Finished]:
+        while self.queue:
+            self.finish()
+        ended, self.ended = self.ended, []
+        return ended
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Recording:
+    def make_tiers(executor: FakeExecutor) -> TieredPrefixCache:
+        costs = LoadCost(1, policy="load")
+        return TieredPrefixCache(
+            executor.layout,
+            num_host_blocks=4,
+            cost=CostModel(host=costs, disk=costs),
+            disk=QuickDisk(executor.host, Random(0)),
+            num_disk_blocks=40,
+        )
+
+    engine = make_engine(num_blocks=10, block_size=4, max_num_seqs=2, make_tiers=make_tiers)
+    trace_engine(engine, tmp_path / "run.trace")
+    for name, first, length in (("early", 0, 13), ("large", 20, 33), ("late", 0, 13)):
+        add(engine, name, first, length, 2)
+        run(engine)
+    return recorded(engine, tmp_path / "run.trace")
+
+
 GOLDEN = (Path(__file__).parent / "explained.txt").read_text(encoding="utf-8")
 
 
@@ -100,6 +135,8 @@ GOLDEN = (Path(__file__).parent / "explained.txt").read_text(encoding="utf-8")
         ("eviction", {}),
         ("starved", {"request": "patient"}),
         ("starved", {}),
+        ("tiers", {"request": "late"}),
+        ("tiers", {}),
     ],
 )
 def test_what_is_told_of_a_recorded_run(
