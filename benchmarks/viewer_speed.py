@@ -3,7 +3,7 @@
 Simulates a run of about 10,000 steps over a pool of 100,000 blocks, writes its page, opens it in
 chromium without a GPU, and measures until the first paint, then frames a second while it plays,
 while a pointer moves over blocks and lanes, and milliseconds for a jump and for zooming.
-Needs the extra `test-browser`, and chromium from the system.
+Needs the extra `browser`, and chromium from the system.
 """
 
 from __future__ import annotations
@@ -39,11 +39,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/tmp/viewer_speed"))
     parser.add_argument("--num-requests", type=int, default=4500)
     parser.add_argument("--num-blocks", type=int, default=100_001)
+    parser.add_argument("--page", type=Path, help="measure this page, and simulate nothing")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    trace, html = args.out / "large.trace.gz", args.out / "large.html"
+    html = args.page or written(args.out, args.num_requests, args.num_blocks)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        measure(browser.new_page(viewport={"width": 1440, "height": 900}), html)
+        browser.close()
+
+
+def written(folder: Path, num_requests: int, num_blocks: int) -> Path:
+    """The page of a simulated run; a trace that is there already is drawn again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trace, html = folder / "large.trace.gz", folder / "large.html"
     if not trace.exists():
-        simulated(trace, args.num_requests, args.num_blocks)
+        simulated(trace, num_requests, num_blocks)
     start = time.perf_counter()
     recording = read_trace(trace)
     read_s = time.perf_counter() - start
@@ -56,12 +68,7 @@ def main() -> None:
         f" which data {len(packed(data)) * 4 / 3 / 1e6:.1f} MB"
     )
     print(f"written in {time.perf_counter() - start:.1f} s, of which read {read_s:.1f} s")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
-        measure(browser.new_page(viewport={"width": 1440, "height": 900}), html)
-        browser.close()
+    return html
 
 
 def simulated(path: Path, num_requests: int, num_blocks: int) -> None:

@@ -122,6 +122,7 @@ class _Gathering:
         # Tables by row, and contents of the device's blocks, as the page has been told of them.
         self._tables: dict[int, tuple[_Lane | None, list[list[int]]]] = {}
         self._contents: dict[int, Content] = {}
+        self._takers: dict[int, tuple[int, int]] = {}  # block -> last lane, its table's first block
         self._dirty_rows: set[int] = set()
         self._dirty_blocks: set[int] = set()
         self._status = bytearray(header.num_blocks)  # 0 empty, 1 cached, 2 active
@@ -401,7 +402,10 @@ class _Gathering:
             for group, table in enumerate(before):
                 gone += _only_in(table, after[group] if stays else [], was, group)
             for group, table in enumerate(after):
-                come += _only_in(table, before[group] if stays else [], lane, group)
+                assert lane is not None
+                taken = list(_only_in(table, before[group] if stays else [], lane, group))
+                come += taken
+                self._takers.update((block, (lane.index, table[0])) for block, *_ in taken)
             if lane is not None:
                 self._tables[row] = (lane, after)
         for kind, entries in ((DROP, gone), (TAKE, come)):
@@ -411,7 +415,6 @@ class _Gathering:
 
     def _compare_contents(self, changed: set[int]) -> None:
         held, told = self._fold.content.get("device", {}), self._contents
-        filled = None
         for block in sorted(self._dirty_blocks):
             now = held.get(block)
             if now == told.get(block):
@@ -422,22 +425,12 @@ class _Gathering:
                 self._events.extend((EVICT << KIND_SHIFT | block, NONE, 0))
             if now is not None:
                 told[block] = now
-                if filled is None:
-                    filled = self._holders()
-                lane, first = filled.get(block, (NONE, NULL_BLOCK))
+                is_held = self._fold.refs[block] and block in self._takers
+                lane, first = self._takers[block] if is_held else (NONE, NULL_BLOCK)
                 number = self._names.setdefault(now.name, len(self._names))
                 root = held.get(first, now).name if lane != NONE else now.name
                 self._root_of.setdefault(now.name, self._names.setdefault(root, len(self._names)))
                 self._events.extend((INDEX << KIND_SHIFT | block, lane, number))
-
-    def _holders(self) -> dict[int, tuple[int, int]]:
-        """Block -> a lane whose table names it, and the table's first block."""
-        return {
-            block: (lane.index, table[0])
-            for lane, tables in self._tables.values()
-            for table in tables
-            for block in table
-        }
 
     # --- the whole ----------------------------------------------------------------------------
 

@@ -662,7 +662,7 @@ function lifeOf(block) {
       life.push([frame, refs ? `given back by ${who}; ${refs} still ${refs === 1 ? "uses" : "use"} it` : content >= 0 ? `given back by ${who}; it stays cached` : `given back by ${who}; it is empty`, laneOf(e)]);
     } else if (kind === INDEX) {
       content = argumentOf(e);
-      life.push([frame, who ? "full: others with this prefix can find it from now on" : "its content is back from a tier below", laneOf(e)]);
+      life.push([frame, "indexed: others with this prefix can find it from now on", laneOf(e)]);
     } else {
       content = -1;
       life.push([frame, "its content is given up", -1]);
