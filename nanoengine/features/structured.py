@@ -89,6 +89,11 @@ class Structured:
         self, make: Callable[[], GrammarLibrary], vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         self.make, self.vocab_size, self.eos_token_ids = make, vocab_size, tuple(eos_token_ids)
+        # Of each EOS id, its word of a mask, and its bit there.
+        self._words = [token_id // 32 for token_id in self.eos_token_ids]
+        self._bits = [
+            np.uint32(1 << token_id % 32).view(np.int32) for token_id in self.eos_token_ids
+        ]
         self._library: GrammarLibrary | None = None
         self._compiled: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
@@ -119,25 +124,33 @@ class Structured:
         return grammar
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Grammar]) -> None:
-        assert self._library is not None
-        masks = np.zeros((len(lines), -(-self.vocab_size // 32)), np.int32)
-        self._library.fill(states, masks)
+        masks = self.masks(states)
         banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
         (index, mask) = ship(
             logits.device, np.asarray(lines), banned[:, : self.vocab_size].view(bool)
         )
         logits[index] = logits[index].masked_fill(mask, -torch.inf)
-        for i in self._complete(masks):  # Why not by the mask: min_tokens may have banned it.
-            logits[lines[i], self.eos_token_ids[0]] = 0.0
+        word, bit = self._words[0], self._bits[0]
+        for i in np.flatnonzero(masks[:, word] == bit):
+            if not masks[i, :word].any() and not masks[i, word + 1 :].any():
+                # Why not by the mask: min_tokens may have banned it.
+                logits[lines[i], self.eos_token_ids[0]] = 0.0
 
-    def _complete(self, masks: np.ndarray) -> list[int]:
-        """The lines whose text is complete: nothing but an EOS id may come."""
-        words, bits = np.divmod(self.eos_token_ids, 32)
-        may_end = np.flatnonzero(masks[:, words[0]] >> bits[0] & 1)
-        rest = masks[may_end]
-        for word, bit in zip(words, bits, strict=True):
-            rest[:, word] &= ~np.int32(1 << bit)
-        return may_end[~rest.any(axis=1)].tolist()
+    def masks(self, states: Sequence[Grammar]) -> np.ndarray:
+        """The tokens that may come, a bit each: [L, W] int32. Behind a complete text that is the
+        first of the EOS ids alone."""
+        assert self._library is not None
+        masks = np.zeros((len(states), -(-self.vocab_size // 32)), np.int32)
+        self._library.fill(states, masks)
+        may_end = np.flatnonzero(masks[:, self._words[0]] & self._bits[0])
+        if len(may_end):
+            rest = masks[may_end]
+            for word, bit in zip(self._words, self._bits, strict=True):
+                rest[:, word] &= ~bit
+            complete = may_end[~rest.any(axis=1)]
+            masks[complete] = 0
+            masks[complete, self._words[0]] = self._bits[0]
+        return masks
 
     def _compile(self, asked: StructuredOutputs) -> Grammar:
         with self._lock:

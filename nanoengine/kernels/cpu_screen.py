@@ -25,6 +25,9 @@ What is equal to the largest is looked at too, so the lowest index is found. Out
 (weights that are not finite, or huge) are always looked at; inputs without one make the caller
 compute all outputs, which is also the readable form (`runner/sampling_ops.py`).
 
+Masks bound what counts: bit i % 32 of masks[r, i // 32] says whether output i of row r may be the
+largest. A panel none of whose outputs may is not looked at. No masks: all may.
+
 Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 in the copy.
 """
 
@@ -50,6 +53,7 @@ SMALLEST, LARGEST = 1e-14, 1e15
 LEAST_SLACK = 1e-18
 MOST_INPUT_ERROR = 2.0**-13  # |d| of |x|; an x that 16 bits hold no better is not screened
 MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
+WHOLE = (1 << PANEL) - 1
 MOST_PANELS = 16  # one of so many may be looked at; with more left, computing all is as fast
 
 
@@ -165,8 +169,16 @@ def _bounds(typing, estimates, at, scales, slack, column, unit, norm):
     return signature, codegen
 
 
+@compiled(fastmath=FASTMATH)
+def _allowed(masks, r, p):
+    """The bits of a panel's outputs in row r."""
+    if not len(masks):
+        return WHOLE
+    return (np.int64(masks[r, p // 2]) >> PANEL * (p % 2)) & WHOLE
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
-def _bound(estimates, scales, slack, units, norms, most, least, workers):
+def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
     """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
     w's panels must be."""
     num_rows, num_panels = most.shape
@@ -176,17 +188,30 @@ def _bound(estimates, scales, slack, units, norms, most, least, workers):
             best, row = np.float32(-np.inf), most[r]
             for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
                 at, n = r * num_outputs + p * PANEL, p * PANEL
-                row[p], known = _bounds(flat, at, scales, slack, n, units[r], norms[r])
-                best = max(best, known)
+                allowed = _allowed(masks, r, p)
+                if allowed == WHOLE:
+                    row[p], known = _bounds(flat, at, scales, slack, n, units[r], norms[r])
+                    best = max(best, known)
+                    continue
+                highest = np.float32(-np.inf)
+                for i in range(PANEL):
+                    if allowed >> i & 1:
+                        value = flat[at + i] * (scales[n + i] * units[r])
+                        reach = slack[n + i] * norms[r]
+                        highest = max(highest, value + reach)
+                        best = max(best, value - reach)
+                row[p] = highest
             least[worker, r] = best
 
 
 @compiled(fastmath=FASTMATH)
-def _first_largest(outputs, lo, hi, index, largest, second):
+def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     """The first of the largest of outputs[lo : hi] and one found before, and the largest of all
     others; NaN is the largest."""
     for i in range(lo, hi):
         output = outputs[i]
+        if not allowed >> (i - lo) & 1:
+            continue
         if output > largest or (output != output and largest == largest):
             index, largest, second = i, output, largest
         elif output > second:
@@ -204,7 +229,7 @@ def _tie_width(largest, softcap):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _look(x, w, bias, most, least, ids, largest, second, workers):
+def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
     """Computes the panels that may hold the largest output of each row, in the worker's share.
 
     ids[w, r], largest[w, r], second[w, r]: the best there, and the next; ids is -1 if too many
@@ -220,7 +245,8 @@ def _look(x, w, bias, most, least, ids, largest, second, workers):
             best, other = np.float32(-np.inf), np.float32(-np.inf)
             left = 1 + (hi - lo) // MOST_PANELS
             for p in range(lo, hi):
-                if row[p] < least[r]:
+                allowed = _allowed(masks, r, p)
+                if row[p] < least[r] or not allowed:
                     continue
                 left -= 1
                 if left < 0:
@@ -229,17 +255,20 @@ def _look(x, w, bias, most, least, ids, largest, second, workers):
                 n = p * PANEL
                 tile(flat, r * num_inputs, 0, w, n * num_inputs, 0, num_inputs, bias, n, 0,
                      outputs, n, 0, 0, 0, 1, 1)  # fmt: skip
-                index, best, other = _first_largest(outputs, n, n + PANEL, index, best, other)
+                index, best, other = _first_largest(
+                    outputs, n, n + PANEL, allowed, index, best, other
+                )
             if worker == workers - 1 and index >= 0:
                 last_outputs(1, x[r], w, bias, outputs, num_inputs, num_outputs)
+                rest = _allowed(masks, r, num_panels) if num_panels * PANEL < num_outputs else 0
                 index, best, other = _first_largest(
-                    outputs, num_panels * PANEL, num_outputs, index, best, other
+                    outputs, num_panels * PANEL, num_outputs, rest, index, best, other
                 )
             ids[worker, r], largest[worker, r], second[worker, r] = index, best, other
 
 
 @compiled(fastmath=FASTMATH)
-def largest_outputs(x, w, values, scales, slack, bias, softcap, ids, largest, workers):
+def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, largest, workers):
     """ids[r] and largest[r] of the largest output of each row, the lowest index among equals; False
     if some row needs all outputs to tell.
 
@@ -251,6 +280,8 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, ids, largest, wo
         x: [L, K] float32.
         w: flat panels of [N, K]; `values`, `scales` and `slack` by `quantize_outputs`.
         bias: [N] zeros.
+        masks: [L, ceil(N / 32)] int32, the outputs that count in each row; [0, 0]: all of them. A
+            row without any gives -inf.
         ids: [L] int64; largest: [L] float32.
     """
     num_rows, num_outputs = len(x), len(bias)
@@ -264,7 +295,7 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, ids, largest, wo
     _estimate(whole, values, estimates, workers)
     most = np.empty((num_rows, num_outputs // PANEL), np.float32)
     least = np.empty((workers, num_rows), np.float32)
-    _bound(estimates, scales, slack, units, norms, most, least, workers)
+    _bound(estimates, scales, slack, units, norms, masks, most, least, workers)
     for worker in range(1, workers):
         for r in range(num_rows):
             least[0, r] = max(least[0, r], least[worker, r])
@@ -278,7 +309,7 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, ids, largest, wo
     found = np.empty((workers, num_rows), np.int64)
     best = np.empty((workers, num_rows), np.float32)
     second = np.empty((workers, num_rows), np.float32)
-    _look(x, w, bias, most, least[0], found, best, second, workers)
+    _look(x, w, bias, masks, most, least[0], found, best, second, workers)
     for r in range(num_rows):
         ids[r], largest[r], other = found[0, r], best[0, r], second[0, r]
         for worker in range(workers):

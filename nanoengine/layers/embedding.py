@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.linear_method import Masks
 
 
 class Embedding(Layer):
@@ -72,11 +73,14 @@ class OutputHead(Layer):
         return self.all_gather(self.method.apply(hidden, None))
 
     def argmax(
-        self, hidden: torch.Tensor, softcap: float | None
+        self,
+        hidden: torch.Tensor,
+        softcap: float | None = None,
+        masks: Masks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The most likely token of each row [L] and its logit [L], where they can be found without
         all logits; else None. See `LinearMethod.argmax`."""
-        return self.method.argmax(hidden, softcap) if self.ranks == 1 else None
+        return self.method.argmax(hidden, softcap, masks) if self.ranks == 1 else None
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.tied:

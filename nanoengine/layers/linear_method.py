@@ -7,7 +7,9 @@ is the readable form of all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +17,8 @@ from torch import nn
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.layer import empty_parameter
 from nanoengine.layers.ops import LayerOps
+
+Masks = Callable[[], np.ndarray | None]
 
 
 class LinearMethod(nn.Module, ABC):
@@ -58,12 +62,21 @@ class LinearMethod(nn.Module, ABC):
         return ops.gate(self.apply(x, None), activation)
 
     def argmax(
-        self, x: torch.Tensor, softcap: float | None = None
+        self,
+        x: torch.Tensor,
+        softcap: float | None = None,
+        masks: Masks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest of `apply(x, None)` in each row of x [L, in_features] where the method finds
         it without computing all: index [L] int64, the lowest among equals, and value [L], NaN if
-        any is. None: compute all, as where a `softcap` that bends outputs then may make two equal
-        by rounding."""
+        any is. None: compute all.
+
+        Args:
+            softcap: bends outputs afterwards, which may make two of them equal by rounding; where
+                it may have, all are to be computed.
+            masks: gives the outputs that count, a bit each (`kernels/cpu_screen.py`), or None if
+                they are not bits; asked only where they can be used.
+        """
         return None
 
     @abstractmethod

@@ -15,12 +15,13 @@ from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.layer import empty_parameter
-from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.linear_method import LinearMethod, Masks
 
 SCREENED_BYTES = 2**24
 """A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
 smaller one stays in the cache, where reading it costs little."""
 
+NO_MASKS = np.empty((0, 0), np.int32)
 MOST_ROWS = 32
 """Rows up to which the screen is the shorter way, and its estimates fit the cache.
 
@@ -135,15 +136,21 @@ class ScreenedHead(PackedLinear):
         return self.values.numpy(), self.scales.numpy(), self.slack.numpy()
 
     def argmax(
-        self, x: torch.Tensor, softcap: float | None = None
+        self,
+        x: torch.Tensor,
+        softcap: float | None = None,
+        masks: Masks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.values is None or len(x) > MOST_ROWS:
+            return None
+        bits = NO_MASKS if masks is None else masks()
+        if bits is None:
             return None
         if self.rounds_inputs:
             x = x.bfloat16().float()
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
         found = cpu_screen.largest_outputs(
             x.contiguous().numpy(), self.panels, *self._copy(), self.no_bias,
-            np.float32(softcap or 0), ids, largest, num_workers(),
+            np.float32(softcap or 0), bits, ids, largest, num_workers(),
         )  # fmt: skip
         return (torch.from_numpy(ids), torch.from_numpy(largest)) if found else None

@@ -35,6 +35,7 @@ from nanoengine.layers.attention import Attention
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.layer import Layer
+from nanoengine.layers.linear_method import Masks
 from nanoengine.layers.norm import LayerNorm, RMSNorm, make_norm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.attention import SelfAttention, taken
@@ -245,10 +246,13 @@ class CausalLM(Layer):
         """[L, hidden_size] -> [L, vocab_size]."""
         return self._capped(self.lm_head(self._scaled(hidden)))
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def most_likely(
+        self, hidden: torch.Tensor, masks: Masks | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest of each row's logits without all of them, where that can be: token ids [L]
-        and their logits [L]; None: ask for `logits`."""
-        found = self.lm_head.argmax(self._scaled(hidden), self.config.plan.logit_softcap)
+        and their logits [L]; None: ask for `logits`. `masks`: see `LinearMethod.argmax`."""
+        softcap = self.config.plan.logit_softcap
+        found = self.lm_head.argmax(self._scaled(hidden), softcap, masks)
         return None if found is None else (found[0], self._capped(found[1]))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,11 @@ class RowState(Protocol):
 
 
 class LogitsProcessor(Protocol):
-    """A stage of the pipeline."""
+    """A stage of the pipeline.
+
+    One that only bans tokens may also have `masks(states) -> [L, ceil(V / 32)] int32`, the tokens
+    that may come, a bit each. Greedy rows then need not all of their logits.
+    """
 
     def admit(self, sequence: AdmittedSequence) -> RowState | None:
         """State of a sequence with all its known tokens accepted; None if it does not use this
@@ -83,6 +87,12 @@ class RowEdits:
         for place, processor in enumerate(processors):
             row._guard(place, processor.admit, sequence)
         return row if row.states or row.error else None
+
+    @property
+    def only_bans(self) -> bool:
+        """Whether all that edits the row can tell by bits what it bans."""
+        ban = all(hasattr(self.processors[place], "masks") for place in self.states)
+        return ban and self.error is None
 
     def accept(self, token_id: int) -> None:
         """Takes the row's next token."""

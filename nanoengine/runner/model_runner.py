@@ -333,7 +333,7 @@ class ModelRunner:
         watch = step.stopwatch = Stopwatch(self.device)
         watch.mark()
         sampling, scoring = self.model(batch).tensor_split([len(lines.entries)])
-        found = self._most_likely(lines, sampling)
+        found = self._most_likely(plan, lines, sampling)
         logits = None if found else self.model.logits(sampling)  # [lines, V]
         self._store_blocks(plan, step)
         watch.mark()
@@ -403,19 +403,36 @@ class ModelRunner:
         for row, position, _ in plan.chosen_tokens:
             self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
 
-    def _most_likely(self, lines: SamplingLines, hidden: torch.Tensor) -> SampledTokens | None:
+    def _most_likely(
+        self, plan: StepPlan, lines: SamplingLines, hidden: torch.Tensor
+    ) -> SampledTokens | None:
         """The tokens of all lines where they are greedy and the model needs no logits for it."""
-        if not self.sampler.only_greedy(lines.rows):
+        if self.sampler.only_greedy(lines.rows):
+            found = self.model.most_likely(hidden)
+        elif self.sampler.only_masked(lines.rows):
+
+            def masks() -> np.ndarray | None:
+                self._learn_tokens()
+                return self.sampler.masks(lines.rows, plan.draft_token_ids)
+
+            found = self.model.most_likely(hidden, masks)
+        else:
             return None
-        found = self.model.most_likely(hidden)
         return None if found is None else SampledTokens.most_likely(*found)
 
     def _sample(self, plan: StepPlan, lines: SamplingLines, logits: torch.Tensor) -> SampledTokens:
         """Samples a token a line."""
-        if self.sampler.edited[lines.rows].any() and self._latest is not None:
-            # Why here: processors must know the tokens before; the forward runs while they learn.
-            self._latest.result()
+        if self.sampler.edited[lines.rows].any():
+            self._learn_tokens()
         return self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
+
+    def _learn_tokens(self) -> None:
+        """Waits for the tokens of the step before, which processors must know.
+
+        Why not before the forward: it runs while they learn.
+        """
+        if self._latest is not None:
+            self._latest.result()
 
     def _await_tokens(
         self, plan: StepPlan, step: LaunchedStep, lines: SamplingLines, sampled: SampledTokens

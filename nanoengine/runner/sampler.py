@@ -236,6 +236,33 @@ class Sampler:
         """Whether these rows ask for nothing but the largest of the model's own logits."""
         return bool(self.greedy[rows].all()) and not self.looks_at_logits(rows)
 
+    def only_masked(self, rows: np.ndarray) -> bool:
+        """Whether these rows ask for the largest of the model's own logits, but for bans alone."""
+        return (
+            bool(self.greedy[rows].all())
+            and not bool((self.num_logprobs[rows] >= 0).any())
+            and all(self.edits[row].only_bans for row in rows[self.edited[rows]].tolist())
+        )
+
+    def masks(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]) -> np.ndarray | None:
+        """The tokens that may come in each line, a bit each, [L, ceil(V / 32)] int32.
+
+        Args: as of `sample`, of rows that are `only_masked`.
+
+        Returns:
+            None: a processor has raised, which `sample` sorts out.
+        """
+        edits = self._edits(rows, np.arange(len(rows)), drafts)
+        masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
+        for place, processor in enumerate(self.processors):
+            of_line = {i: row.states[place] for i, row in edits.items() if place in row.states}
+            if of_line:
+                try:
+                    masks[list(of_line)] &= processor.masks(list(of_line.values()))
+                except Exception:
+                    return None
+        return masks
+
     def sample(
         self,
         logits: torch.Tensor,

@@ -24,6 +24,7 @@ from nanoengine import (
 from nanoengine.core.sequence import Request
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
+from nanoengine.layers import packed
 from tests.support.engines import make_engine, random_prompts, run, tokens
 from tests.support.grammars import EOS, VOCAB_SIZE, Rows, text_checkpoint, text_tokenizer
 
@@ -437,6 +438,31 @@ def test_preemption_chunks_tiers_and_loops_do_not_show(
 
 @pytest.mark.extra
 @pytest.mark.parametrize("overlap", [False, True])
+def test_greedy_rows_need_not_all_logits(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks as bits reach the head, and the tokens are those of masked logits."""
+    needs("llguidance")
+    options = {"attention_backend": "cpu", "dtype": "float32", "overlap": overlap, "block_size": 8}
+    params = [replace(one, n=1, temperature=0.0) for one in work()]
+    expected = run(make_engine(text_checkpoint(), **options), PROMPTS, params)
+    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+    argmax, found = packed.ScreenedHead.argmax, []
+
+    def noted(self: Any, x: Any, masks: Any = None) -> Any:
+        found.append((masks is not None, argmax(self, x, masks)))
+        return found[-1][1]
+
+    monkeypatch.setattr(packed.ScreenedHead, "argmax", noted)
+    for pool in ({}, {"num_kv_blocks": 13}):
+        engine = make_engine(text_checkpoint(), **options, **pool)
+        assert tokens(run(engine, PROMPTS, params)) == tokens(expected)
+    seqs = [seq for request in expected for seq in request.sequences]
+    assert [seq.finish_reason for seq in seqs].count("stop") > 1
+    assert all(masked for masked, _ in found)
+    assert sum(tokens is not None for _, tokens in found) > 40
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("overlap", [False, True])
 def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -> None:
     needs("llguidance")
     params = [replace(one, n=1) for one in work()]
@@ -460,7 +486,7 @@ def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -
 
 
 @pytest.mark.extra
-def test_a_grammar_that_allows_everything_does_not_show() -> None:
+def test_a_grammar_that_allows_everything_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("llguidance")
     ascii_ids = [
         i for entry, i in text_tokenizer().get_vocab().items() if entry.isascii() and i > 2
@@ -468,6 +494,7 @@ def test_a_grammar_that_allows_everything_does_not_show() -> None:
     plain = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=ascii_ids)
     anything = replace(plain, structured_outputs=StructuredOutputs(regex="(?s:.*)"))
     expected = tokens(run(make_engine(text_checkpoint()), PROMPTS, plain))
+    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)  # the masked screen of a CPU's head
     for options in (
         {},
         {"overlap": True},

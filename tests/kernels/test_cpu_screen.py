@@ -117,6 +117,33 @@ def test_a_softcap_that_makes_two_outputs_equal_is_seen(softcap: float) -> None:
     assert method.argmax(x[:1], softcap) is None
 
 
+@pytest.mark.parametrize("outputs", [4096, 1003, 15])
+def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
+    random, found = np.random.default_rng(outputs), []
+    method = head(normal(outputs, 40))
+    x = normal(6, 40, seed=outputs)
+    for share in (0.999, 0.9, 0.5, 0.03, 2 / outputs):
+        allowed = random.random((6, outputs)) < share
+        allowed[0] = True
+        allowed[1] = False
+        allowed[2, outputs // 3 :] = False
+        bits = np.packbits(allowed, axis=1, bitorder="little")
+        masks = np.zeros((6, -(-outputs // 32) * 4), np.uint8)
+        masks[:, : bits.shape[1]] = bits
+        got = method.argmax(x, masks=lambda masks=masks: masks.view(np.int32))
+        if got is None:
+            continue
+        banned = torch.from_numpy(~allowed)
+        ids, largest = argmax(method.apply(x, None).masked_fill(banned, -torch.inf))
+        assert torch.equal(got[1], largest)
+        there = largest.isfinite()
+        assert there.tolist()[:2] == [True, False]
+        assert torch.equal(got[0][there], ids[there])
+        found.append(share)
+    assert len(found) > 2, "too many panels were left"
+    assert method.argmax(x, masks=lambda: None) is None
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-10, 10), st.floats(-8, 8))
 def test_every_output_is_within_its_slack(seed: int, weight_size: float, x_size: float) -> None:
