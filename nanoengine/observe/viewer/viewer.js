@@ -297,6 +297,7 @@ function drawBars(name, columns, fills, scale) {
     if (total(best) > top) drawGlyph(pen, "▲", x + bar / 2, base - tall + 5, colours.ink);
   }
   ticks(pen, width, height, a, b);
+  if (!most) { pen.textAlign = "left"; pen.textBaseline = "middle"; pen.fillText("nothing: a simulation has no times", gutter + 8, base - tall / 4); }
 }
 function axis(pen, width, base, tall, top) {
   pen.strokeStyle = colours.line; pen.fillStyle = colours.soft; pen.textAlign = "right"; pen.textBaseline = "middle";
@@ -489,7 +490,7 @@ function drawPool() {
 }
 function placeBox(box, block) {
   const [x, y] = placeOf(block), size = Math.max(pool.cell, 8), shift = (size - pool.cell) / 2;
-  Object.assign(box.style, { left: `${x - shift - 2}px`, top: `${y - shift - 2}px`, width: `${size + 4}px`, height: `${size + 4}px` });
+  Object.assign(box.style, { left: `${x - shift - 2}px`, top: `${y - shift - 2 + box.parentElement.querySelector("canvas").offsetTop}px`, width: `${size + 4}px`, height: `${size + 4}px` });
 }
 
 function drawCells(pen, mode, light) {
@@ -796,7 +797,7 @@ function showTip(lines, x, y) {
   tip.style.transform = `translate(${left}px, ${top}px)`;
 }
 function blockAt(event) {
-  const box = $("pool").getBoundingClientRect(), x = Math.floor((event.clientX - box.left) / pool.cell), y = Math.floor((event.clientY - box.top) / pool.cell), block = y * pool.columns + x;
+  const box = $("pool").querySelector("canvas").getBoundingClientRect(), x = Math.floor((event.clientX - box.left) / pool.cell), y = Math.floor((event.clientY - box.top) / pool.cell), block = y * pool.columns + x;
   return x >= 0 && x < pool.columns && y >= 0 && y < pool.rows && block < BLOCKS ? block : -1;
 }
 function blockTip(block) {
@@ -886,6 +887,7 @@ function listenToKeys() {
       const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -pool.columns, ArrowDown: pool.columns }[event.key] ?? 0;
       const block = state.block < 0 ? 0 : Math.max(0, Math.min(BLOCKS - 1, state.block + by));
       choose(state.lane, block, event.key === "Enter");
+      if (event.key !== "Enter") $("box").scrollIntoView({ block: "nearest" });
       say(`Block ${block}: ${blockWords(block)}`);
     } else if (target.id === "lanes" && (event.key === "ArrowUp" || event.key === "ArrowDown" || event.key === "Enter")) {
       const at = shown.indexOf(state.lane), next = Math.max(0, Math.min(shown.length - 1, at + { ArrowUp: -1, ArrowDown: 1, Enter: 0 }[event.key]));
