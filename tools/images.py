@@ -7,6 +7,7 @@ machine that drew it. Needs the extra `browser`, and chromium from the system.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+# Why one thread: two would wait for each other on a busy machine, and the picture would show that.
+os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 from example import PASSAGE, QUESTIONS  # noqa: E402
 from nanoengine import LLM, HostTier, SamplingParams  # noqa: E402
