@@ -23,7 +23,7 @@ from nanoengine.observe.viewer.page_data import page_data
 class VizArgs:
     """Writes a page that shows a trace: steps, requests and blocks, to play and to step through."""
 
-    trace: Annotated[Positional[Path], arg(metavar="TRACE")]
+    recording: Annotated[Positional[Path], arg(metavar="TRACE")]
     """File of --trace."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """The page; None: beside the trace, as .html."""
@@ -42,12 +42,11 @@ def main(args: VizArgs) -> None:
         ConfigError: the tokenizer can't be read.
     """
     steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).steps_traced()
-    recording = read_trace(args.trace)
+    recording = read_trace(args.recording)
     text_of = words_of(recording, args.tokenizer)
-    data = page_data(recording, steps=steps, text_of=text_of, title=args.trace.name)
-    path = args.output or args.trace.with_name(args.trace.name.removesuffix(".gz")).with_suffix(
-        ".html"
-    )
+    data = page_data(recording, steps=steps, text_of=text_of, title=args.recording.name)
+    bare = args.recording.with_name(args.recording.name.removesuffix(".gz"))
+    path = args.output or bare.with_suffix(".html")
     path.write_text(page(data), encoding="utf-8")
     for note in data.meta["thinned"]:
         print(f"note: {note}")

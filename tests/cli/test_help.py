@@ -40,7 +40,7 @@ def boxes(shown: str) -> dict[str, list[str]]:
     for before, line in pairwise(shown.splitlines()):
         if re.fullmatch(r" -{20,} *", line):
             found[before.strip()] = []
-        elif option := re.match(r"  --([a-z][\w-]+|n)", line):
+        elif option := re.match(r"  (?:-\w [^-]*, )?--([a-z][\w-]+|n)", line):
             found[list(found)[-1]].append(option[1])
     return found
 
