@@ -38,7 +38,8 @@ class Admission:
     """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
 
     `num_needed_blocks` are taken from the free ones: fresh blocks, and those of the cached prefix
-    that nobody uses. They suffice for chunks of up to `max_chunk` tokens. `reason` is for people.
+    that nobody uses. They suffice for chunks of up to `max_chunk` tokens. `reason` is for people; where the verdict is
+    LATER, `lacks` says for what it waits: "blocks", or a "read" of a tier.
     """
 
     verdict: Verdict
@@ -47,6 +48,7 @@ class Admission:
     num_needed_blocks: int = 0
     max_chunk: int = 0
     reason: str = ""
+    lacks: str = "blocks"
 
 
 class BlockManager:
@@ -135,7 +137,7 @@ class BlockManager:
             return Admission(verdict=Verdict.NEVER)
         prefix = self.prefix_cache.find(seq)
         if not prefix.is_ready:
-            return Admission(verdict=Verdict.LATER, reason=prefix.reason)
+            return Admission(verdict=Verdict.LATER, reason=prefix.reason, lacks="read")
         needed = prefix.num_needed_blocks
         for index, group in enumerate(self.layout.groups):
             fresh = cdiv(seq.num_tokens, self.block_size) - prefix.num_blocks

@@ -298,7 +298,7 @@ class Scheduler:
             num_new = seq.num_tokens - admission.num_cached_tokens
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
-                ahead.pass_over(seq, "budget" if too_long else "blocks")
+                ahead.pass_over(seq, "budget" if too_long else admission.lacks)
                 if admission.reason:
                     plan.reasons.append(f"seq {seq.seq_id} waits: {admission.reason}")
                 continue

@@ -90,7 +90,8 @@ class LookAhead:
 
     def pass_over(self, seq: Sequence, lacks: str) -> None:
         """Puts a sequence aside that can't be admitted now, because it lacks a "row", its last
-        "token" from the step under way, "blocks", the "budget", or consent of the "policy"."""
+        "token" from the step under way, "blocks", the "read" of a tier, the "budget", or consent of
+        the "policy"."""
         self.passed_over.append(seq)
         self._waits.append((seq.seq_id, lacks))
 

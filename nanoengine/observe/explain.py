@@ -24,6 +24,7 @@ from nanoengine.observe.trace_reader import Admitted, Recording, TracedStep
 LACKS = {
     "row": "for want of a row",
     "blocks": "for want of blocks",
+    "read": "while blocks were read from disk for it",
     "policy": "because the admission policy held it back",
     "budget": "because its prompt did not fit the budget of the step",
     "token": "for its last token, which was under way",
@@ -38,6 +39,7 @@ LARGER_BUDGET = "a larger budget (max_num_batched_tokens)"
 REMEDIES = {
     "row": "more rows (max_num_seqs)",
     "blocks": MORE_BLOCKS,
+    "read": "more host memory (kv_host_gib), or DiskTier(policy='recompute')",
     "policy": f"{MORE_BLOCKS}, or admission='watermark', at the risk of preemptions",
     "budget": LARGER_BUDGET,
     "token": "nothing: it waits for the device",
