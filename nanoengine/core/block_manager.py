@@ -38,8 +38,8 @@ class Admission:
     """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
 
     `num_needed_blocks` are taken from the free ones: fresh blocks, and those of the cached prefix
-    that nobody uses. They suffice for chunks of up to `max_chunk` tokens. `reason` is for people; where the verdict is
-    LATER, `lacks` says for what it waits: "blocks", or a "read" of a tier.
+    that nobody uses. They suffice for chunks of up to `max_chunk` tokens. `reason` is for people;
+    where the verdict is LATER, `lacks` says for what it waits: "blocks", or a "read" of a tier.
     """
 
     verdict: Verdict
