@@ -294,6 +294,7 @@ TORN = gzip.compress(gzip.decompress(SAMPLE.read_bytes()).partition(b"\n")[0] + 
         (SAMPLE.read_bytes(), ["--tokenizer", "/nowhere"], "directory, got '/nowhere'"),
         (None, [], "No such file"),
     ],
+    ids=["empty", "text", "newer", "torn header", "header alone", "steps", "tokenizer", "missing"],
 )
 def test_bad_input_is_one_line_and_status_2(
     tmp_path: Path,
