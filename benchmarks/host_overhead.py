@@ -4,8 +4,8 @@ The real scheduler, block manager and batch builder plan and prepare decode step
 executor that computes nothing answers with tokens. This time is lost to a GPU that waits for it.
 Median microseconds a step, by number of running sequences; wall time, and for the whole step CPU
 time, which other processes disturb less. A trace's cost is the CPU time of steps that are traced
-less that of steps that are not, 32 of each in turn, those in which blocks fill among them. With
-`--shape small` a model of random weights runs, and the cost is told as a share of its step.
+less that of steps that are not, those in which blocks fill among them. With `--shape small` a model
+of random weights runs, and the cost is told as a share of its step.
 """
 
 from __future__ import annotations
@@ -101,27 +101,39 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
 
 
 def trace_cost(engine: LLMEngine, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Microseconds of a step without a trace and with one: medians of means over 32 steps."""
-    seconds: tuple[list[float], list[float]] = [], []
+    """Microseconds of a step without a trace and with one: medians over rounds.
+
+    A round is 32 steps without one, 64 with one, 32 without: steps get longer as contexts grow,
+    and so that costs both alike.
+    """
+    plain, traced = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as directory:
-        for number in range(2 * rounds):
-            trace = None
-            if number % 2:
+        for _ in range(rounds):
+            plain.append(_mean_step(engine, clock))
+            for _ in range(2):
                 trace = trace_engine(engine, Path(directory) / "run.trace.gz")
-            started = clock()
-            for _ in range(IN_TURN):
-                engine.step()
-            seconds[number % 2].append((clock() - started) / IN_TURN)
-            if trace is not None:
+                traced.append(_mean_step(engine, clock))
                 trace.close()
                 engine.observers.remove(trace)
                 engine.on_queued.clear()
-    return 1e6 * statistics.median(seconds[0]), 1e6 * statistics.median(seconds[1])
+            plain.append(_mean_step(engine, clock))
+    return _median_of_pairs(plain), _median_of_pairs(traced)
+
+
+def _mean_step(engine: LLMEngine, clock: Callable[[], float]) -> float:
+    started = clock()
+    for _ in range(IN_TURN):
+        engine.step()
+    return 1e6 * (clock() - started) / IN_TURN
+
+
+def _median_of_pairs(values: list[float]) -> float:
+    return statistics.median(map(statistics.mean, zip(values[::2], values[1::2], strict=True)))
 
 
 def measure_trace(num_seqs: int, rounds: int) -> dict[str, float]:
     """What a trace costs a step of an executor that computes nothing."""
-    engine = build(num_seqs, 2 * rounds * IN_TURN + 2)
+    engine = build(num_seqs, 4 * rounds * IN_TURN + 2)
     engine.step()  # all prompts
     without, traced = trace_cost(engine, rounds, time.process_time)
     return {"trace, CPU time": traced - without}
@@ -129,7 +141,7 @@ def measure_trace(num_seqs: int, rounds: int) -> dict[str, float]:
 
 def run_shape(shape: str, num_seqs: int, rounds: int) -> None:
     """Prints what a trace costs a decode step of a model, by the clock on the wall."""
-    num_tokens = 2 * rounds * IN_TURN + 2
+    num_tokens = 4 * rounds * IN_TURN + 2
     with tempfile.TemporaryDirectory() as directory:
         write_shape(shape, Path(directory))
         config = EngineConfig(
@@ -154,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1_024])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=8, help="of traced steps and others in turn")
+    parser.add_argument("--rounds", type=int, default=4, help="of traced steps and others in turn")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="run this model instead")
     args = parser.parse_args()
     if args.shape is not None:
