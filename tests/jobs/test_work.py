@@ -28,7 +28,6 @@ def test_the_collector_passes_over_what_was_there_while_rows_run(
 ) -> None:
     if before:
         gc.freeze()
-    kept = gc.get_freeze_count()
     seen: list[int] = []
 
     def stream(rows: Iterator[Row | Pause]) -> Iterator[RequestOutput]:
@@ -42,4 +41,5 @@ def test_the_collector_passes_over_what_was_there_while_rows_run(
     tasks = [Task(row=0, input=Input(name="x", form="txt"), number=1)]
     Work(tasks, lambda task, result: None).run(stream)  # type: ignore[arg-type]
     assert seen[0] > 0
-    assert gc.get_freeze_count() == kept
+    # Why not a count: one that is frozen can still be freed.
+    assert (gc.get_freeze_count() > 0) == before

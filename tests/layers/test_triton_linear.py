@@ -87,10 +87,13 @@ def test_gates_of_few_rows_are_one_kernel_and_those_of_many_are_not(monkeypatch,
 
 
 def test_a_gpu_gets_these_gates_where_its_dtype_has_16_bits():
+    def kind(device: str, dtype: torch.dtype) -> type:
+        return type(linear_method_for(torch.device(device), dtype)("gate_up_proj"))
+
     for dtype in (torch.float16, torch.bfloat16):
-        assert linear_method_for(torch.device("cuda"), dtype) is GatedLinear
-        assert linear_method_for(torch.device("cpu"), dtype) is UnquantizedLinear
-    assert linear_method_for(torch.device("cuda"), torch.float32) is UnquantizedLinear
+        assert kind("cuda", dtype) is GatedLinear
+        assert kind("cpu", dtype) is UnquantizedLinear
+    assert kind("cuda", torch.float32) is UnquantizedLinear
 
 
 @pytest.mark.usefixtures("row_products")

@@ -391,4 +391,5 @@ def test_packed_weights_are_for_float32_on_a_cpu() -> None:
     made = [linear_method_for(cpu, torch.float32)(name) for name in ("lm_head", "o_proj")]
     assert [type(method) for method in made] == [ScreenedHead, PackedLinear]
     for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
-        assert linear_method_for(device, dtype) is UnquantizedLinear
+        method = linear_method_for(device, dtype)("o_proj")
+        assert type(method) is UnquantizedLinear

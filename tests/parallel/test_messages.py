@@ -45,6 +45,7 @@ PLAN = StepPlan(
     draft_token_ids={0: (6, 7)},
     preempted=[Preemption(8, 12, "no blocks")],
     reasons=["why"],
+    waits=[(8, "blocks")],
 )
 RESULT = StepResult(
     token_ids=[[5], [], [6, 7]],

@@ -96,7 +96,7 @@ def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     seen = []
     for name in ("cuda:1", "cpu"):
-        runner = mock.Mock(device=torch.device(name), _load=note, _update_rows=note)
+        runner = mock.Mock(device=torch.device(name), groups=(), load=note, _update_rows=note)
         runner.config.max_model_len = None
         with pytest.raises(InterruptedError):
             ModelRunner.start(runner)
