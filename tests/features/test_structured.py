@@ -447,8 +447,8 @@ def test_greedy_rows_need_not_all_logits(overlap: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
     argmax, found = packed.ScreenedHead.argmax, []
 
-    def noted(self: Any, x: Any, masks: Any = None) -> Any:
-        found.append((masks is not None, argmax(self, x, masks)))
+    def noted(self: Any, x: Any, softcap: Any = None, masks: Any = None) -> Any:
+        found.append((masks is not None, argmax(self, x, softcap, masks)))
         return found[-1][1]
 
     monkeypatch.setattr(packed.ScreenedHead, "argmax", noted)
