@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
@@ -33,7 +34,7 @@ class LLGuidance:
         self.tables = LLTokenizer(
             tokenizer.definition(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
-        self.threads = LLExecutor()
+        self.threads = LLExecutor(torch.get_num_threads())
 
     def compile(self, asked: StructuredOutputs) -> LLGuidanceGrammar:
         """The grammar at the start of a text.
