@@ -64,8 +64,8 @@ class Replay:
             self.of_row[new.row] = self.answers[tuple(new.token_ids[: new.num_prompt_tokens])]
         self._update(plan)
 
-    def most_likely(self, lines: Any, hidden: Any) -> Any:
-        found = self._likely(lines, hidden)
+    def most_likely(self, plan: Any, lines: Any, hidden: Any) -> Any:
+        found = self._likely(plan, lines, hidden)
         return found and self.exchanged(lines, found)
 
     def sample(self, plan: Any, lines: Any, logits: Any) -> Any:
