@@ -297,8 +297,7 @@ def write_peer_rows(path: Path, model: Path, count: int) -> None:
 def measure_peer(
     directory: Path, vllm: Path, checkpoint: Path, dtype: str, cores: int, count: int, rounds: int
 ) -> dict[str, Any]:
-    """Wall and CPU times of whole processes, and how many answers are the same. CPU times tell
-    something on a busy machine too, if it is one core."""
+    """Wall times of whole processes, and how many answers are the same."""
     model = directory / "model"
     if not model.exists():
         model.mkdir()
@@ -316,11 +315,7 @@ def measure_peer(
         "DO_NOT_TRACK": "1",
     }
 
-    def cpu_seconds() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
-    def run(name: str, source: Path) -> tuple[float, float]:
+    def run(name: str, source: Path) -> float:
         output = source.with_name(f"{name}-{source.name}")
         output.unlink(missing_ok=True)
         output.with_name(f"{output.name}.job.json").unlink(missing_ok=True)
@@ -331,17 +326,17 @@ def measure_peer(
         ours += ["--output", str(output)]
         command = [*(ours if name == "ours" else theirs), "--max-model-len", "2048"]
         command += ["--dtype", dtype]
-        start, used = time.perf_counter(), cpu_seconds()
+        start = time.perf_counter()
         with (directory / f"{name}.log").open("wb") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
         if done.returncode:
             told = (directory / f"{name}.log").read_text(errors="replace")
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{told[-4000:]}")
-        return time.perf_counter() - start, cpu_seconds() - used
+        return time.perf_counter() - start
 
     source = directory / "peer.jsonl"
     write_peer_rows(source, model, count)
-    found: dict[str, list[tuple[float, float]]] = {"ours": [], "vllm": []}
+    found: dict[str, list[float]] = {"ours": [], "vllm": []}
     for _ in range(rounds):
         for name, seconds in found.items():
             seconds.append(run(name, source))
@@ -353,17 +348,11 @@ def measure_peer(
             body["usage"]["completion_tokens"] == PEER_OUT for body in bodies.values()
         ), name  # fmt: skip
         answers.append({k: v["choices"][0]["message"]["content"] for k, v in bodies.items()})
-    ratios = [
-        statistics.median(t[i] for t in found["vllm"])
-        / statistics.median(t[i] for t in found["ours"])
-        for i in range(2)
-    ]
     return {
         "rows": count,
         "cores": cores,
-        "ratio": ratios[0],
-        "ratio of CPU seconds": ratios[1],
-        "wall and CPU seconds": found,
+        "ratio": statistics.median(found["vllm"]) / statistics.median(found["ours"]),
+        "seconds": found,
         "equal answers": sum(answers[0][key] == answers[1][key] for key in answers[0]),
     }
 
