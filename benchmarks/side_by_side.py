@@ -9,6 +9,7 @@ by round: its median, smallest and largest.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import time
@@ -133,13 +134,15 @@ def model_options(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def report(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
-    """Prints all comparisons, and writes them to `--json` with hardware and versions."""
+    """Prints all comparisons, and writes them to `--json` with date, hardware and
+    versions."""
     import torch
 
     for found in comparisons:
         show(found)
     if args.json:
         whole = {
+            "date": datetime.date.today().isoformat(),
             "model": Path(args.model).name,
             "options": {k: v for k, v in vars(args).items() if k not in ("model", "json")},
             "hardware": hardware(torch.device("cpu")),
