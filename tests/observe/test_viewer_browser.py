@@ -6,6 +6,7 @@ Needs playwright (the extra `browser`) and chromium from the system; skipped by 
 from __future__ import annotations
 
 import gzip
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,9 +62,9 @@ def open_page(browser: Any, html: Path) -> Iterator[Open]:
     """Opens the page; afterwards nothing has been complained of, nor asked of a network."""
     said: list[str] = []
     asked: list[str] = []
-    contexts = []
+    contexts, opens = [], set()
 
-    def opened(fragment: str = "", **options: Any) -> Any:
+    def opened(fragment: str = "", file: Path = html, **options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}} | options)
         contexts.append(context)
         tab = context.new_page()
@@ -71,7 +72,8 @@ def open_page(browser: Any, html: Path) -> Iterator[Open]:
         tab.on("console", lambda message: said.append(message.text))
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))
-        tab.goto(html.as_uri() + fragment)
+        opens.add(file.as_uri())
+        tab.goto(file.as_uri() + fragment)
         tab.wait_for_selector(READY)
         return tab
 
@@ -79,7 +81,7 @@ def open_page(browser: Any, html: Path) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert said == []
-    assert {url.partition("#")[0] for url in asked} == {html.as_uri()}
+    assert {url.partition("#")[0] for url in asked} == opens
 
 
 def text(tab: Any, selector: str) -> str:
@@ -240,6 +242,21 @@ def test_search_finds_requests_prompts_blocks_and_steps(open_page: Open) -> None
     assert current(tab) == 40
     tab.fill("#search", "there is no such thing")
     assert "nothing found" in text(tab, "#found")
+
+
+def test_blocks_that_a_run_never_uses_are_not_drawn(open_page: Open, tmp_path: Path) -> None:
+    lines = gzip.decompress(SAMPLE.read_bytes())
+    used = json.loads(lines.splitlines()[0])["layout"]["num_blocks"] - 1
+    (tmp_path / "run.trace").write_bytes(
+        lines.replace(b'"num_blocks":%d' % (used + 1), b'"num_blocks":100001')
+    )
+    data = page_data(read_trace(tmp_path / "run.trace"), text_of=words, title="a large pool")
+    (tmp_path / "run.html").write_text(page(data), encoding="utf-8")
+    small, large = open_page(), open_page(file=tmp_path / "run.html")
+    shape = "[viewer.pool.columns, viewer.pool.rows, viewer.pool.cell]"
+    assert large.evaluate(shape) == small.evaluate(shape)
+    assert f"The last {100_000 - used:,} are never used and not drawn" in text(large, "#pool-words")
+    assert "100,000 blocks of" in text(large, "#about")
 
 
 def test_a_link_leads_to_a_step(open_page: Open) -> None:

@@ -39,7 +39,8 @@ async function unpack() {
   return { meta, columns };
 }
 
-let D, M, LANES, FRAMES, SIZE, BLOCKS, TIERS, fold, byBlock, byLane, marksOf, notesOf, storiesOf;
+// BLOCKS: how many are drawn, from 0 to the last that the run used; USABLE: how many the pool has.
+let D, M, LANES, FRAMES, SIZE, BLOCKS, USABLE, TIERS, fold, byBlock, byLane, marksOf, notesOf, storiesOf;
 
 // Positions of the events of each block, or lane: those of `key` k are order[starts[k]..starts[k+1]].
 function grouped(num, keyOf) {
@@ -376,7 +377,7 @@ function drawGlyph(pen, glyph, x, y, colour) {
 
 const charts = [];
 function makeCurves() {
-  const usable = BLOCKS - 1, frames = Array.from({ length: FRAMES }, (_, f) => f + 0.5), map = (fn) => Array.from({ length: FRAMES }, (_, f) => fn(f));
+  const usable = USABLE, frames = Array.from({ length: FRAMES }, (_, f) => f + 0.5), map = (fn) => Array.from({ length: FRAMES }, (_, f) => fn(f));
   const seconds = (f) => D.t[f] / 1e4, span = Math.max(8, Math.round(FRAMES / 100)), sums = [new Float64Array(FRAMES + 1), new Float64Array(FRAMES + 1)];
   for (let f = 0; f < FRAMES; f++) { sums[0][f + 1] = sums[0][f] + D.sampled[f]; sums[1][f + 1] = sums[1][f] + D.prefill[f] + D.decode[f]; }
   const rate = (sum) => map((f) => { const g = Math.max(0, f - span), s = seconds(f) - seconds(g); return s > 0 ? (sum[f + 1] - sum[g + 1]) / s : null; });
@@ -776,9 +777,9 @@ function drawStep() {
   const number = stepNumber(state.frame).toLocaleString("en");
   $("now").textContent = `step ${number} of ${stepNumber(FRAMES - 1).toLocaleString("en")} · ${(D.t[state.frame] / 1e4).toFixed(2)} s`;
   $("pool-step").textContent = number;
-  const f = state.frame, usable = BLOCKS - 1, empty = usable - D.active[f] - D.cached[f];
+  const f = state.frame, usable = USABLE, empty = usable - D.active[f] - D.cached[f], unused = USABLE - (BLOCKS - 1);
   $("pool-words").replaceChildren(make("b", { text: D.active[f].toLocaleString("en") }), ` in use (${percent(D.active[f], usable)}), `,
-    make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} a block. ${MODES[$("colour").value]}`);
+    make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} a block. ${unused ? `The last ${unused.toLocaleString("en")} are never used and not drawn. ` : ""}${MODES[$("colour").value]}`);
   moveCursors(); drawPool();
   // While it plays, words that nobody could read at that speed are written ten times a second.
   if (!state.playing) drawCards(); else if (!cardTimer) cardTimer = setTimeout(drawCards, 100);
@@ -982,7 +983,7 @@ function tellAbout() {
   const model = M.header.model.model_name, seconds = D.t[FRAMES - 1] / 1e4, out = D.sampled.reduce((sum, n) => sum + n, 0);
   $("title").textContent = M.title;
   $("engine").textContent = `Traced by nanoengine ${M.header.engine}, ${M.header.date}.`;
-  const facts = [[new Set(LANES.map((lane) => lane.id)).size, "requests"], [stepNumber(FRAMES - 1) - stepNumber(0) + 1, "steps"], [`${seconds.toFixed(2)} s`, ""], [out, "tokens sampled"], [BLOCKS - 1, `blocks of ${SIZE} tokens`],
+  const facts = [[new Set(LANES.map((lane) => lane.id)).size, "requests"], [stepNumber(FRAMES - 1) - stepNumber(0) + 1, "steps"], [`${seconds.toFixed(2)} s`, ""], [out, "tokens sampled"], [USABLE, `blocks of ${SIZE} tokens`],
     [percent(D.hit[FRAMES - 1], D.queried[FRAMES - 1]), "of prompts found in the cache"], [M.marks.filter(([, what]) => what === "preempted").length, "preemptions"]];
   $("about").replaceChildren(model ? `${model.split("/").pop()}: ` : "", ...facts.flatMap(([value, words], i) => [i ? " · " : "", make("b", { text: typeof value === "number" ? value.toLocaleString("en") : value }), ` ${words}`]));
   $("thinned").replaceChildren(...M.thinned.map((text) => make("li", { text })));
@@ -990,7 +991,9 @@ function tellAbout() {
 }
 async function start() {
   ({ meta: M, columns: D } = await unpack());
-  LANES = M.lanes; FRAMES = M.frames; SIZE = M.header.blockSize; BLOCKS = M.header.numBlocks; TIERS = M.header.tiers;
+  LANES = M.lanes; FRAMES = M.frames; SIZE = M.header.blockSize; USABLE = M.header.numBlocks - 1; TIERS = M.header.tiers;
+  BLOCKS = 2;  // the null block and one more, however little was used
+  for (let e = 0; e < D.events.length / 3; e++) BLOCKS = Math.max(BLOCKS, blockOf(e) + 1);
   M.waitFrames = M.waits.map(([frame]) => frame);
   notesOf = new Map();
   storiesOf = new Map(M.stories);
