@@ -20,6 +20,9 @@ Source: `vpsignb` to feed `vpmaddubsw` with signed bytes, ggml's AVX2 dot produc
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -39,16 +42,16 @@ def most_rows(isa: ISA) -> int:
 
 
 def shapes8(isa: ISA) -> list[tuple[int, int]]:
-    """(rows, panels) of the tiles of int8 weights. One row takes four panels at once, or it would
-    wait for its own sums; many take two where a register holds a line."""
+    """(rows, panels) of the tiles of int8 weights: two panels where a register holds a line, so
+    that an input that is loaded is multiplied twice."""
     panels = 2 if isa.byte_bits == 8 * LINE else 1
     rows = 6 if isa.byte_dots == "vpdpbusd" and panels == 1 else most_rows(isa)
-    return [(1, 4), *((r, p) for r in range(1, rows + 1) for p in {1, panels})]
+    return [(r, p) for r in range(1, rows + 1) for p in sorted({1, panels})]
 
 
 def shapes4(isa: ISA) -> list[tuple[int, int]]:
     """(rows, panels) of the tiles of int4 weights."""
-    return [(1, 4), *((rows, 1) for rows in range(1, most_rows(isa) + 1))]
+    return [(rows, 1) for rows in range(1, most_rows(isa) + 1)]
 
 
 def shapes16(isa: ISA) -> list[tuple[int, int]]:
@@ -118,6 +121,12 @@ class ByteTile(Emit):
         pairs = build.bitcast(pairs, self.sums)
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
+    def nibbles(self, both):
+        """The low and the high halves of bytes, each as a byte."""
+        build, low = self.builder, self.every(self.bytes, 15)
+        high = build.lshr(build.bitcast(both, self.pairs), self.every(self.pairs, 4))
+        return build.and_(both, low), build.and_(build.bitcast(high, self.bytes), low)
+
     def add16(self, total, weight, value):
         """total + neighbouring products of 16-bit numbers."""
         if self.isa.byte_dots == "vpdpbusd":
@@ -166,31 +175,42 @@ def tile8(module, isa: ISA, rows: int, panels: int):
     for line in outputs:
         tile.prefetch(line, write=True)
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    # Why: one row of one panel would wait for its own sums.
+    chains = max(1, 4 // (rows * panels * tile.vectors))
+    zero = tile.every(tile.sums, 0)
     cells = [
         [
-            tile.counter(tile.splat(builder.load(start), tile.sums))
-            for _ in range(tile.vectors * panels)
+            [tile.counter(first if c == 0 else zero) for c in range(chains)]
+            for first in [tile.splat(builder.load(start), tile.sums)] * (tile.vectors * panels)
         ]
         for start in tile.rows(starts, I64(1), rows)
     ]
 
     def turn(index):
-        for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
-            tile.prefetch(line)
-        lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
-        weights = [
-            tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
-            for line in lines
-            for v in range(tile.vectors)
-        ]
-        at = builder.mul(index, I64(4))
-        for row, of_row in zip(inputs, cells, strict=True):
-            value = tile.four(tile.at(row, at))
-            for weight, cell in zip(weights, of_row, strict=True):
-                builder.store(tile.add8(builder.load(cell), weight, value), cell)
+        at = builder.mul(index, I64(4 * chains))
+        for c in range(chains):
+            for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+                tile.prefetch(line)
+            lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+            weights = [
+                tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
+                for line in lines
+                for v in range(tile.vectors)
+            ]
+            for row, of_row in zip(inputs, cells, strict=True):
+                value = tile.four(tile.at(row, at), 4 * c)
+                for weight, cell in zip(weights, of_row, strict=True):
+                    builder.store(tile.add8(builder.load(cell[c]), weight, value), cell[c])
 
-    tile.loop(turns, turn, unroll=2 if rows * panels * tile.vectors <= 8 else 1)
-    totals = [[builder.sitofp(builder.load(cell), tile.vector) for cell in row] for row in cells]
+    unroll = 2 if rows * panels * tile.vectors * chains <= 8 else 1
+    tile.loop(builder.udiv(turns, I64(chains)), turn, unroll)
+    totals = [
+        [
+            builder.sitofp(functools.reduce(builder.add, map(builder.load, cell)), tile.vector)
+            for cell in of_row
+        ]
+        for of_row in cells
+    ]
     tile.finish(totals, tile.rows(x_scales, I64(1), rows), w_scales, bias, outputs)
     builder.ret_void()
     return function
@@ -229,7 +249,6 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
     count = tile.vectors * panels
     results = [[tile.variable(tile.constant(0.0)) for _ in range(count)] for _ in inputs]
-    low, four = tile.every(tile.bytes, 15), tile.every(tile.pairs, 4)
     # A group's place, and the units left in it: a division in this loop would cost as much as half
     # of its work.
     group, left = tile.counter(I64(0)), tile.counter(units_a_group)
@@ -242,40 +261,35 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
             for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
                 tile.prefetch(line)
         lines = tile.rows(tile.moved(place, I64(LINE * UNIT // 8)), w_stride, panels)
-        for p, line in enumerate(lines):  # Why one by one: all sums of one fit the registers
-            sums = [[start if exact else None] * tile.vectors for start in starts]
-            for eight in range(UNIT // 8):
-                values = [
-                    [tile.four(tile.at(row, at), 8 * eight + 4 * k) for k in range(2)]
-                    for row in inputs
-                ]
-                for v in range(tile.vectors):
-                    both = tile.get(tile.bytes, line, eight * LINE + v * tile.bytes.count)
-                    shifted = builder.lshr(builder.bitcast(both, tile.pairs), four)
-                    first = builder.and_(both, low)
-                    second = builder.and_(builder.bitcast(shifted, tile.bytes), low)
-                    for of_row, of_sums in zip(values, sums, strict=True):
-                        for weight, value in zip((first, second), of_row, strict=True):
-                            known = of_sums[v]
-                            if exact:
-                                of_sums[v] = tile.dot(known, weight, value)
-                                continue
-                            more = tile.pairs_of(weight, value)
-                            of_sums[v] = more if known is None else builder.add(known, more)
-            for v in range(tile.vectors):
-                numbers = builder.add(builder.load(group), builder.mul(scales_stride, I64(p)))
-                numbers = builder.add(numbers, I64(v * tile.width))
-                scale = tile.widen_halves(tile.get(halves, tile.at(scales, numbers)))
+        sums = [[[start if exact else None] * tile.vectors for start in starts] for _ in lines]
+        for eight, v in itertools.product(range(UNIT // 8), range(tile.vectors)):
+            weights = [
+                tile.nibbles(tile.get(tile.bytes, line, eight * LINE + v * tile.bytes.count))
+                for line in lines
+            ]
+            for k, (r, row) in itertools.product(range(2), enumerate(inputs)):
+                value = tile.four(tile.at(row, at), 8 * eight + 4 * k)
+                for weight, of_panel in zip(weights, sums, strict=True):
+                    known = of_panel[r][v]
+                    if exact:
+                        of_panel[r][v] = tile.dot(known, weight[k], value)
+                        continue
+                    more = tile.pairs_of(weight[k], value)
+                    of_panel[r][v] = more if known is None else builder.add(known, more)
+        for (p, of_panel), v in itertools.product(enumerate(sums), range(tile.vectors)):
+            numbers = builder.add(builder.load(group), builder.mul(scales_stride, I64(p)))
+            numbers = builder.add(numbers, I64(v * tile.width))
+            scale = tile.widen_halves(tile.get(halves, tile.at(scales, numbers)))
+            if zeroed:
+                zero = tile.widen_halves(tile.get(halves, tile.at(zeros, numbers)))
+                zero = builder.fmul(zero, tile.constant(0.125))
+            for start, of_sums, of_row in zip(starts, of_panel, results, strict=True):
+                total = of_sums[v] if exact else builder.add(tile.widen(of_sums[v]), start)
+                total = builder.sitofp(total, tile.vector)
                 if zeroed:
-                    zero = tile.widen_halves(tile.get(halves, tile.at(zeros, numbers)))
-                    zero = builder.fmul(zero, tile.constant(0.125))
-                for start, of_sums, of_row in zip(starts, sums, results, strict=True):
-                    total = of_sums[v] if exact else builder.add(tile.widen(of_sums[v]), start)
-                    total = builder.sitofp(total, tile.vector)
-                    if zeroed:
-                        total = tile.fma(builder.sitofp(start, tile.vector), zero, total)
-                    cell = of_row[p * tile.vectors + v]
-                    builder.store(tile.fma(total, scale, builder.load(cell)), cell)
+                    total = tile.fma(builder.sitofp(start, tile.vector), zero, total)
+                cell = of_row[p * tile.vectors + v]
+                builder.store(tile.fma(total, scale, builder.load(cell)), cell)
         remaining = builder.sub(builder.load(left), I64(1))
         ended = builder.icmp_signed("==", remaining, I64(0))
         builder.store(builder.select(ended, units_a_group, remaining), left)

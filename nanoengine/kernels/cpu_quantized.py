@@ -27,13 +27,14 @@ from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import LINE, PANEL
 
-ROWS8, PANELS8 = (max(numbers) for numbers in zip(*shapes8(CURRENT)[1:], strict=True))
-ROWS4 = max(rows for rows, _ in shapes4(CURRENT))
+ROWS8, PANELS8 = max(shapes8(CURRENT))
+ROWS4, _ = max(shapes4(CURRENT))
 OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
-AT_ONCE = 4  # panels that one row takes at once
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
-AHEAD = 4096  # bytes: one row prefetches weights so far ahead
+# Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
+# ahead.
+AHEAD = 16384  # bytes
 INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
@@ -133,14 +134,15 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
     num_outputs = out.shape[1]
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     x, flat, step = values.reshape(-1), out.reshape(-1), PANEL * size
-    at_once = AT_ONCE if num_rows == 1 else PANELS8
+    few = num_rows <= ROWS8
+    at_once = 1 if few else PANELS8
     scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
     whole = hi - 1 if rest and hi == num_panels else hi
     for row in range(0, num_rows, ROW_BLOCK):
         rows, p = min(ROW_BLOCK, num_rows - row), lo
         while p < hi:
             panels = at_once if p + at_once <= whole else 1
-            ahead = AHEAD if num_rows == 1 else panels * step
+            ahead = AHEAD if few else panels * step
             # Why one call: the compiler writes out all tiles at each.
             to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
             if p >= whole:
@@ -180,9 +182,9 @@ def linear8(x, w, w_scales, bias, out, num_workers):
 
 
 @compiled(fastmath=FASTMATH)
-def _panels4(rows, row, panels, x, size, offsets, x_scales, w, p, ahead, scales, zeros, groups,
-             units_a_group, w_scales, bias, out, out_at, out_step):  # fmt: skip
-    """Some int4 panels for `rows` rows from `row`, in tiles as equal as can be; see `_panels8`."""
+def _panel4(rows, row, x, size, offsets, x_scales, w, p, ahead, scales, zeros, groups,
+            units_a_group, w_scales, bias, out, out_at, out_step):  # fmt: skip
+    """One int4 panel for `rows` rows from `row`, in tiles as equal as can be; see `_panels8`."""
     tiles, units, step = -(-rows // ROWS4), size // UNIT, PANEL * size // 2
     share = -(-LINE // tiles)  # bytes for each eight inputs
     for t in range(tiles):
@@ -192,7 +194,7 @@ def _panels4(rows, row, panels, x, size, offsets, x_scales, w, p, ahead, scales,
                   w, p * step, step, units, scales, zeros, p * groups * PANEL, groups * PANEL,
                   units_a_group, w_scales, bias, p * PANEL, out, out_at + r * out_step, out_step,
                   ahead + t * share * units * 4, share, rows * (t + 1) // tiles - r,
-                  panels)  # fmt: skip
+                  1)  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
@@ -205,22 +207,19 @@ def linear4_panels(
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     groups, step = -(-(size // UNIT) // units_a_group), PANEL * size // 2
     x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
-    at_once = AT_ONCE if num_rows == 1 else 1
+    few = num_rows <= ROWS4
     scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
     whole = hi - 1 if rest and hi == num_panels else hi
     for row in range(0, num_rows, ROW_BLOCK):
-        rows, p = min(ROW_BLOCK, num_rows - row), lo
-        while p < hi:
-            panels = at_once if p + at_once <= whole else 1
-            ahead = AHEAD if num_rows == 1 else step
+        rows = min(ROW_BLOCK, num_rows - row)
+        for p in range(lo, hi):
             to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
             if p >= whole:
                 to, o, o_step = (scratch, 0, PANEL)
-            _panels4(rows, row, panels, x, size, offsets, x_scales, w, p, ahead, scales, zeros,
-                     groups, units_a_group, w_scales, bias, to, o, o_step)  # fmt: skip
+            _panel4(rows, row, x, size, offsets, x_scales, w, p, AHEAD if few else step, scales,
+                    zeros, groups, units_a_group, w_scales, bias, to, o, o_step)  # fmt: skip
             if p >= whole:
                 _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
-            p += panels
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
