@@ -36,11 +36,25 @@ LOOK_S = 1.0
 """How often somebody who waits for an actor looks whether it has failed."""
 
 
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A machine whose kernel has not answered for so long [s, s, times] is gone: one that has lost its
+power closes no connection, and the other end would wait for it for ever."""
+
+
+def _connection(caller: socket.socket) -> Connection:
+    """A pipe over TCP."""
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # as on Linux
+            caller.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return Connection(caller.detach())
+
+
 class _Host:
     """The actor: its process becomes a replica."""
 
     def serve(self, address: tuple[str, int], key: bytes) -> None:
-        connection = Connection(socket.create_connection(address).detach())
+        connection = _connection(socket.create_connection(address))
         answer_challenge(connection, key)
         replica.main(connection)
 
@@ -68,7 +82,7 @@ class RayProcess:
         with self._listener:
             while not ray.wait([self._served], timeout=0)[0]:
                 try:
-                    caller = Connection(self._listener.accept()[0].detach())
+                    caller = _connection(self._listener.accept()[0])
                     deliver_challenge(caller, self._key)
                     return caller
                 except (TimeoutError, AuthenticationError):

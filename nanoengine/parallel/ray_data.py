@@ -117,6 +117,7 @@ class Generate:
             return {**batch, **added}
         import pyarrow
 
+        batch = batch.drop_columns([name for name in batch.column_names if name in columns])
         for name, column in columns.items():
             batch = batch.append_column(name, pyarrow.array(column, type=_arrow_type(name)))
         return batch
@@ -287,7 +288,10 @@ def _deaths(path: Path) -> Counter[str]:
     except FileNotFoundError:
         return deaths
     for line in lines:
-        what, value = json.loads(line)
+        try:
+            what, value = json.loads(line)
+        except ValueError:  # torn, as the disk was full
+            continue
         if what == "begin":
             running.add(value)
         elif what == "end":

@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -48,6 +49,10 @@ PROGRAM = (
 
 AHEAD = 32
 """Rows that a replica has beyond those that its engine pulls: they fill what a step has freed."""
+
+SILENT_S = 300.0
+"""A replica that has rows and has said nothing for so long is named, and left alone: from outside a
+step of minutes and one that never ends look alike."""
 
 ENDED_S = 5.0
 """Time for a process whose pipe has closed to be gone."""
@@ -133,6 +138,7 @@ class Replica:
     _process: Process | None = None
     _pipe: Connection | None = None
     _is_ended: bool = False
+    _waits_since: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
@@ -225,10 +231,25 @@ class Replica:
 
     def _receive(self, when: str) -> Any:
         assert self._pipe is not None
+        self._waits_since = time.monotonic()
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
             self._died(when)
+        finally:
+            self._waits_since = None
+
+    def warn_of_silence(self) -> None:
+        """Tells once that the replica has said nothing for long; from any thread."""
+        since = self._waits_since
+        if since is not None and time.monotonic() - since > SILENT_S:
+            self._waits_since = None
+            warnings.warn(
+                f"replica {self.number} (pid {self.pid}) has said nothing for {SILENT_S:g} s: it"
+                f" computes, or it hangs; `kill -9 {self.pid}` on its machine starts it again, and"
+                " has its rows run",
+                stacklevel=1,
+            )
 
     def _died(self, when: str) -> NoReturn:
         if self.stats is not None:
@@ -321,8 +342,13 @@ class Replicas:
         with ThreadPoolExecutor(len(live)) as threads:
             serving = [threads.submit(replica.serve, work, window) for replica in live]
             try:
-                for done in wait(serving, return_when=FIRST_EXCEPTION).done:
-                    done.result()
+                left = set(serving)
+                while left:
+                    ended, left = wait(left, SILENT_S / 10, FIRST_EXCEPTION)
+                    for one in ended:
+                        one.result()
+                    for replica in live:
+                        replica.warn_of_silence()
             except BaseException:
                 work.stop()  # Why first: nothing that ends now is a death.
                 self.close()

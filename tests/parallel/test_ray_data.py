@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -207,6 +208,40 @@ def test_a_row_is_given_up_at_its_third_death_and_its_neighbours_run(
     assert [bool(outputs) for outputs in found["outputs"]] == [True, False, True, True]
     assert found[ERROR_COLUMN][1].startswith("poison: the actor died")
     assert not runs.exists()
+
+
+def test_a_torn_line_does_not_keep_an_actor_from_starting(runs: Path) -> None:
+    runs.write_bytes(b'["run", 1]\n["begin", "a"]\n["begin", "b\n["run", 2]\n')
+    assert Attempts(runs).deaths == {"a": 1}
+
+
+@pytest.mark.extra
+def test_columns_of_the_same_names_are_replaced(make_llm: MakeLLM, runs: Path) -> None:
+    """A table had two columns of one name."""
+    pyarrow = pytest.importorskip("pyarrow")
+    make_llm(ANSWERS, tokenizer=byte_level()).close()
+    generate = Generate("scripted", LONG)
+    names = ["prompt", "outputs", "usage", ERROR_COLUMN]
+    (found,) = call(generate, pyarrow.table({name: ["one"] for name in names}))
+    assert found.column_names == names
+    assert found["outputs"].to_pylist()[0][0]["text"] == ANSWERS["one"]
+
+
+@pytest.mark.ray
+def test_a_machine_that_is_gone_is_noticed() -> None:
+    """Nobody asked the other end of a pipe over TCP whether it is there."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'nanoengine[ray]'")
+    from nanoengine.parallel.ray_cluster import KEEPALIVE, _connection
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        with _connection(caller) as one, _connection(server.accept()[0]) as other:
+            for end in (one, other):
+                with socket.socket(fileno=os.dup(end.fileno())) as held:
+                    assert held.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                    for option, value in KEEPALIVE.items():
+                        number = getattr(socket, option)
+                        assert held.getsockopt(socket.IPPROTO_TCP, number) == value
 
 
 def test_rows_that_ended_before_a_death_are_not_blamed(runs: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,30 @@ def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None
     assert records == {**expected(prompts), 17: "poison"}
     assert (work.counts.answered, work.counts.failed) == (119, 1)
     assert all(same) if bad == "raise" else not all(same)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_replica_that_hangs_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job waited for it without a word."""
+    monkeypatch.setattr(replicas, "SILENT_S", 0.2)
+    prompts = [f"p{i}" for i in range(60)]
+    work, records = make_work(prompts)
+    told: list[str] = []
+
+    def warned(message: Warning | str, *args: object, **options: object) -> None:
+        told.append(str(message))
+        if "has said nothing" in told[-1]:
+            os.kill(int(told[-1].partition("`kill -9 ")[2].partition("`")[0]), signal.SIGKILL)
+
+    with local_replicas(OPTIONS, 2) as engines, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", warned)
+        hung = pids(engines)[1]
+        os.kill(hung, signal.SIGSTOP)
+        engines.answer(work)
+    assert records == expected(prompts)
+    assert [f"(pid {hung}) has said nothing for 0.2 s" in one for one in told] == [True, False]
+    assert "was killed by signal 9" in told[1]
 
 
 @pytest.mark.usefixtures("scripted")
