@@ -113,7 +113,7 @@ def run_job(
     work = job.work(RowReader(job.options.rows, "demo"), Recorder("demo", job.created))
     work.run(stream)
     job.complete()
-    job.close(is_complete=True)
+    job.close()
     return clock() - start
 
 

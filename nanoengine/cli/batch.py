@@ -7,6 +7,7 @@ manual.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sam
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.records import Recorder
@@ -54,7 +56,7 @@ class BatchArgs(EngineArgs):
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
-    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT")]
+    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
     """Files, globs, or - for stdin: .jsonl, .txt, .csv, .parquet, also with .gz or .zst."""
     output: str
     """Where records go: .jsonl, .parquet, or - for stdout."""
@@ -68,7 +70,7 @@ class BatchArgs(EngineArgs):
     chat: bool = False
     """A prompt is a user's message, and the model's chat template is applied."""
     system: str | None = None
-    """System message before each."""
+    """System message before each; needs --chat."""
     any_model: bool = False
     """Say nothing of rows that ask for another model."""
     ignore_unknown: bool = False
@@ -84,19 +86,19 @@ class BatchArgs(EngineArgs):
     max_row_mib: float = 16.0
     """A row above this is an error record [MiB]."""
     max_errors: int | None = None
-    """Stop if more rows than this fail."""
+    """Stop, with exit code 3, if more rows than this fail."""
     fail_fast: bool = False
-    """Stop at the first row that fails."""
+    """Stop, with exit code 3, at the first row that fails."""
     retry_errors: bool = False
-    """Run the rows again that have failed."""
+    """In a resumed job, run those rows again that have failed."""
     restart: bool = False
-    """Move an earlier output aside and begin anew."""
+    """Begin anew; an earlier output is moved aside, as OUTPUT.1."""
     grace: float = 10.0
     """Time that running rows get after the first Ctrl-C or SIGTERM [s]."""
     summary_json: Path | None = None
     """Write the summary to this file, too."""
     replicas: int | None = None
-    """Run so many engines, a process each: on a GPU each, or on some of the cores each."""
+    """Run this many engines, a process each: on a GPU each, or on a share of the cores each."""
     threads: int | None = None
     """Cores of each replica on a CPU; all cores are shared evenly by default."""
     ray: str | None = None
@@ -150,17 +152,25 @@ def main(args: BatchArgs) -> int:
         if args.summary_json is not None:
             _check_writable(args.summary_json)
         options = engine_options(args)
-        job = Job(job_options(args), job_facts(options, args.model))
-        is_complete = False
         try:
-            with Signals(args.grace) as signals, _engines(args, options) as llm:
-                code = run(job, llm, args.model, signals, args.summary_json, watch=args.watch)
-                is_complete = code in (ALL_ANSWERED, SOME_FAILED)
-        except Stopped as stopped:
-            code = stopped.code
-        finally:
-            job.close(is_complete=is_complete)
-    return code
+            job = Job(job_options(args), job_facts(options, args.model))
+        except OutputLostError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            return _run_and_close(args, options, job)
+        except OutputLostError as error:
+            print(f"error: {error.strerror}", file=sys.stderr)
+            return SOME_FAILED
+
+
+def _run_and_close(args: BatchArgs, options: dict[str, Any], job: Job) -> int:
+    try:
+        with Signals(args.grace) as signals, _engines(args, options) as llm:
+            return run(job, llm, args.model, signals, args.summary_json, watch=args.watch)
+    except Stopped as stopped:
+        return stopped.code
+    finally:
+        job.close()
 
 
 def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
@@ -239,7 +249,10 @@ def run(
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)
     if summary_json is not None:
-        summary_json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        try:
+            summary_json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise lost(summary_json, error) from error
     return code
 
 
@@ -304,7 +317,7 @@ def _check_writable(path: Path) -> None:
     try:
         path.open("a").close()
         if is_new:
-            path.unlink()
+            os.unlink(os.path.realpath(path))  # Why real: a link is not ours to remove.
     except OSError as error:
         raise ConfigError(
             f"--summary-json {str(path)!r} can't be written: {error.strerror}"

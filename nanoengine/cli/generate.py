@@ -18,7 +18,7 @@ from nanoengine.cli import batch
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError
 from nanoengine.inputs import Row
-from nanoengine.jobs.job import STDOUT
+from nanoengine.jobs.paths import STDOUT
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line, RowError

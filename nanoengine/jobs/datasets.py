@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.checks import shown
+from nanoengine.checks import plain, shown
 from nanoengine.config import EngineConfig
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
@@ -84,13 +84,11 @@ def run_job(
     config = answering.config
     facts = describe_engine(config, answering.directory(), config.model)
     job = Job(JobOptions(inputs=(source,), output=output, rows=options), facts)
-    is_complete = False
     try:
         job.work(reader, Recorder(config.model, job.created)).run(answering.stream)
         job.complete()
-        is_complete = True
     finally:
-        job.close(is_complete=is_complete)
+        job.close()
 
 
 def answers(
@@ -101,10 +99,11 @@ def answers(
 
     def finish(task: Task, result: RequestOutput | RowError) -> None:
         failed = isinstance(result, RowError)
+        columns, task.columns = task.columns, {}  # Why: they need not be anything that JSON has.
         line = recorder.failure(task, result) if failed else recorder.answer(task, result)  # type: ignore[arg-type]
         record = json.loads(line)
         new = {name: record.get(name) for name in NEW_COLUMNS}
-        done.append((task.row, {**task.columns, **new}))
+        done.append((task.row, {**columns, **new}))
 
     lines = (Line(i, ROWS, i + 1, _as_dict(row)) for i, row in enumerate(rows))
     work = Work(ordered(map(reader.task, lines)), finish)
@@ -117,7 +116,8 @@ def answers(
 def _as_dict(row: Any) -> Any:
     if isinstance(row, Mapping):
         return dict(row)
-    is_ids = isinstance(row, Sequence) and not isinstance(row, str)
+    row = plain(row)
+    is_ids = isinstance(row, Sequence) and not isinstance(row, str | bytes)
     return {"prompt_token_ids": list(row)} if is_ids else {"prompt": row}
 
 
@@ -184,18 +184,20 @@ def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
 
     A table keeps its own columns as they are, with their types: new ones are put beside them.
     """
-    library = type(source).__module__.partition(".")[0]
-    kind = f"{library}.{type(source).__name__}"
-    if kind == "datasets.IterableDataset":
+    kinds = [f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(source).__mro__]
+    if "datasets.IterableDataset" in kinds:
         return source, lambda answer: type(source).from_generator(_Again(answer))
-    if kind in _TABLES:
+    kind = next((kind for kind in kinds if kind in _TABLES), None)
+    if kind is not None:
         names, rows, join = _TABLES[kind]
         columns = names(source)
         twice = [name for name in columns if columns.count(name) > 1]
         if twice:
             raise RequestError(f"column {twice[0]!r} stands twice in the {type(source).__name__}")
         return rows(source), lambda answer: join(source, columns, _columns(answer()))
-    if isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
+    # Why columns: the tables of other packages give the names of their columns, one after another.
+    is_table = hasattr(source, "columns") or hasattr(source, "column_names")
+    if is_table or isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
         raise RequestError(
             "source must be a path, an iterable of rows, a Dataset, a data frame or an Arrow table,"
             f" got {type(source).__name__}"
@@ -239,7 +241,8 @@ _TABLES: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Iterable[An
     "datasets.Dataset": (lambda table: table.column_names, lambda table: table, _join_dataset),
     "pandas.DataFrame": (
         lambda table: list(table.columns),
-        lambda table: table.to_dict("records"),
+        # Why None: a column with gaps has NaN in them, and integers as floats.
+        lambda table: table.astype(object).where(table.notna(), None).to_dict("records"),
         lambda table, columns, new: table.assign(**new),
     ),
     "polars.DataFrame": (

@@ -4,12 +4,12 @@
     12                 row 12 went to the engine
     ...
     Fatal Python error: Segmentation fault      written by faulthandler as the process died
-    end                the process ended by itself
 
-A process that crashed did so under one of the rows that it had not finished. One that was killed
-counts against them only if it had finished none at all: kills come from outside as well, and a row
-must not be called poison for them. Rows that were there at one death run a few at a time, and then
-alone, so that the third death names one row.
+A process that ends by itself takes its rows out again, which needs no room on a disk. One that
+crashed did so under one of the rows that it had not finished. One that was killed counts against
+them only if it had finished none at all: kills come from outside as well, and a row must not be
+called poison for them. Rows that were there at one death run a few at a time, and then alone, so
+that the third death names one row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from nanoengine.jobs.log import Bitmap
+from nanoengine.jobs.log import Bitmap, lost
 
 MOST_DEATHS = 3
 """With so many a row is poison."""
@@ -37,13 +37,24 @@ class Deaths:
 
     Attributes:
         counts: of rows without a record: deaths under each.
+
+    Raises:
+        OutputLostError: the file can't be written; by `note` as well.
     """
 
     def __init__(self, path: Path, done: Bitmap) -> None:
         self.path = path
         self.counts = _count(path, done)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._write(f"run {os.getpid()} {done.count}\n")
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise lost(path, error) from error
+        try:
+            self._write(f"\nrun {os.getpid()} {done.count}\n")  # the line before may be torn
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._begin = os.fstat(self._fd).st_size
         self._was_enabled = faulthandler.is_enabled()
         faulthandler.enable(self._fd)
 
@@ -52,15 +63,20 @@ class Deaths:
         self._write(f"{row}\n")
 
     def _write(self, line: str) -> None:
-        os.write(self._fd, line.encode())
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            raise lost(self.path, error) from error
 
     def close(self, *, is_complete: bool) -> None:
         """The process ends by itself; nothing is left of a job that is complete."""
         faulthandler.disable()
         if self._was_enabled and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
-        self._write("end\n")
-        os.close(self._fd)
+        try:
+            os.ftruncate(self._fd, self._begin)
+        finally:
+            os.close(self._fd)
         if is_complete:
             self.path.unlink(missing_ok=True)
 
@@ -79,10 +95,10 @@ def _count(path: Path, done: Bitmap) -> Counter[int]:
     counts: Counter[int] = Counter()
     rows: list[int] = []
     num_before = 0
-    crashed = ended = True  # nothing before the first run
+    crashed = False
 
     def close(num_after: int) -> None:
-        if not ended and (crashed or num_after <= num_before):
+        if crashed or num_after <= num_before:
             counts.update(row for row in rows if row not in done)
 
     try:
@@ -91,9 +107,7 @@ def _count(path: Path, done: Bitmap) -> Counter[int]:
                 words = line.split()
                 if line.startswith("run ") and len(words) == 3:
                     close(int(words[2]))
-                    rows, num_before, crashed, ended = [], int(words[2]), False, False
-                elif line == "end\n":
-                    ended = True
+                    rows, num_before, crashed = [], int(words[2]), False
                 elif line.endswith("\n") and line[:-1].isdecimal():
                     rows.append(int(line))
                 elif line.startswith("Fatal Python error"):

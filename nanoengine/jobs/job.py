@@ -27,6 +27,7 @@ from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.deaths import Deaths, last_process
 from nanoengine.jobs.log import Bitmap, Log, PipeLog
 from nanoengine.jobs.order import ordered
+from nanoengine.jobs.paths import STDOUT, Paths, real_path
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, value
 from nanoengine.jobs.source import (
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput
 
 MIB = 1 << 20
-STDOUT = "-"
 MOST_ROW_MIB = 1024
 SNIFFED_ROWS = 1000
 """Rows that are looked at for one that can be read."""
@@ -91,22 +91,29 @@ class Job:
     def __init__(self, options: JobOptions, facts: Mapping[str, Any]) -> None:
         self.options = options
         RowReader(options.rows)  # Why: a template or a value that is wrong is told now.
-        self.inputs = find_inputs(options.inputs, options.input_format)
+        self._paths = Paths(options.output, options.errors, options.summary_json)
+        self.inputs = find_inputs(options.inputs, options.input_format, self._paths.is_own)
         self._check()
+        self._paths.check(self.inputs)
         self._max_row_bytes = int(options.max_row_mib * MIB)
-        self._paths = Paths(options)
         self.done = Bitmap()
         self.num_failed = 0
         self.created = int(time.time())
         self.deaths: Deaths | None = None
+        self._is_complete = False
         self._logs: list[Log] = []  # those that are files
         self._pipes: list[PipeLog] = []
         try:
             self._log = self._open_log(options.output)
-            self._error_log = self._open_log(options.errors) if options.errors else self._log
+            self._error_log = self._open_error_log()
             self.num_rows = self._survey()
             if isinstance(self._log, Log):
                 self._resume(facts)
+            elif any(log.num_bytes for log in self._logs):
+                raise ConfigError(
+                    f"--errors {options.errors!r} exists, and beside an output that can't be read"
+                    " again nobody can tell what job it is of: name another file"
+                )
         except BaseException:
             self._close_logs(drop_empty=True)
             raise
@@ -143,19 +150,6 @@ class Job:
                 raise ConfigError(message)
         if options.output.endswith(".parquet"):
             require_pyarrow("Parquet files")
-        summary = None if options.summary_json is None else str(options.summary_json)
-        for name in (options.output, options.errors, summary):
-            if name is None or name == STDOUT or not os.path.exists(name):
-                continue
-            for one in self.inputs:
-                if one.name != STDIN and os.path.samefile(one.name, name):
-                    raise ConfigError(f"output {name!r} is an input: write to another file")
-        if options.errors is not None and Path(options.errors) == Path(options.output):
-            raise ConfigError("--errors is the file of --output: records stay together without it")
-        if options.summary_json is not None:
-            taken = [Path(options.output), Path(options.errors or ""), Paths(options).manifest]
-            if options.summary_json in taken:
-                raise ConfigError(f"--summary-json {summary!r} is a file of the job: name another")
 
     # --- the output -----------------------------------------------------------------------------
 
@@ -169,11 +163,16 @@ class Job:
                 return self._pipes[-1]
             except OSError as error:
                 raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
-        if path.suffix == ".parquet":
-            path = path.with_name(path.name + ".job.jsonl")
-        log = Log(path, lambda: last_process(self._paths.runs))
+        is_table = path.suffix == ".parquet"
+        log = Log(
+            self._paths.table_log if is_table else real_path(name),
+            lambda: last_process(self._paths.runs),
+        )
         self._logs.append(log)
         return log
+
+    def _open_error_log(self) -> Log | PipeLog:
+        return self._log if self.options.errors is None else self._open_log(self.options.errors)
 
     def _survey(self) -> int | None:
         if self.options.strict or all(one.name != STDIN for one in self.inputs):
@@ -236,7 +235,7 @@ class Job:
         self._close_logs()
         self._logs.clear()
         self._log = self._open_log(self.options.output)
-        self._error_log = self._open_log(self.options.errors) if self.options.errors else self._log
+        self._error_log = self._open_error_log()
 
     def _read_back(self) -> None:
         """Rows with a record are done; with `retry_errors` those that failed are not."""
@@ -324,59 +323,26 @@ class Job:
         if self.options.output.endswith(".parquet") and isinstance(self._log, Log):
             from nanoengine.jobs.tables import write_parquet
 
-            write_parquet(self._log, _in_order(self._log), Path(self.options.output))
+            write_parquet(self._log, _in_order(self._log), self._paths.output)
         elif self.options.in_order:
             for log in self._logs:
                 log.rewrite(_in_order(log))
+        self._is_complete = True
 
-    def close(self, *, is_complete: bool = False) -> None:
+    def close(self) -> None:
         """Gives the output free for other processes."""
-        if self.deaths is not None:
-            deaths, self.deaths = self.deaths, None
-            deaths.close(is_complete=is_complete)
-        self._close_logs()
+        with contextlib.ExitStack() as stack:  # Why: one that fails must not keep the others open.
+            stack.callback(self._close_logs)
+            if self.deaths is not None:
+                deaths, self.deaths = self.deaths, None
+                deaths.close(is_complete=self._is_complete)
 
     def _close_logs(self, *, drop_empty: bool = False) -> None:
-        for log in self._logs:
-            log.close(drop_empty=drop_empty)
-        for pipe in self._pipes:
-            pipe.close()
-
-
-class Paths:
-    """The files beside an output."""
-
-    def __init__(self, options: JobOptions) -> None:
-        self._output = Path(options.output)
-        if not self._output.name:
-            raise ConfigError(f"output {options.output!r} can't be written: it is a directory")
-        self._errors = Path(options.errors) if options.errors else None
-        self.manifest = self._beside("json")
-        self.runs = self._beside("runs")
-
-    def _beside(self, what: str) -> Path:
-        return self._output.with_name(f"{self._output.name}.job.{what}")
-
-    def move_aside(self) -> None:
-        """Gives the files of an earlier job a number that none has."""
-        files = [self._output, self._errors, self.manifest, self.runs, self._beside("jsonl")]
-        old = [path for path in files if path is not None and path.exists()]
-        number = 1
-        while any(_numbered(path, self._output, number).exists() for path in old):
-            number += 1
-        for path in old:
-            if path.stat().st_size:
-                os.replace(path, _numbered(path, self._output, number))
-            else:
-                path.unlink()
-
-
-def _numbered(path: Path, output: Path, number: int) -> Path:
-    """out.jsonl.job.json as out.1.jsonl.job.json: the old job goes on under that name."""
-    stem, suffix = (output.stem, output.suffix) if path.name.startswith(output.name) else (
-        path.stem, path.suffix)  # fmt: skip
-    rest = path.name.removeprefix(stem + suffix)
-    return path.with_name(f"{stem}.{number}{suffix}{rest}")
+        with contextlib.ExitStack() as stack:
+            for pipe in self._pipes:
+                stack.callback(pipe.close)
+            for log in self._logs:
+                stack.callback(log.close, drop_empty=drop_empty)
 
 
 def _in_order(log: Log) -> Iterator[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,7 +29,16 @@ ANSWERED = b'"error": null}\n'
 
 
 class OutputLostError(OSError):
-    """A record could not be written; all before it are there, and the job can be resumed."""
+    """A file of the job can't be written; all records before are there, and it can be resumed."""
+
+
+def lost(path: Path, error: OSError) -> OutputLostError:
+    """What to raise where a file can't be written."""
+    return OutputLostError(
+        error.errno,
+        f"{path} can't be written: {error.strerror or error}; every record before is kept, and the"
+        " same command goes on from there",
+    )
 
 
 class Record(NamedTuple):
@@ -112,7 +122,7 @@ class Log:
             raise
         except OSError as error:
             self.cut_torn_line()
-            raise self._lost(error) from error
+            raise lost(self.path, error) from error
         self._is_dirty = True
         if time.monotonic() - self._synced > SYNC_S:
             self.sync()
@@ -125,14 +135,7 @@ class Log:
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
-                raise self._lost(error) from error
-
-    def _lost(self, error: OSError) -> OutputLostError:
-        return OutputLostError(
-            error.errno,
-            f"{self.path} can't be written: {error.strerror or error}; it holds every record"
-            " before, and the same command goes on from there",
-        )
+                raise lost(self.path, error) from error
 
     @property
     def num_bytes(self) -> int:
@@ -167,19 +170,22 @@ class Log:
     def rewrite(self, offsets: Iterable[int]) -> None:
         """Puts the lines at these offsets in the place of all."""
         beside = self.path.with_name(self.path.name + ".tmp")
-        fd = -1
         try:
             fd = self._open(beside)
+        except OSError as error:
+            raise lost(self.path, error) from error
+        try:
             os.ftruncate(fd, 0)
             with open(fd, "wb", buffering=BUFFER_BYTES, closefd=False) as file:
                 file.writelines(self.lines(offsets))
             os.fsync(fd)
             os.replace(beside, self.path)
-        except OSError as error:
-            if fd >= 0:
-                beside.unlink(missing_ok=True)
-                os.close(fd)
-            raise self._lost(error) from error
+        except BaseException as error:
+            os.close(fd)
+            beside.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise lost(self.path, error) from error
+            raise
         old, self._fd = self._fd, fd
         os.close(old)
         sync_directory(self.path)
@@ -193,15 +199,15 @@ class Log:
 
     def close(self, *, drop_empty: bool = False) -> None:
         """Syncs, and gives the file free for others; one that was made for nothing is removed."""
-        if self._fd >= 0:
+        if self._fd < 0:
+            return
+        try:
             if drop_empty and self._is_new and not self.num_bytes:
                 self.path.unlink(missing_ok=True)
+            self.sync()
+        finally:
             fd, self._fd = self._fd, -1
-            try:
-                if self._is_dirty:
-                    os.fdatasync(fd)
-            finally:
-                os.close(fd)
+            os.close(fd)
 
 
 class PipeLog:
@@ -214,7 +220,10 @@ class PipeLog:
         """Writes a record whole."""
         left = memoryview(line)
         while left:
-            left = left[os.write(self._fd, left) :]
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:  # a pipe that another program has made so
+                select.select([], [self._fd], [])
 
     def sync(self) -> None:
         """A pipe holds nothing back."""
@@ -231,5 +240,7 @@ def sync_directory(path: Path) -> None:
     fd = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise lost(path, error) from error
     finally:
         os.close(fd)

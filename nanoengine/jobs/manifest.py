@@ -12,7 +12,7 @@ import xxhash
 
 from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.log import sync_directory
+from nanoengine.jobs.log import lost, sync_directory
 from nanoengine.jobs.source import STDIN, Input, digest
 
 FORMAT = 1
@@ -41,8 +41,8 @@ def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
         {
             "name": one.name,
             "form": one.form,
-            "bytes": (size := os.path.getsize(one.name)),
-            "xxh3": digest(one.name, size),
+            "bytes": one.num_bytes,
+            "xxh3": digest(one.name, one.num_bytes),
         }
         for one in inputs
         if one.name != STDIN
@@ -71,13 +71,21 @@ def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[st
 
 
 def save(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes it whole or not at all."""
+    """Writes it whole or not at all.
+
+    Raises:
+        OutputLostError: it can't be written.
+    """
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump(manifest, file, ensure_ascii=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(manifest, file, ensure_ascii=False, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise lost(path, error) from error
     sync_directory(path)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.checks import plain
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 
@@ -101,6 +102,8 @@ def _openai_record(task: Task, response: object, error: object) -> dict[str, Any
 
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+"""Characters that end a line for Python's `splitlines` and for others, and for JSON don't."""
 
 
 def json_line(record: dict[str, Any]) -> bytes:
@@ -109,11 +112,14 @@ def json_line(record: dict[str, Any]) -> bytes:
         text = ENCODER.encode(record)
     except (ValueError, TypeError):  # columns of a Parquet file, or numbers beyond a float's
         text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, default=str)
+    if not text.isascii():
+        text = text.translate(LINE_ENDS)
     return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _plain(value: Any) -> Any:
     """The value with keys that are strings; numbers that JSON has not are null."""
+    value = plain(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

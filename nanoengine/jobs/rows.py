@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nanoengine.checks import nearest, shown
+from nanoengine.checks import nearest, plain, shown
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.inputs import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.jobs.source import Input, Line, RowError
@@ -172,8 +172,7 @@ class RowReader:
         """
         task = Task(row=line.row, input=line.input, number=line.number, kind=kind)
         task.key = str(line.row)
-        content = line.content
-        task.size = len(content if isinstance(content, bytes) else str(content))
+        task.size = _size(line.content)
         try:
             self._fill(task, value(line))
         except RowError as error:
@@ -223,11 +222,11 @@ class RowReader:
         return [] if system is None else [{"role": "system", "content": system}]
 
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
-        given = {name: row[name] for name in PROMPT_KEYS if row.get(name) is not None}
+        given = {name: plain(row[name]) for name in PROMPT_KEYS if row.get(name) is not None}
         task.params = self._params_for(
             {name: row[name] for name in _SIMPLE_PARAMS if row.get(name) is not None}, "simple"
         )
-        turns = row.get("turns")
+        turns = plain(row.get("turns"))
         if turns is None:
             alone = given.keys() == {"prompt"}
             task.prompt = self._as_chat(given["prompt"] if alone else given)
@@ -409,6 +408,14 @@ def value(line: Line) -> Any:
         raise RowError("unreadable_row", f"the line is not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
+
+
+def _size(content: object) -> int:
+    """Of all that a row holds, near enough [bytes]."""
+    try:
+        return len(content if isinstance(content, bytes) else str(content))
+    except Exception:  # Why: a caller's row in memory may be too deep, or code that raises.
+        return 0
 
 
 def _check_depth(value: Any) -> None:

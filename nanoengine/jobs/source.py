@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
@@ -54,11 +54,17 @@ class RowError(RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One input of a job."""
+    """One input of a job.
+
+    Attributes:
+        num_bytes: of the file as the job begins: what is written behind them meanwhile is for the
+            next run, which finds it to have grown. None: stdin.
+    """
 
     name: str
     form: Form
     packing: str | None = None
+    num_bytes: int | None = None
 
     @property
     def may_grow(self) -> bool:
@@ -81,17 +87,28 @@ class Line(NamedTuple):
     content: bytes | dict[str, Any] | RowError
 
 
-def find_inputs(names: Iterable[str], form: Form | None = None) -> list[Input]:
+def find_inputs(
+    names: Sequence[str],
+    form: Form | None = None,
+    is_own: Callable[[str], bool] = lambda name: False,
+) -> list[Input]:
     """The inputs that `names` mean: files, globs, and - for stdin.
 
+    Args:
+        is_own: which files a glob passes over.
+
     Raises:
-        ConfigError: nothing is there, a suffix is unknown, stdin twice.
+        ConfigError: no name is given, nothing is there, a suffix is unknown, stdin twice.
         MissingDependencyError: a form needs pyarrow.
     """
     found: list[Input] = []
+    if not names:
+        raise ConfigError("no input: name files, globs, or - for stdin")
     for name in names:
         is_glob = name != STDIN and not os.path.exists(name) and glob.has_magic(name)
-        matches = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
+        matches = [name]
+        if is_glob:
+            matches = sorted(one for one in glob.glob(name, recursive=True) if not is_own(one))
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
         found += [_input(match, form) for match in matches]
@@ -126,7 +143,8 @@ def _input(name: str, form: Form | None) -> Input:
             f"input {name!r} ends in no known suffix; {nearest(suffix, SUFFIXES)}, and .gz or .zst"
             f" behind it; or say --input-format {' | '.join(get_args(Form))}"
         )
-    return Input(name=name, form=form or SUFFIXES[suffix], packing=packing)
+    size = os.path.getsize(name)
+    return Input(name=name, form=form or SUFFIXES[suffix], packing=packing, num_bytes=size)
 
 
 def require_pyarrow(what: str) -> Any:
@@ -175,16 +193,18 @@ def open_input(one: Input) -> Iterator[BinaryIO]:
     if one.name == STDIN:
         with _own_stdin() as file:
             yield file
-    elif one.packing == "gzip":
-        with gzip.open(one.name, "rb") as file:
-            yield io.BufferedReader(_Unpacked(file), BUFFER_BYTES)
-    elif one.packing == "zstd":
-        arrow = require_pyarrow("zstd files")
-        with arrow.input_stream(one.name, compression="zstd") as file:
-            yield io.BufferedReader(file, BUFFER_BYTES)
-    else:
-        with open(one.name, "rb", buffering=BUFFER_BYTES) as file:
-            yield file
+        return
+    with open(one.name, "rb", buffering=0) as whole:
+        head = io.BufferedReader(_Head(whole, one.num_bytes), BUFFER_BYTES)
+        if one.packing == "gzip":
+            with gzip.open(head, "rb") as file:
+                yield io.BufferedReader(_Unpacked(file), BUFFER_BYTES)
+        elif one.packing == "zstd":
+            arrow = require_pyarrow("zstd files")
+            with arrow.input_stream(head, compression="zstd") as file:
+                yield io.BufferedReader(file, BUFFER_BYTES)
+        else:
+            yield head
 
 
 @contextlib.contextmanager
@@ -200,6 +220,22 @@ def _own_stdin() -> Iterator[BinaryIO]:
         return
     with open(fd, "rb", buffering=BUFFER_BYTES) as file:
         yield file
+
+
+class _Head(io.RawIOBase):
+    """The first bytes of a file; all of them by default."""
+
+    def __init__(self, file: io.FileIO, num_bytes: int | None) -> None:
+        self._file = file
+        self._left = sys.maxsize if num_bytes is None else num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+        self._left -= count
+        return count
 
 
 class _Unpacked(io.RawIOBase):
@@ -320,10 +356,17 @@ def _table_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
     number = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=TABLE_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        names = file.schema_arrow.names
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise OSError(f"column {twice[0]!r} stands twice")
+        try:
+            for batch in file.iter_batches(batch_size=TABLE_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+        except Exception as error:  # Why: a value that Python has not raises anything.
+            raise OSError(str(error)) from error
 
 
 # --- what is known of the inputs before anything runs ---------------------------------------------

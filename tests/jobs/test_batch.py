@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from openai.types.chat import ChatCompletion
 from nanoengine.inputs import PAUSE
 from nanoengine.jobs import ahead
 from nanoengine.jobs.ahead import Ahead
+from nanoengine.jobs.job import Job
+from nanoengine.jobs.log import PipeLog
 from nanoengine.jobs.source import Input, Line
 from nanoengine.llm import LLM
 from tests.support.batch_jobs import Batch, batch_fixture, chat, completion, row_of
@@ -509,6 +512,7 @@ def test_a_custom_id_that_stands_twice_is_told_or_refused(batch: Batch) -> None:
 
 
 REFUSED: list[tuple[list[str], str]] = [
+    ([], "no input: name files, globs, or - for stdin"),
     (["none.jsonl"], "input 'none.jsonl' does not exist"),
     (["*.nothing"], "input '*.nothing' matches no file"),
     (["in.xml"], "ends in no known suffix"),
@@ -778,6 +782,153 @@ def test_a_column_that_no_type_of_parquet_holds_is_json(
     assert table["x"].to_pylist() == expected
     assert table["\\ud800"].to_pylist() == [1, 1]
     assert [row[0]["text"] for row in table["outputs"].to_pylist()] == [ANSWERS["one"]] * 2
+
+
+# --- files of a job, and names that mean other files ----------------------------------------------
+
+
+def test_a_glob_passes_over_the_files_of_the_job(batch: Batch, monkeypatch: Any) -> None:
+    """The same command was refused: the glob had found the output."""
+    monkeypatch.chdir(batch.directory)
+    batch.write(["one", {"no": 1}], "a.jsonl")
+    args = ("*.json*", "--errors", "e.jsonl", "--summary-json", "s.json", *GREEDY)
+    for options in ((), (), ("--restart",), ()):
+        (batch.directory / "out.jsonl.tmp").touch()  # as a process leaves it that was killed
+        assert batch.run(*args, *options, output="out.jsonl") == 1, batch.told
+        assert [row_of(record) for record in batch.records()] == [0]
+    assert (batch.directory / "out.1.jsonl").exists()
+    batch.write(["dog"], "out.7.jsonl")  # one that is like those that are moved aside, and is none
+    assert batch.run(*args, output="out.jsonl") == 1, batch.told
+    assert len(batch.by_row()) == 2
+
+
+def test_a_link_stays_a_link(batch: Batch, monkeypatch: Any) -> None:
+    """--in-order put a file in its place, and the file that it meant kept half of the job."""
+    store = batch.directory / "store"
+    store.mkdir()
+    for name in ("out.jsonl", "e.jsonl"):
+        (batch.directory / name).symlink_to(store / name)
+    source = batch.write(["one", {"no": 1}, "dog"])
+    args = (source, "--in-order", "--errors", batch.directory / "e.jsonl", *GREEDY)
+    for _ in range(2):
+        assert batch.run(*args) == 1, batch.told
+        assert batch.output.is_symlink()
+        assert [row_of(record) for record in batch.records(store / "out.jsonl")] == [0, 2]
+        assert [row_of(record) for record in batch.records(store / "e.jsonl")] == [1]
+    assert "resumed                           3" in batch.told
+    assert batch.run(*args, "--restart") == 1, batch.told
+    assert batch.output.is_symlink()
+    assert [row_of(record) for record in batch.records(store / "out.1.jsonl")] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--errors", "out.jsonl.job.json"), ("--errors", "out.jsonl.job.runs"),
+     ("--errors", "link.jsonl"), ("--summary-json", "out.jsonl.job.runs"),
+     ("--summary-json", "link.jsonl")],
+)  # fmt: skip
+def test_one_file_is_not_written_for_two_things(batch: Batch, option: str, name: str) -> None:
+    """Error records went into the manifest, and were gone when it was written."""
+    (batch.directory / "link.jsonl").symlink_to(batch.output)
+    source = batch.write(["one", {"no": 1}])
+    before = sorted(os.listdir(batch.directory))
+    assert batch.run(source, option, batch.directory / name) == 2
+    assert f"{option} '{batch.directory}" in batch.told
+    assert "is a file of the job: name another" in batch.told
+    assert sorted(os.listdir(batch.directory)) == before
+    manifest = batch.write(["one"], "out.jsonl.job.json")
+    assert batch.run(manifest) == 2
+    assert "is a file of the job" in batch.told
+    assert manifest.read_bytes() == b'"one"\n'
+
+
+def test_errors_beside_a_pipe_need_a_file_of_their_own(batch: Batch) -> None:
+    """They were appended to whatever was there."""
+    notes = batch.write(b"precious\n", "notes.jsonl")
+    source = batch.write([{"no": 1}])
+    assert batch.run(source, "--errors", notes, output="/dev/null") == 2
+    assert "nobody can tell what job it is of" in batch.told
+    assert notes.read_bytes() == b"precious\n"
+    assert batch.run(source, "--errors", batch.directory / "e.jsonl", output="/dev/null") == 1
+    assert len(batch.records(batch.directory / "e.jsonl")) == 1
+
+
+def test_a_pipe_that_does_not_block_is_waited_for() -> None:
+    """It ended the run at the first record for which it had no room."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    log, lines = PipeLog(write), [b"%05d" % i + b"x" * 5000 + b"\n" for i in range(60)]
+    found: list[bytes] = []
+    with open(read, "rb") as file:
+        thread = threading.Thread(target=lambda: found.extend(file))
+        thread.start()
+        try:
+            for line in lines:
+                log.append(line)
+        finally:
+            log.close()
+            thread.join()
+    assert found == lines
+
+
+# --- inputs that change while a job runs ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.csv"])
+def test_what_is_written_behind_an_input_meanwhile_is_for_the_next_run(
+    batch: Batch, monkeypatch: Any, name: str
+) -> None:
+    """Half a row that was read, and the other half, were two bad rows."""
+    row = b"prompt,x\none,1\n" if name.endswith("csv") else b'{"prompt": "one"}\n'
+    pack = gzip.compress if name.endswith("gz") else bytes
+    source = batch.write(pack(row), name)
+    work, late = Job.work, b"dog,2\ntorn" if name.endswith("csv") else b'"dog"\n{"to'
+
+    def later(self: Job, *args: Any) -> Any:
+        with source.open("ab") as file:
+            file.write(pack(late))
+        return work(self, *args)
+
+    monkeypatch.setattr(Job, "work", later)
+    assert batch.run(source, *GREEDY) == 0, batch.told
+    assert len(batch.records()) == 1
+    monkeypatch.undo()
+    if name.endswith("gz"):
+        assert batch.run(source, *GREEDY) == 2
+        assert "its content has changed" in batch.told
+
+
+@pytest.mark.extra
+def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
+    """They ended the run, and of two columns of a name one was dropped without a word."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    texts_, days = pyarrow.array(["one"] * 100), pyarrow.array([0] * 99 + [2**62])
+    days = days.view(pyarrow.timestamp("us"))
+    table = pyarrow.table({"prompt": texts_, "day": days})
+    parquet.write_table(table, batch.directory / "days.parquet")
+    twice = pyarrow.Table.from_arrays([texts_, texts_], ["prompt", "prompt"])
+    parquet.write_table(twice, batch.directory / "twice.parquet")
+    assert batch.run(batch.directory / "*.parquet", *GREEDY) == 1, batch.told
+    found = batch.by_row()
+    *_, days_error, twice_error = (found[row]["error"] for row in sorted(found))
+    assert days_error["code"] == twice_error["code"] == "unreadable_input"
+    assert "column 'prompt' stands twice" in twice_error["message"]
+    assert len(found) == 64 + 2, "rows of the batches before are answered"
+
+
+def test_no_record_has_what_ends_a_line_for_others(batch: Batch) -> None:
+    """JSON allows U+2028 in a string, where `splitlines` of Python makes two lines of it."""
+    ends = "a\u2028b\u2029c\x85d\x0be\x1cf\r\n\0\ufeff"
+    rows = [{"prompt": "one", "x": ends, ends: 1}, {"prompt": "one", "x": "huge", "y": ends}]
+    source = batch.write(rows)
+    source.write_bytes(source.read_bytes().replace(b'"huge"', b"1e999"))
+    assert batch.run(source, *GREEDY) == 0, batch.told
+    text = batch.output.read_bytes().decode()
+    assert len(text.splitlines()) == 2
+    found = batch.by_row()
+    assert (found[0]["x"], found[0][ends], found[1]["y"]) == (ends, 1, ends)
 
 
 # --- any bytes ------------------------------------------------------------------------------------

@@ -159,12 +159,12 @@ def test_a_second_signal_stops_at_once(
 ) -> None:
     output, runs = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.runs"
     pid = server.start(command(model, source, output, "--grace", "600"), step_s=0.5)
-    wait_for_lines(runs, 25, pid)
+    wait_for_lines(runs, 26, pid)
     os.kill(pid, signal.SIGTERM)
     time.sleep(0.2)
+    given_out = sum(line.strip().isdecimal() for line in runs.open())
     os.kill(pid, signal.SIGTERM)
     assert server.wait() == 143
-    given_out = sum(line.strip().isdecimal() for line in runs.open())
     answered = sum(json.loads(line)["error"] is None for line in output.open())
     assert given_out >= 24 > answered, "the grace would have let all of them end"
 

@@ -206,3 +206,88 @@ def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_p
     assert [row["outputs"][0]["text"] for row in found] == [ANSWERS["one"]] * 2
     assert [row["error"] for row in found] == [None, None]
     assert str(found[0]["x"]) == "nan"
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_rows_of_numpy_are_rows(llm: LLM, tmp_path: Path, to_file: bool) -> None:
+    """An array of ids ended the call; in a file it was the text "[5 6]"."""
+    import numpy as np
+
+    rows = [
+        {"prompt_token_ids": np.array([5, 6]), "n": np.int64(1)},
+        {"messages": np.array([{"role": "user", "content": "one"}]), "chat_template": "one"},
+        np.array([5, 6]),
+        np.str_("one"),
+    ]
+    output = tmp_path / "out.jsonl" if to_file else None
+    found = llm.generate_dataset(rows, output=output, sampling_params=GREEDY)
+    assert [row["error"] for row in found] == [None] * 4
+    assert found[0]["prompt_token_ids"] is rows[0]["prompt_token_ids"]
+    assert found[1]["outputs"][0]["text"] == found[3]["outputs"][0]["text"] == ANSWERS["one"]
+
+
+def test_columns_need_not_be_json(llm: LLM) -> None:
+    """A column that holds itself ended the call."""
+    loop: list[Any] = []
+    loop.append(loop)
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    rows = [{"prompt": "one", "x": x, 5: x} for x in (loop, deep, object(), {1, 2}, b"\xff")]
+    found = llm.generate_dataset(rows, sampling_params=GREEDY)
+    assert all(new["x"] is row["x"] and new[5] is row["x"] for new, row in zip(found, rows))  # noqa: B905
+    assert [row["outputs"][0]["text"] for row in found] == [ANSWERS["one"]] * 5
+
+
+def test_bytes_are_no_token_ids(llm: LLM) -> None:
+    """Their numbers were taken for ids."""
+    (found,) = llm.generate_dataset([b"one"], sampling_params=GREEDY)
+    assert "must be a string, a list of token ids or a dict, got b" in found["error"]["message"]
+
+
+def test_a_table_of_another_package_is_refused(llm: LLM) -> None:
+    """Who walks one gets the names of its columns: they were answered as prompts."""
+
+    class Frame:
+        columns = ("prompt", "id")
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.columns)
+
+    with pytest.raises(RequestError, match=r"source must be a path, .* got Frame"):
+        llm.generate_dataset(Frame())
+
+
+@pytest.mark.extra
+def test_gaps_of_a_pandas_frame_and_its_subclasses(llm: LLM) -> None:
+    """A gap is NaN there, which no parameter may be; a subclass was walked by its columns."""
+    pandas = pytest.importorskip("pandas")
+
+    class Mine(pandas.DataFrame):
+        pass
+
+    rows = [{"prompt": "one"}, {"prompt": "dog", "top_p": 0.5, "x": 1}, {"top_p": 0.5}]
+    frame = Mine(rows)
+    found = llm.generate_dataset(frame, sampling_params=GREEDY)
+    assert [row is None for row in found["error"]] == [True, True, False]
+    assert "needs one of 'prompt'" in found["error"][2]["message"]
+    pandas.testing.assert_frame_equal(
+        found[["prompt", "top_p", "x"]], frame, check_frame_type=False
+    )
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("name", ["outputs", "usage", "error", "_row"])
+def test_columns_that_are_called_as_ours_are_replaced(llm: LLM, name: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    rows = [{"prompt": "one", name: "mine"}]
+    tables = (pyarrow.Table.from_pylist(rows), pandas.DataFrame(rows), polars.DataFrame(rows), rows)
+    for number, table in enumerate(tables):
+        for output in (None, tmp_path / f"{number}.jsonl"):
+            found = llm.generate_dataset(table, output=output, sampling_params=GREEDY)
+            assert type(found) is type(table)
+            found = found.to_pandas() if hasattr(found, "to_pandas") else pandas.DataFrame(found)
+            assert sorted(found.columns) == sorted({"prompt", "outputs", "usage", "error", name})
+            assert found["outputs"][0][0]["text"] == ANSWERS["one"]
+            assert (found[name][0] == "mine") == (name == "_row")

@@ -1,0 +1,102 @@
+"""The files of a job: which it writes, which of them a glob may find, and how they move aside."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from nanoengine.errors import ConfigError
+from nanoengine.jobs.source import STDIN, Input
+
+STDOUT = "-"
+
+
+def real_path(name: str | os.PathLike[str]) -> Path:
+    """The file that a name means, a link followed: a rewrite would put a file in its place.
+
+    Raises:
+        ConfigError: it is a directory.
+    """
+    path = Path(os.path.realpath(name) if os.path.islink(name) else name)
+    if path.is_dir():
+        raise ConfigError(f"output {str(name)!r} can't be written: it is a directory")
+    return path
+
+
+class Paths:
+    """The files of a job.
+
+    Args:
+        output, errors, summary_json: as in `JobOptions`.
+
+    Attributes:
+        output: where the records, or the table, are in the end.
+        table_log: the records of which a table is made.
+        manifest: says what job the output is of.
+        runs: says which rows run.
+
+    Raises:
+        ConfigError: one of them is a directory.
+    """
+
+    def __init__(self, output: str, errors: str | None, summary_json: Path | None) -> None:
+        self.output = real_path(output)
+        self.table_log, self.manifest, self.runs = (
+            self.output.with_name(f"{self.output.name}.job.{what}")
+            for what in ("jsonl", "json", "runs")
+        )
+        self._errors = None if errors is None else real_path(errors)
+        named = {"--output": output, "--errors": errors, "--summary-json": summary_json}
+        self._named = {
+            option: real_path(name)
+            for option, name in named.items()
+            if name is not None and name != STDOUT
+        }
+
+    def check(self, inputs: Iterable[Input]) -> None:
+        """Raises ConfigError if a file is written that is read, or written for something else."""
+        files = [one.name for one in inputs if one.name != STDIN]
+        taken = {os.path.realpath(path) for path in (self.table_log, self.manifest, self.runs)}
+        for one in files:
+            if os.path.realpath(one) in taken:
+                raise ConfigError(f"input {one!r} is a file of the job: name another output")
+        for option, path in self._named.items():
+            if any(path.exists() and os.path.samefile(path, one) for one in files):
+                raise ConfigError(f"output {str(path)!r} is an input: write to another file")
+            if os.path.realpath(path) in taken:
+                raise ConfigError(f"{option} {str(path)!r} is a file of the job: name another")
+            taken.add(os.path.realpath(path))
+
+    def is_own(self, name: str) -> bool:
+        """Whether a file that a glob has found is of this job, or of one that was moved aside."""
+        files = [*self._files(), *self._named.values()]
+        own = [*files, *(path.with_name(f"{path.name}.tmp") for path in files)]
+        number = next(filter(str.isdecimal, Path(name).name.split(".")[::-1]), None)
+        if number is not None and _numbered(self.manifest, self.output, number).exists():
+            own += [_numbered(path, self.output, number) for path in files]
+        return os.path.realpath(name) in map(os.path.realpath, own)
+
+    def _files(self) -> list[Path]:
+        """The manifest first: without it no process takes the others for its own."""
+        files = (self.manifest, self.output, self._errors, self.runs, self.table_log)
+        return [path for path in files if path is not None]
+
+    def move_aside(self) -> None:
+        """Gives the files of an earlier job a number that none has."""
+        old = [path for path in self._files() if path.exists() and path.stat().st_size]
+        numbers = map(str, itertools.count(1))
+        number = next(
+            n for n in numbers if not any(_numbered(p, self.output, n).exists() for p in old)
+        )
+        for path in old:
+            os.replace(path, _numbered(path, self.output, number))
+
+
+def _numbered(path: Path, output: Path, number: str) -> Path:
+    """out.jsonl.job.json as out.1.jsonl.job.json: the old job goes on under that name."""
+    stem, suffix = (output.stem, output.suffix) if path.name.startswith(output.name) else (
+        path.stem, path.suffix)  # fmt: skip
+    rest = path.name.removeprefix(stem + suffix)
+    return path.with_name(f"{stem}.{number}{suffix}{rest}")

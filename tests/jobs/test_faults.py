@@ -1,0 +1,174 @@
+"""A process that dies, or a disk that is full, at any of the calls that change a job's files."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine.cli import main as cli
+from tests.support.batch_jobs import Batch, batch_fixture, completion
+from tests.support.fake_llm import make_llm_fixture
+
+__all__ = ["batch_fixture", "make_llm_fixture"]
+
+CHANGES = ("write", "fdatasync", "fsync", "replace", "ftruncate", "unlink")
+TAKE_ROOM = ("write", "fdatasync", "fsync")
+
+
+class Died(BaseException):
+    """The process is gone: nothing behind this has happened."""
+
+
+class Disk:
+    """What a job does to its files, by number; from one of the calls on nothing gets through.
+
+    Args:
+        fails: makes what that call raises, and all later ones.
+        names: calls that are counted, and fail.
+
+    Attributes:
+        count: calls since `arm`.
+        calls: their names, of the first run.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], fails: Callable[[], Any]
+    ) -> None:
+        self.count, self.last, self.part = 0, -1, 0.0
+        self.calls: dict[int, str] = {}
+        self._fails = fails
+        for name in names:
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            if args[0] in (1, 2):  # what is said, not what is kept
+                return call(*args, **options)
+            number, self.count = self.count, self.count + 1
+            self.calls.setdefault(number, call.__name__)
+            if 0 <= self.last <= number:
+                if number == self.last and call.__name__ == "write":
+                    call(args[0], args[1][: int(self.part * len(args[1]))])
+                elif number == self.last and self.part:
+                    call(*args, **options)
+                raise self._fails()
+            return call(*args, **options)
+
+        counted.__name__ = call.__name__
+        return counted
+
+    def arm(self, last: int, part: float) -> None:
+        """Has the call of this number fail, of which such a part gets through; -1: none."""
+        self.count, self.last, self.part = 0, last, part
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def rows() -> list[dict[str, Any]]:
+    own: list[dict[str, Any]] = [{}, {"temperature": 1.0, "n": 2, "max_tokens": 3}, {"unknown": 1}]
+    return [completion(f"r{i}", "one", **one) for i, one in enumerate(own)]
+
+
+def options_of(kind: str, batch: Batch) -> tuple[Path, list[str]]:
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+        return batch.directory / "out.parquet", []
+    errors = ["--errors", str(batch.directory / "errors.jsonl"), "--in-order"]
+    return batch.output, errors
+
+
+def contents(batch: Batch, output: Path) -> Any:
+    """All that a job came to, but for the time."""
+    left = sorted(path.name for path in batch.directory.iterdir() if path.name != "in.jsonl")
+    if output.suffix == ".parquet":
+        import pyarrow.parquet
+
+        kept = pyarrow.parquet.read_table(output).to_pylist()
+    else:
+        kept = [sorted(batch.records(path), key=lambda one: one["id"]) for path in logs(batch)]
+    return left, json.loads(json.dumps(kept), object_hook=without_time)
+
+
+def without_time(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in value.items() if name != "created"}
+
+
+def remove_outputs(batch: Batch) -> None:
+    for path in batch.directory.iterdir():
+        if path.name not in ("in.jsonl", "model"):
+            path.unlink()
+
+
+@pytest.fixture(autouse=True)
+def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same few commands are given hundreds of times, and parsing one takes 60 ms."""
+    parse = functools.cache(cli.parse)
+    monkeypatch.setattr(cli, "parse", lambda options, prog, args: parse(options, prog, tuple(args)))
+
+
+KINDS = ["apart, in order", pytest.param("parquet", marks=pytest.mark.extra)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_at_any_call_costs_nothing_that_was_finished(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    output, options = options_of(kind, batch)
+    source = batch.write(rows())
+    disk = Disk(monkeypatch, CHANGES, Died)
+    assert batch.run(source, *options, output=output) == 1
+    undisturbed, num_calls = contents(batch, output), disk.count
+    assert num_calls > 12
+    for last in range(num_calls):
+        for part in (0.0, 0.5, 1.0) if disk.calls[last] == "write" else (0.0, 1.0):
+            remove_outputs(batch)
+            disk.arm(last, part)
+            with pytest.raises(Died):
+                batch.run(source, *options, output=output)
+            before = finished(batch)
+            disk.arm(-1, 0)
+            assert batch.run(source, *options, output=output) == 1, batch.told
+            assert contents(batch, output) == undisturbed, (last, part)
+            assert f"resumed {before:>27}" in batch.told
+
+
+def logs(batch: Batch) -> list[Path]:
+    return sorted(set(batch.directory.glob("*.jsonl")) - {batch.directory / "in.jsonl"})
+
+
+def finished(batch: Batch) -> int:
+    """Whole records in all files of a job that has died."""
+    return sum(path.read_bytes().count(b"}\n") for path in logs(batch))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_is_full_at_any_call_is_told_by_file_and_the_next_run_completes(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    output, options = options_of(kind, batch)
+    source = batch.write(rows())
+    disk = Disk(monkeypatch, TAKE_ROOM, full)
+    assert batch.run(source, *options, output=output) == 1
+    undisturbed, num_calls = contents(batch, output), disk.count
+    for last in range(num_calls):
+        remove_outputs(batch)
+        for part in (0.5, 0.0, 0.0, 0.0):  # Why so often: three deaths would make a row poison.
+            disk.arm(last, part)
+            code = batch.run(source, *options, output=output)
+            if disk.count <= last:  # What an earlier run has kept leaves less to do.
+                break
+            assert code == (1 if "output tokens" in batch.told else 2), "2: no row has run"
+            told, why = batch.told.partition("error: ")[2], " can't be written: No space left"
+            assert str(batch.directory) in told.partition(why)[0], (last, part, batch.told)
+        disk.arm(-1, 0)
+        assert batch.run(source, *options, output=output) == 1, batch.told
+        assert contents(batch, output) == undisturbed, last
