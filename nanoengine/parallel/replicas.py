@@ -209,7 +209,11 @@ class Replica:
                 self._send(row)
             if not num_left:
                 return
-            found = self._receive("while rows ran")
+            self._waits_since = time.monotonic()
+            try:
+                found = self._receive("while rows ran")
+            finally:
+                self._waits_since = None
             if isinstance(found, RequestOutput):
                 num_left -= 1
                 yield found
@@ -231,13 +235,10 @@ class Replica:
 
     def _receive(self, when: str) -> Any:
         assert self._pipe is not None
-        self._waits_since = time.monotonic()
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
             self._died(when)
-        finally:
-            self._waits_since = None
 
     def warn_of_silence(self) -> None:
         """Tells once that the replica has said nothing for long; from any thread."""
