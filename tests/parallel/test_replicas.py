@@ -155,7 +155,7 @@ def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None
 def test_a_replica_that_hangs_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job waited for it without a word."""
     monkeypatch.setattr(replicas, "SILENT_S", 1.0)
-    prompts = [f"p{i}" for i in range(60)]
+    prompts = [f"p{i}" for i in range(400)]
     work, records = make_work(prompts)
     told: list[str] = []
 
