@@ -38,12 +38,11 @@ import math
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from nanoengine.kernels.cpu_linear import rounded
 from nanoengine.kernels.emit import Emit
-from nanoengine.kernels.exp import exp
+from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2, exp
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import BFloat
@@ -78,8 +77,8 @@ I32 = ir.IntType(32)
 class CacheTile(Emit):
     """Writes what tiles do with lines of the cache: floats, or words of two bfloat16 numbers."""
 
-    def __init__(self, context, builder, real, *, half=False):
-        super().__init__(context, builder, real, CURRENT.vector_bits // (2 if half else 1))
+    def __init__(self, context, builder, real, bits=CURRENT.vector_bits):
+        super().__init__(context, builder, real, bits)
         self.words = ir.VectorType(I32, self.width)
 
     def every(self, number):
@@ -118,6 +117,47 @@ class CacheTile(Emit):
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
         pairs = [self.builder.bitcast(x, kind) for x in (number, numbers)]
         return self.call(name, self.vector, total, *pairs)
+
+    def exp2(self, x):
+        """2 ** x for x <= 0, exactly 0 where it is far below normal numbers; NaN stays NaN."""
+        build, kind = self.builder, self.vector
+        if self.scalar == ir.DoubleType():
+            name = f"llvm.exp2.{self.suffix}"
+            return self.call(name, kind, x)
+        lowest, shift = self.constant(LOWEST_2), self.constant(SHIFT_2)
+        x = build.select(build.fcmp_ordered("<", x, lowest), lowest, x)
+        # A sum as large as this has no room for fractions, and its last bits are an exponent.
+        shifted = build.fadd(x, shift)
+        fraction = build.fsub(x, build.fsub(shifted, shift))
+        value = self.constant(COEFFICIENTS_2[0])
+        for coefficient in COEFFICIENTS_2[1:]:
+            value = self.fma(value, fraction, self.constant(coefficient))
+        power = build.shl(build.bitcast(shifted, self.words), self.every(23))
+        return build.fmul(value, build.bitcast(power, kind))
+
+    def halved(self, vectors, combine):
+        """One vector of several: the first half with the second, until one is left."""
+        while len(vectors) > 1:
+            half = len(vectors) // 2
+            vectors = [combine(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
+        return vectors[0]
+
+    def across_rows(self, rows, combine):
+        """A vector of a number a row: of each row's lanes the first half with the second, until one
+        is left. Two rows share the work from the first step on."""
+        lanes = self.width
+        while len(rows) > 1 or lanes > 1:
+            half, joined = lanes // 2, []
+            for a, b in zip(rows[::2], rows[1::2] or [None], strict=True):
+                count = a.type.count * (1 if b is None else 2)
+                first = [i for i in range(count) if i % lanes < half or not half]
+                both = self.shuffle(a, a if b is None else b, first)
+                if half:
+                    second = self.shuffle(a, a if b is None else b, [i + half for i in first])
+                    both = combine(both, second)
+                joined.append(both)
+            rows, lanes = joined, max(1, half)
+        return rows[0]
 
     def pairs(self, floats):
         """Words of a vector's numbers two by two, rounded to bfloat16; of a NaN anything."""
@@ -190,7 +230,8 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
     fresh = not isinstance(factors, types.Array)
 
     def codegen(context, builder, sig, args):
-        emit = CacheTile(context, builder, c, half=not num_vectors)
+        bits = CURRENT.vector_bits
+        emit = CacheTile(context, builder, c, bits if num_vectors else bits // 2)
         word = args[6].type
         lanes = [word(i * emit.width) for i in range(num_vectors or 1)]
 
@@ -224,8 +265,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
                         builder.store(total, cell)
 
         turns = builder.lshr(args[6], word(1)) if paired else args[6]
-        with cgutils.for_range(builder, turns) as loop:
-            step(loop.index)
+        emit.loop(turns, step)
         if paired:
             # Why masked: what lies behind the last number may be anything, and 0 * NaN is not 0.
             odd = builder.trunc(args[6], ir.IntType(1))
@@ -292,30 +332,48 @@ def _mask(scores, first_row, rows, group_size, tile_start, position, window):
 
 
 @intrinsic
-def _weigh(typing, scores, at, start, weights, weights_at):
-    """(highest, total): highest = max(start, a row of KV_TILE scores from `at`); weights become
-    2 ** (score - highest), whose sum is `total`. With a NaN among the scores, highest is any of
-    them and total NaN. `weights` are floats, maybe the scores' own place, or pairs of bfloat16."""
-    signature = types.UniTuple(scores.dtype, 2)(scores, at, start, weights, weights_at)
+def _weigh(typing, scores, at, weights, weights_at, weights_stride, maximum, total, factors, row):
+    """Turns KV_TILE scores of each of ROWS rows from `at` into weights.
+
+    maximum[r] grows to the row's largest score, and weights are 2 ** (score - maximum[r]): floats,
+    maybe in the scores' own place, or pairs of bfloat16. By factors[r] what was summed with the
+    maximum before shrinks: total[r] becomes total[r] * factors[r] + the sum of the weights. With a
+    NaN among the scores, the total is NaN, and the maximum anything.
+    """
+    signature = types.void(scores, at, weights, weights_at, weights_stride, maximum, total, factors,
+                           row)  # fmt: skip
     paired = weights.dtype == types.uint32
 
     def codegen(context, builder, sig, args):
         emit = CacheTile(context, builder, scores)
-        line, word = emit.pointer(scores, args[0], args[1]), args[1].type
-        target = emit.pointer(weights, args[3], args[4])
+        few = CacheTile(context, builder, scores, ROWS * scores.dtype.bitwidth)
+        word = args[1].type
+        lines = emit.rows(emit.pointer(scores, *args[:2]), word(KV_TILE), ROWS)
+        targets = emit.rows(emit.pointer(weights, *args[2:4]), args[4], ROWS)
+        highest_at, total_at, factors_at = (
+            emit.pointer(maximum, array, args[8]) for array in args[5:8]
+        )
         starts = range(0, KV_TILE, emit.width)
-        values = [emit.load(emit.at(line, word(i))) for i in starts]
-        first = emit.maximum(values[0], emit.splat(args[2]))
-        highest = emit.across([first, *values[1:]], emit.maximum)
-        lowered = emit.splat(highest)
-        powers = [emit.exp2(builder.fsub(value, lowered)) for value in values]
-        for i, power in zip(starts, powers, strict=True):
-            if paired:
-                emit.store(emit.pairs(power), emit.at(target, word(i // 2)))
-            else:
-                emit.store(power, emit.at(target, word(i)))
-        total = emit.across(powers, builder.fadd)
-        return context.make_tuple(builder, sig.return_type, (highest, total))
+        values = [[emit.load(emit.at(line, word(i))) for i in starts] for line in lines]
+        old = few.load(highest_at)
+        peaks = [emit.halved(of_row, emit.maximum) for of_row in values]
+        new = few.maximum(emit.across_rows(peaks, emit.maximum), old)
+        sums = []
+        for r, (of_row, target) in enumerate(zip(values, targets, strict=True)):
+            lowered = emit.shuffle(new, new, [r] * emit.width)
+            powers = [emit.exp2(builder.fsub(value, lowered)) for value in of_row]
+            for i, power in zip(starts, powers, strict=True):
+                if paired:
+                    emit.store(emit.pairs(power), emit.at(target, word(i // 2)))
+                else:
+                    emit.store(power, emit.at(target, word(i)))
+            sums.append(emit.halved(powers, builder.fadd))
+        added = emit.across_rows(sums, builder.fadd)
+        factor = few.exp2(builder.fsub(old, new))
+        few.store(few.fma(few.load(total_at), factor, added), total_at)
+        few.store(factor, factors_at)
+        few.store(new, highest_at)
+        return context.get_dummy_value()
 
     return signature, codegen
 
@@ -323,14 +381,9 @@ def _weigh(typing, scores, at, start, weights, weights_at):
 @compiled(fastmath=FASTMATH)
 def _softmax_step(scores, first_row, rows, maximum, total, factors, weights):
     """Turns the scores of each row into weights; by factors[r] the row's sums so far shrink."""
-    one, ln2 = scores.dtype.type(1), scores.dtype.type(LN2)
     lines, flat, stride = scores.reshape(-1), weights.reshape(-1), weights.shape[1]
-    for r in range(first_row, rows):
-        old = maximum[r]
-        new, added = _weigh(lines, r * KV_TILE, old, flat, r * stride)
-        factors[r] = exp((old - new) * ln2) if new != old else one
-        maximum[r] = new
-        total[r] = total[r] * factors[r] + added
+    for r in range(first_row, rows, ROWS):
+        _weigh(lines, r * KV_TILE, flat, r * stride, stride, maximum, total, factors, r)
 
 
 @compiled(fastmath=FASTMATH)

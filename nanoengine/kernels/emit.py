@@ -11,7 +11,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2
 from nanoengine.kernels.isa import CURRENT
 
 
@@ -166,32 +165,6 @@ class Emit:
     def maximum(self, a, b):
         """The larger of each lane; of a NaN and a number, either."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
-
-    def exp2(self, x):
-        """2 ** x for x <= 0, exactly 0 below the smallest normal number; NaN stays NaN."""
-        build = self.builder
-        if self.scalar == ir.DoubleType():
-            return self._each("llvm.exp2", x)
-        numbers = ir.VectorType(ir.IntType(32), self.width)
-        lowest = self.constant(LOWEST_2)
-        too_low = build.fcmp_ordered("<", x, lowest)
-        clamped = build.select(too_low, lowest, x)
-        n = self._each("llvm.rint", clamped)
-        r = build.fsub(clamped, n)
-        value = self.constant(COEFFICIENTS_2[0])
-        for coefficient in COEFFICIENTS_2[1:]:
-            value = self.fma(value, r, self.constant(coefficient))
-        exponent = build.add(build.fptosi(n, numbers), ir.Constant(numbers, [127] * self.width))
-        power = build.shl(exponent, ir.Constant(numbers, [23] * self.width))
-        value = build.fmul(value, build.bitcast(power, self.vector))
-        return build.select(too_low, self.constant(0.0), value)
-
-    def _each(self, name, x):
-        """A function of LLVM's of each lane."""
-        kind = ir.FunctionType(self.vector, [self.vector])
-        name = f"{name}.{self.suffix}"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, [x])
 
     def across(self, vectors, combine):
         """One number of all lanes of all vectors: the first half with the second, until one lane

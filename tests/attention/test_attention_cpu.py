@@ -120,6 +120,32 @@ def test_a_cache_of_another_dtype_is_refused():
         make_backend("cpu", **options, kv_dtype=torch.bfloat16)
 
 
+def test_the_softmax_of_a_tile():
+    """Weights, sums and shrinking of rows that go together; each as if it were alone."""
+    rows, generator = 6, torch.Generator().manual_seed(1)
+    scores = (
+        torch.randn(2, 8, kernels.KV_TILE, generator=generator) * torch.logspace(-1, 2, 8)[:, None]
+    )
+    scores[1, 1, 7], scores[1, 2, 3] = torch.nan, 1000.0
+    maximum, total, factors = (torch.full((8,), x) for x in (kernels.MASKED, 0.0, 5.0))
+    weights = scores.clone()
+    for tile in weights:
+        arrays = (x.numpy() for x in (tile, maximum, total, factors, tile))
+        kernels._softmax_step(next(arrays), 0, rows, *arrays)
+    highest = scores.amax(2).cummax(0).values
+    lowered = scores - highest[..., None]
+    expected = torch.exp2(lowered.double())
+    assert weights[1, 1].isnan().any() and total[1].isnan()
+    checked = [0, 2, 3, 4, 5]
+    torch.testing.assert_close(
+        weights[:, checked], expected[:, checked].float(), rtol=3e-7, atol=2.0**-126
+    )
+    assert (weights[:, checked][lowered[:, checked] < -127] == 0).all()
+    assert factors[2] == 0
+    shrunk = expected.sum(2)[0] * torch.exp2(highest[0] - highest[1]) + expected.sum(2)[1]
+    torch.testing.assert_close(total[checked], shrunk[checked].float(), rtol=1e-6, atol=0)
+
+
 def test_shared_blocks():
     check(lengths=[(1, 90), (1, 70), (20, 84)], shared={1: (0, 4), 2: (0, 4)})
 
