@@ -134,8 +134,7 @@ def model_options(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def report(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
-    """Prints all comparisons, and writes them to `--json` with date, hardware and
-    versions."""
+    """Prints all comparisons, and writes them to `--json` with date, hardware and versions."""
     import torch
 
     for found in comparisons:
