@@ -18,6 +18,7 @@ C chunks, P tokens of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -58,8 +59,41 @@ def step(
     return (state * q.unsqueeze(-1)).sum(-2)
 
 
+class Chunks(NamedTuple):
+    """What each chunk does to a state, whichever it is: with `new` = values - recalls S, it reads
+    read S + attended new, and leaves forget S + write^T new."""
+
+    read: torch.Tensor  # [C, H, P, E]
+    recalls: torch.Tensor  # [C, H, P, E]
+    write: torch.Tensor  # [C, H, P, E]
+    values: torch.Tensor  # [C, H, P, V]
+    attended: torch.Tensor  # [C, H, P, P]
+    forget: torch.Tensor  # [C, H, 1, 1]
+
+
+def through_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes a state [H, E, V] through all chunks, one after the other.
+
+    Returns:
+        [C, H, P, V], and the state behind the last chunk.
+    """
+    out = torch.empty_like(chunks.values)
+    for chunk, found in enumerate(out):
+        read, recalls, write, values, attended, forget = (part[chunk] for part in chunks)
+        new = values - recalls @ state
+        found.copy_(read @ state + attended @ new)
+        state = state * forget + write.mT @ new
+    return out, state
+
+
+ThroughChunks = Callable[[Chunks, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 def scan(
-    inputs: DeltaInputs, state: torch.Tensor, position: int
+    inputs: DeltaInputs,
+    state: torch.Tensor,
+    position: int,
+    through: ThroughChunks = through_chunks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one sequence, the first at `position`, from `state` [H, E, V] on.
 
@@ -84,13 +118,9 @@ def scan(
     attended = q @ k.mT * between
     read = q * since.exp().unsqueeze(-1)
     last = since[..., -1:]
-    write = (k * (last - since).exp().unsqueeze(-1)).mT
+    write = k * (last - since).exp().unsqueeze(-1)
     forget = last.exp().unsqueeze(-1)
-    out = torch.empty_like(v)
-    for chunk in range(len(q)):
-        new = values[chunk] - recalls[chunk] @ state
-        out[chunk] = read[chunk] @ state + attended[chunk] @ new
-        state = state * forget[chunk] + write[chunk] @ new
+    out, state = through(Chunks(read, recalls, write, values, attended, forget), state)
     return out.transpose(1, 2).flatten(0, 1)[front : front + count], state
 
 

@@ -89,9 +89,9 @@ def load_model(
 
         fuse_layers(model.model)
     elif context.device.type == "cuda":
-        from nanoengine.models.fuse_experts import fuse_experts
+        from nanoengine.models.fuse_triton import fuse_triton
 
-        fuse_experts(model.model)
+        fuse_triton(model.model)
     return model
 
 

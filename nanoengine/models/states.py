@@ -25,7 +25,7 @@ from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.context import ModelContext
-from nanoengine.layers.delta_rule import DeltaInputs, scan, step
+from nanoengine.layers.delta_rule import DeltaInputs, scan, step, through_chunks
 from nanoengine.layers.layer import Layer, empty_parameter
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.models.attention import taken
@@ -112,7 +112,7 @@ class GatedDeltaNet(StateLayer):
             f"{path}.out_proj", whole.num_value_heads * plan.value_dim, hidden, context=context
         )
         self.states = self.rows = torch.empty(0)
-        self.one_token_each = self.steps
+        self.one_token_each, self.through_chunks = self.steps, through_chunks
 
     def bind(self, states: torch.Tensor) -> None:
         plan, self.rows = self.plan, states
@@ -144,7 +144,7 @@ class GatedDeltaNet(StateLayer):
             state, done, found = self.states[span.read], 0, []
             for count, block in span.writes:
                 part = inputs.part(slice(done, count))
-                out, state = scan(part, state, span.position + done)
+                out, state = scan(part, state, span.position + done, self.through_chunks)
                 self.states[block].copy_(state)
                 found.append(out)
                 done = count
@@ -210,6 +210,7 @@ class ShortConv(StateLayer):
         self.out_proj = RowParallelLinear(
             f"{path}.out_proj", hidden, hidden, bias=plan.bias, context=context
         )
+        self.conv_step = self.conv.step
 
     def bind(self, states: torch.Tensor) -> None:
         self.conv.bind(states)
@@ -223,7 +224,7 @@ class ShortConv(StateLayer):
         out = self.over_waves(
             batch,
             torch.empty_like(gated),
-            lambda tokens, reads, writes: self.conv.step(gated[tokens], reads, writes),
+            lambda tokens, reads, writes: self.conv_step(gated[tokens], reads, writes),
             lambda tokens, span: self.conv.scan(gated[tokens], span),
         )
         return self.out_proj(taken(behind, rows) * taken(out, rows))

@@ -30,8 +30,9 @@ PRODUCTS = ("gemm_kernel", "gated_gemm_kernel", "expert_gemm_kernel", "gated_exp
 DRAWN = "drawn_sample_kernel"  # not in float32
 FILTERED = "filtered_sample_kernel"
 ROWS = ("gather_kernel", "advance_kernel")
+STATES = ("conv_step_kernel", "delta_step_kernel", "delta_scan_kernel")
 KERNELS = {
-    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS,
+    "all": STORES + ATTENTION + UNIFORM + LAYERS + PRODUCTS + (FILTERED,) + ROWS + STATES,
     "fp8": STORES + ATTENTION + UNIFORM,
     "attention": STORES + ATTENTION,
 }

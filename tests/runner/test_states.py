@@ -4,7 +4,6 @@ a decode's work does not grow with its context."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine import ConfigError, DiskTier, HostTier, SamplingParams
 from nanoengine.batch import Span
-from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.cpu_delta import CPUDeltaSteps
 from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step
-from nanoengine.models.states import GatedDeltaNet
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
+from tests.support.states import delta_layer, delta_plan, random_inputs
 
 SHARED = random_prompts(1, [150], seed=3)[0]
 PROMPTS = [SHARED[:140] + tail for tail in random_prompts(3, [9, 4, 17], seed=4)]
@@ -161,18 +158,6 @@ def test_a_decode_does_the_same_work_however_long_its_context_is(family):
 # --- the rules themselves -------------------------------------------------------------------------
 
 
-def random_inputs(count: int, heads: int = 3, key: int = 8, value: int = 6) -> DeltaInputs:
-    torch.manual_seed(count)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64)
-
-    q, k = normal(count, heads, key), normal(count, heads, key)
-    k = k / k.norm(dim=-1, keepdim=True)
-    decay = -torch.rand(count, heads, dtype=torch.float64)
-    return DeltaInputs(q, k, normal(count, heads, value), decay, normal(count, heads).sigmoid())
-
-
 @pytest.mark.parametrize("count", [1, 5, CHUNK, 2 * CHUNK + 9])
 @pytest.mark.parametrize("position", [0, 1, CHUNK - 1, CHUNK])
 def test_chunks_give_what_single_tokens_give(count, position):
@@ -212,20 +197,13 @@ def test_a_convolution_has_the_same_bits_in_a_chunk():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("heads", [(2, 4), (3, 3)])
 def test_the_kernel_gives_what_plain_steps_give(heads, dtype):
-    key_heads, value_heads = heads
-    plan = StatePlan(
-        kind="delta", layers=(0,), kernel=4, channels=2 * key_heads * 8 + value_heads * 24,
-        num_key_heads=key_heads, num_value_heads=value_heads, key_dim=8, value_dim=24,
-    )  # fmt: skip
-    config = replace(load_model_config(checkpoint("qwen3_5")), states=plan)
-    layer = GatedDeltaNet("layer", config, make_context(dtype))
+    plan = delta_plan(*heads)
     torch.manual_seed(1)
-    layer.conv1d.weight.copy_(torch.randn(4, plan.channels))
     states = torch.randn(6, plan.size, dtype=dtype)
+    layer = delta_layer(plan, dtype, states)
     qkv = torch.randn(3, plan.channels, dtype=dtype)
-    decay, beta = -torch.rand(3, value_heads, dtype=dtype), torch.rand(3, value_heads, dtype=dtype)
+    decay, beta = -torch.rand(3, heads[1], dtype=dtype), torch.rand(3, heads[1], dtype=dtype)
     reads, writes = torch.tensor([1, 0, 4]), torch.tensor([2, 3, 4])
-    layer.bind(states)
     kernel, kept = CPUDeltaSteps(plan, layer.conv1d.weight), states.clone()
     expected = layer.steps(qkv, decay, beta, states, reads, writes)
     found = kernel(qkv, decay, beta, kept, reads, writes)
@@ -235,10 +213,7 @@ def test_the_kernel_gives_what_plain_steps_give(heads, dtype):
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
-    plan = StatePlan(
-        kind="delta", layers=(0,), kernel=3, channels=2 * 16 + 32, num_key_heads=1,
-        num_value_heads=2, key_dim=16, value_dim=16,
-    )  # fmt: skip
+    plan = delta_plan(1, 2, kernel=3, key_dim=16, value_dim=16)
     torch.manual_seed(2)
     kernel = CPUDeltaSteps(plan, torch.randn(3, plan.channels))
     start, qkv = torch.randn(6, plan.size), torch.randn(5, plan.channels)

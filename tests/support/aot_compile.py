@@ -32,15 +32,20 @@ from nanoengine.attention import triton as backend_module
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
 from nanoengine.kernels import triton_experts as expert_kernels
-from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling
+from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton_states
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_experts, triton_linear
+from nanoengine.layers.causal_conv import CausalConv
+from nanoengine.layers.delta_rule import DeltaInputs, scan
 from nanoengine.layers.triton_experts import TritonExperts
 from nanoengine.layers.triton_ops import TritonOps
+from nanoengine.layers.triton_states import TritonDeltaSteps, through_chunks
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.attention_cases import Case, make_case
+from tests.support.model_helpers import make_context
+from tests.support.states import delta_plan
 
 
 class Catch:
@@ -59,7 +64,7 @@ def caught_launches():
     caught, originals = [], []
     for module in (
         store_kernels, kernels, uniform, layer_kernels, triton_gemm, expert_kernels, triton_rows,
-        triton_sampling,
+        triton_sampling, triton_states,
     ):  # fmt: skip
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
@@ -97,6 +102,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_experts(dtype)
             run_sampling(dtype)
             run_rows(block_size)
+            run_states(dtype)
     return caught
 
 
@@ -158,6 +164,24 @@ def run_rows(block_size, max_num_seqs=256, num_groups=2):
     rows = torch.zeros(100, dtype=torch.int64)
     held.gather(rows)
     held.advance(rows, rows)
+
+
+def run_states(dtype):
+    """A hybrid's layer at the sizes of Qwen3-Next: decodes, and a prompt of a few chunks."""
+    plan = delta_plan(16, 32, key_dim=128, value_dim=128)
+    states = torch.zeros(2, plan.size)
+    conv = CausalConv(
+        4, plan.channels, bias=True, picked=(plan.channels, torch.arange(plan.channels)),
+        context=make_context(dtype),
+    )  # fmt: skip
+    conv.bind(states[:, -3 * plan.channels :])
+    slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 32)
+    TritonDeltaSteps(plan, conv)(
+        torch.zeros(1, plan.channels, dtype=dtype), gates, gates, states, slots, slots
+    )
+    heads = torch.zeros(100, 32, 128)
+    inputs = DeltaInputs(heads, heads, heads, torch.zeros(100, 32), torch.zeros(100, 32))
+    scan(inputs, torch.zeros(32, 128, 128), 0, through_chunks)
 
 
 def bind(kernel, args, options, backend):
