@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
 from nanoengine.features.drafting import Drafter, Drafting
-from nanoengine.features.forced import ForcedTokens
+from nanoengine.features.forced import ForcedTokens, NoDrafter
 from nanoengine.features.kv_tiers import make_tiers
 from nanoengine.features.ngram import NgramDrafter
 from nanoengine.features.processors import make_processors
@@ -79,25 +80,22 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     )
     backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(
-        config.quantization,
-        model_config.quantization,
-        device=device.type,
+        config.quantization, model_config.quantization, device=device.type
     )
+    run_on: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend}
     structured = make_structured(config, model_config, directory)
     executor = ModelRunner if config.tensor_parallel_size == 1 else RankedExecutor
     drafts = parse_speculative(config.speculative) if config.speculative else None
     if drafts is not None:
         _require_no_states(model_config, "be verified")
     if isinstance(drafts, ModelDrafts):
-        draft = _make_draft_runner(drafts, config, device, dtype, backend)
+        draft = _make_draft_runner(drafts, config, run_on)
         executor = functools.partial(DraftedRunner, draft=draft)
     runner = executor(
         config,
         model_config,
         directory,
-        device=device,
-        dtype=dtype,
-        backend=backend,
+        **run_on,
         quantization=quantization,
         processors=(*make_processors(config.logits_processors), structured),
     )
@@ -162,14 +160,15 @@ def _engine_on(
             long_prefill_threshold=config.long_prefill_threshold,
             policy=make_policy(config.admission, config.preempt_above, config.admit_below),
         )
-        drafting = _make_drafting(config, runner, manager)
+        overlap = device.type == "cuda" if config.overlap is None else config.overlap
+        drafting = _make_drafting(config, runner, manager, overlap)
         info = _info(config, runner, layout, backend, time.perf_counter() - started)
         return LLMEngine(
             runner,
             scheduler,
             info,
             seed=config.seed,
-            overlap=device.type == "cuda" if config.overlap is None else config.overlap,
+            overlap=overlap,
             debug_checks=config.debug_checks,
             observers=() if drafting is None else (drafting,),
             proposer=drafting,
@@ -182,11 +181,7 @@ def _engine_on(
 
 
 def _make_draft_runner(
-    drafts: ModelDrafts,
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
+    drafts: ModelDrafts, config: EngineConfig, run_on: dict[str, Any]
 ) -> ModelRunner:
     """The draft model's runner, not started: the settings of the engine, by its own checkpoint."""
     own = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
@@ -201,19 +196,12 @@ def _make_draft_runner(
     model_config = load_model_config(directory)
     _require_no_states(model_config, "be made")
     at_load = (config.quantization or "").startswith("int")
-    return ModelRunner(
-        config,
-        model_config,
-        directory,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        quantization=resolve_quantization(
-            config.quantization if at_load else None,
-            model_config.quantization,
-            device=device.type,
-        ),
+    quantization = resolve_quantization(
+        config.quantization if at_load else None,
+        model_config.quantization,
+        device=run_on["device"].type,
     )
+    return ModelRunner(config, model_config, directory, **run_on, quantization=quantization)
 
 
 def _require_no_states(model_config: ModelConfig, what: str) -> None:
@@ -225,21 +213,25 @@ def _require_no_states(model_config: ModelConfig, what: str) -> None:
 
 
 def _make_drafting(
-    config: EngineConfig, runner: ModelRunner | RankedExecutor, manager: BlockManager
+    config: EngineConfig,
+    runner: ModelRunner | RankedExecutor,
+    manager: BlockManager,
+    overlap: bool,
 ) -> Drafting | None:
     """Who drafts, and decides when."""
-    if config.speculative is None:
+    drafts = parse_speculative(config.speculative) if config.speculative else None
+    # Why not where steps overlap: to ask what a grammar forces, each would wait for the last one.
+    if drafts is None and (overlap or runner.model_config.states is not None):
         return None
-    drafts = parse_speculative(config.speculative)
-    drafter: Drafter
+    drafter: Drafter = NoDrafter()
     if isinstance(drafts, NgramDrafts):
         drafter = NgramDrafter(drafts)
-    else:
-        assert isinstance(runner, DraftedRunner)
+    elif isinstance(runner, DraftedRunner):
+        assert isinstance(drafts, ModelDrafts)
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
-        drafter = ForcedTokens(runner.sampler.forced_tokens, drafter)
-    return Drafting(drafter=drafter)
+        drafter = ForcedTokens(runner.sampler, drafter)
+    return None if isinstance(drafter, NoDrafter) else Drafting(drafter=drafter, overlapped=overlap)
 
 
 def _params_check(structured: Structured, config: EngineConfig) -> Callable[[SamplingParams], None]:

@@ -175,7 +175,7 @@ class LLMEngine:
 
     def _launch(self) -> UnderWay:
         started = time.perf_counter()
-        if self.proposer is not None:
+        if self.proposer is not None and self.proposer.needs_tokens():
             self._ask_for_drafts(self.proposer)
         plan = self.scheduler.schedule()
         schedule_s = time.perf_counter() - started

@@ -45,7 +45,7 @@ class Proposer(Protocol):
         """Draft tokens for each of the sequences that are about to decode; () means none."""
 
     def needs_tokens(self) -> bool:
-        """False if the overlapped loop may plan its next step without asking for drafts."""
+        """False if the next step may be planned without asking for drafts."""
 
 
 class Observer(Protocol):

@@ -230,6 +230,10 @@ class DraftModel:
     def __init__(self, runner: DraftedRunner, manager: BlockManager, k: int) -> None:
         self.runner, self.manager, self.k = runner, manager, k
 
+    def is_idle(self) -> bool:
+        """Never: it follows each plan."""
+        return False
+
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """A draft model always has something to say."""
         return [Guess(self.k, 0)] * len(sequences)

@@ -43,6 +43,9 @@ MOST_DRAFTED_STEPS = 128
 """After so many steps with drafts one without is run, so that its cost stays known."""
 MOST_ASLEEP = 64
 """Steps for which nothing is looked for after as long a time without drafts."""
+PATIENCE_A_NAP, LONGEST_NAP = 16, 4
+"""A sequence without a draft is passed over for a step per so much patience, up to a limit: a look
+takes a microsecond or two, which is a percent of a step of many sequences."""
 
 
 class Guess(NamedTuple):
@@ -60,6 +63,9 @@ class Drafter(Protocol):
 
     priors: SequenceOf[float]
     always: bool
+
+    def is_idle(self) -> bool:
+        """True where it could guess for nobody, so that nothing need be asked or measured."""
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """What it could draft for each sequence."""
@@ -205,9 +211,10 @@ class Tracked:
 
     seq: Sequence
     acceptance: Acceptance
+    patience: int
     kind: int = 0
     idle: int = 0  # guesses let pass since the last draft
-    patience: int = FIRST_PATIENCE
+    nap: int = 0  # steps for which it is passed over
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,10 +223,12 @@ class Drafting:
 
     Attributes:
         drafter: whose guesses are drafted.
+        overlapped: to be asked makes a step wait for the one before.
         clock: seconds, to tell what drafting itself costs.
     """
 
     drafter: Drafter
+    overlapped: bool = False
     clock: Callable[[], float] = time.perf_counter
     overall: Acceptance = field(init=False)
     _plain: StepCost = field(default_factory=StepCost)  # steps without drafts, by rows
@@ -228,8 +237,9 @@ class Drafting:
     _tracked: dict[int, Tracked] = field(default_factory=dict)  # by sequence
     _asked: dict[int, Tracked] = field(default_factory=dict)  # by row, in the step being planned
     _num_drafted_steps: int = 0  # since one without
-    _num_without: int = 0  # calls in a row that proposed nothing
-    _num_asleep: int = 0
+    _num_without: int = 0  # steps in a row that had no draft
+    _patience: int = FIRST_PATIENCE  # with which sequences begin
+    _num_idle: int = 0  # guesses of all sequences let pass since the last try
 
     def __post_init__(self) -> None:
         self.overall = Acceptance(weight=4, window=200)
@@ -237,38 +247,58 @@ class Drafting:
     # --- the Proposer -------------------------------------------------------------------------
 
     def needs_tokens(self) -> bool:
-        """False while it has had nothing to propose for so long that it looks only now and then."""
-        if self.drafter.always or self._num_without < MOST_ASLEEP:
+        """False where it has nothing to propose; also, where that makes a step wait, while it had
+        nothing for so long that it looks only now and then."""
+        if self.drafter.always:
             return True
-        self._num_asleep = (self._num_asleep + 1) % MOST_ASLEEP
-        return self._num_asleep == 0
+        if self.drafter.is_idle():
+            return False
+        # Why two in a row: the overlapped loop asks before the last step is committed, and after.
+        return not self._is_asleep or self._num_without % MOST_ASLEEP < 2
 
     def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
         """The drafts that are expected to pay, for each sequence."""
         self._asked.clear()
-        guesses = self.drafter.look(sequences)
-        counts = self._counts(sequences, guesses)
-        self._num_without = 0 if any(counts) else self._num_without + 1
-        if not any(counts):
-            return [()] * len(sequences)
-        started = self.clock()
-        drafts = self.drafter.draft(sequences, counts)
-        self._drafter.add(max(counts), self.clock() - started)
+        drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        awake = [i for i, seq in enumerate(sequences) if self._is_awake(seq)]
+        asked = [sequences[i] for i in awake]
+        counts = self._counts(asked, self.drafter.look(asked), len(sequences))
+        if any(counts):
+            started = self.clock()
+            for i, found in zip(awake, self.drafter.draft(asked, counts), strict=True):
+                drafts[i] = found
+            self._drafter.add(max(counts), self.clock() - started)
         return drafts
 
-    def _counts(self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess]) -> list[int]:
-        """How many tokens to draft for each sequence."""
+    @property
+    def _is_asleep(self) -> bool:
+        return self.overlapped and self._num_without >= MOST_ASLEEP
+
+    def _is_awake(self, seq: Sequence) -> bool:
+        """Whether the sequence is looked at in this step."""
+        one = self._tracked.get(seq.seq_id)
+        if one is None or not one.nap or self._is_asleep:
+            return True
+        one.nap -= 1
+        return False
+
+    def _counts(
+        self, sequences: SequenceOf[Sequence], guesses: SequenceOf[Guess], num_rows: int
+    ) -> list[int]:
+        """How many tokens to draft for each sequence, in a step of `num_rows` in all."""
         counts = [0] * len(sequences)
-        plain_s = self._plain_seconds(len(sequences))
+        plain_s = self._plain_seconds(num_rows)
         if plain_s is None or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
             self._num_drafted_steps = 0
             return counts
         guessed, gains = [], []
         assumed: dict[int, list[float]] = {}  # by kind: what the engine has seen in all sequences
         for i, (seq, guess) in enumerate(zip(sequences, guesses, strict=True)):
+            one = self._track(seq)
+            one.nap = min(one.patience // PATIENCE_A_NAP, LONGEST_NAP)
             left = seq.max_num_tokens - seq.num_tokens - 1
             if guess.count and left > 0:
-                one = self._asked[seq.row] = self._track(seq)
+                self._asked[seq.row] = one
                 one.kind = guess.kind
                 guessed.append(i)
                 if guess.kind not in assumed:
@@ -280,9 +310,9 @@ class Drafting:
             return counts
         best = best_counts(
             gains,
-            len(sequences),
-            lambda number, longest: self._seconds(len(sequences), plain_s, number, longest),
-            self._drafted.limit(len(sequences)) - len(sequences),
+            num_rows,
+            lambda number, longest: self._seconds(num_rows, plain_s, number, longest),
+            self._drafted.limit(num_rows) - num_rows,
         )
         for i, count, of_one in zip(guessed, best, gains, strict=True):
             counts[i] = self._pays_or_retries(self._asked[sequences[i].row], count)
@@ -309,25 +339,33 @@ class Drafting:
     def _pays_or_retries(self, one: Tracked, count: int) -> int:
         """`count`, or now and then one draft where none would pay: text and machine change."""
         if count:
-            one.idle, one.patience = 0, FIRST_PATIENCE
+            one.idle, one.nap, one.patience = 0, 0, FIRST_PATIENCE
             return count
-        one.idle += 1
-        if one.idle <= one.patience:
+        one.idle += 1 + one.nap
+        self._num_idle += 1 + one.nap
+        if one.idle <= one.patience and self._num_idle <= MOST_PATIENCE:
             return 0
         one.idle, one.patience = 0, min(2 * one.patience, MOST_PATIENCE)
+        self._num_idle = 0
         return 1
 
     def _track(self, seq: Sequence) -> Tracked:
         one = self._tracked.get(seq.seq_id)
         if one is None:
             acceptance = Acceptance(weight=3, window=16)
-            one = self._tracked[seq.seq_id] = Tracked(seq=seq, acceptance=acceptance)
+            one = Tracked(seq=seq, acceptance=acceptance, patience=self._patience)
+            self._tracked[seq.seq_id] = one
         return one
 
     # --- the Observer -------------------------------------------------------------------------
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Learns from a step what its drafts were worth, and what its rows cost."""
+        if getattr(scheduler, "last_finished", None):
+            self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
+            self.drafter.forget_ended()
+        if self.drafter.is_idle():
+            return
         num_drafts = 0
         if plan.draft_token_ids:
             for entry, row in enumerate(plan.rows):
@@ -335,18 +373,20 @@ class Drafting:
                 if drafts and entry not in result.errors and row in self._asked:
                     num_drafts += len(drafts)
                     self._learn(self._asked[row], len(drafts), len(result.token_ids[entry]) - 1)
+        self._num_without = 0 if plan.draft_token_ids else self._num_without + 1
         num_rows = len(plan.rows)
         if num_rows and not plan.admitted and plan.num_tokens == num_rows + num_drafts:
             seconds = step_seconds(result.times)
             (self._drafted if num_drafts else self._plain).add(num_rows + num_drafts, seconds)
             self._num_drafted_steps = self._num_drafted_steps + 1 if num_drafts else 0
-        if getattr(scheduler, "last_finished", None):
-            self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
-            self.drafter.forget_ended()
 
     def _learn(self, one: Tracked, num_drafts: int, num_right: int) -> None:
         for acceptance in (one.acceptance, self.overall):
             acceptance.add(one.kind, num_drafts, num_right)
+        if num_right:
+            self._patience = max(self._patience // 2, FIRST_PATIENCE)
+        elif one.patience > FIRST_PATIENCE:  # a try that failed
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
 
 
 def _gains(rates: SequenceOf[float]) -> list[float]:

@@ -1,52 +1,95 @@
-"""ForcedTokens: what a grammar forces next are the best of drafts, because they are always right.
+"""ForcedTokens: what a grammar forces next are the best of drafts, because they are mostly right.
 
-    {"name": " ...     the grammar knows each token of  ", "age":  before the model has said one
+    {"name": " ...     the grammar knows the text  ", "age":  before the model says a token of it
 
-A `Drafter` before another one, which is asked where nothing is forced.
+Drafted is the tokenizer's own way to spell that text; a model may choose another one. A `Drafter`
+by itself, or before another one, which is asked where nothing is forced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Sequence
 from nanoengine.features.drafting import Drafter, Guess
+from nanoengine.runner.sampler import Sampler
+
+
+class NoDrafter:
+    """Never has a guess."""
+
+    priors = ()
+    always = False
+
+    def is_idle(self) -> bool:
+        """It is."""
+        return True
+
+    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
+        """Nothing for anybody."""
+        return [Guess(0, 0)] * len(sequences)
+
+    def draft(
+        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
+    ) -> list[tuple[int, ...]]:
+        """The same."""
+        return [()] * len(sequences)
+
+    def forget_ended(self) -> None:
+        """Nothing is held here."""
 
 
 class ForcedTokens:
     """Drafts what must come next, and where that is not known what another drafter guesses.
 
     Args:
-        forced: row -> the tokens that must come next; none it knows of: empty.
+        sampler: knows what a row's processors force.
         other: asked where nothing is forced.
     """
 
-    def __init__(self, forced: Callable[[int], list[int]], other: Drafter) -> None:
-        self.forced, self.other = forced, other
-        self.priors = (*other.priors, 1.0)
+    def __init__(self, sampler: Sampler, other: Drafter) -> None:
+        self.sampler, self.other = sampler, other
+        self.priors = (*other.priors, 0.95)
         self.always = other.always
         self._found: dict[int, tuple[int, ...]] = {}  # by row
 
+    def is_idle(self) -> bool:
+        """Where no row has a grammar, and the other one is."""
+        return not self.sampler.forcing and self.other.is_idle()
+
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """What is forced on each sequence, else the other drafter's guess."""
-        self._found = {seq.row: tuple(self.forced(seq.row)) for seq in sequences}
-        forced = [len(self._found[seq.row]) for seq in sequences]
-        others = [seq for seq, count in zip(sequences, forced, strict=True) if not count]
-        guesses = iter(self.other.look(others))
-        return [Guess(n, len(self.priors) - 1) if n else next(guesses) for n in forced]
+        forcing = self.sampler.forcing
+        found = {
+            seq.row: tuple(self.sampler.forced_tokens(seq.row))
+            for seq in sequences
+            if seq.row in forcing
+        }
+        self._found = {row: forced for row, forced in found.items() if forced}
+        guesses = iter(self.other.look(self._others(sequences)))
+        kind = len(self.priors) - 1
+        return [
+            Guess(len(self._found[seq.row]), kind) if seq.row in self._found else next(guesses)
+            for seq in sequences
+        ]
 
     def draft(
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
     ) -> list[tuple[int, ...]]:
         """The first of what is forced, else what the other drafter drafts."""
-        asked = list(zip(sequences, counts, strict=True))
-        others = [(seq, count) for seq, count in asked if not self._found[seq.row]]
-        drafts = iter(self.other.draft([seq for seq, _ in others], [n for _, n in others]))
+        asked = zip(sequences, counts, strict=True)
+        of_others = [count for seq, count in asked if seq.row not in self._found]
+        drafts = iter(self.other.draft(self._others(sequences), of_others))
         return [
-            self._found[seq.row][:count] if self._found[seq.row] else next(drafts)
-            for seq, count in asked
+            self._found[seq.row][:count] if seq.row in self._found else next(drafts)
+            for seq, count in zip(sequences, counts, strict=True)
         ]
+
+    def _others(self, sequences: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
+        """Those on which nothing is forced."""
+        if not self._found:
+            return sequences
+        return [seq for seq in sequences if seq.row not in self._found]
 
     def forget_ended(self) -> None:
         """Nothing is held here."""

@@ -86,8 +86,7 @@ class LLGuidanceGrammar:
         return LLGuidanceGrammar(self.matcher.deep_copy(), self.eos_token_ids)
 
     def forced_tokens(self) -> list[int]:
-        if self.matcher.is_stopped():
-            return [self.eos_token_ids[0]]
+        """See `RowState`. No EOS id: what follows the last draft is sampled in the same step."""
         return list(self.matcher.compute_ff_tokens())
 
 

@@ -93,6 +93,10 @@ class NgramDrafter:
         self._outputs: dict[int, tuple[Sequence, NgramIndex]] = {}
         self._found: dict[int, int] = {}
 
+    def is_idle(self) -> bool:
+        """Never: any text may repeat."""
+        return False
+
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """Finds each sequence's last tokens in what stands before them."""
         self._found.clear()

@@ -39,7 +39,8 @@ MOST_GRAMMARS = 1024
 
 
 class Grammar(Protocol):
-    """A compiled grammar, and how far a text has come in it. The `RowState` of a row."""
+    """A compiled grammar, and how far a text has come in it. The `RowState` of a row, which may
+    know `forced_tokens` too."""
 
     def accept(self, token_id: int) -> None:
         """Takes the text's next token; an EOS id changes nothing.
@@ -50,9 +51,6 @@ class Grammar(Protocol):
 
     def fork(self) -> Self:
         """A copy whose later changes don't reach this one."""
-
-    def forced_tokens(self) -> list[int]:
-        """Tokens of the text that must come next, whatever the model says; often none."""
 
 
 class GrammarLibrary(Protocol):

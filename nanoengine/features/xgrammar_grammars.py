@@ -136,6 +136,3 @@ class XGrammarGrammar:
 
     def fork(self) -> XGrammarGrammar:
         return XGrammarGrammar(self.matcher.fork(), self.eos_token_ids)
-
-    def forced_tokens(self) -> list[int]:
-        return []

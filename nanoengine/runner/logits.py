@@ -94,6 +94,11 @@ class RowEdits:
         ban = all(hasattr(self.processors[place], "masks") for place in self.states)
         return ban and self.error is None
 
+    @property
+    def may_force(self) -> bool:
+        """Whether one of the states may know what must come next."""
+        return any(hasattr(state, "forced_tokens") for state in self.states.values())
+
     def accept(self, token_id: int) -> None:
         """Takes the row's next token."""
         for place, state in self.states.items():
@@ -108,9 +113,12 @@ class RowEdits:
 
     def forced_tokens(self) -> list[int]:
         """The tokens that must come next, as far as one of the states knows any."""
-        for state in self.states.values():
+        for place, state in self.states.items():
             if forced := getattr(state, "forced_tokens", None):
-                return forced()
+                try:
+                    return forced()
+                except Exception as error:
+                    self.fail(place, error)
         return []
 
     def _guard(self, place: int, call: Callable[..., RowState | None], *args: object) -> None:

@@ -162,6 +162,7 @@ class Sampler:
         self.edited = np.zeros(max_num_seqs, dtype=bool)  # the row has an entry in `edits`
         self.num_logprobs = np.full(max_num_seqs, -1)  # -1: none asked for
         self.edits: dict[int, RowEdits] = {}
+        self.forcing: set[int] = set()  # rows with a processor that may know what must come next
         self.changed: set[int] = set()  # rows with new parameters; the decode step empties it
 
     def admit(self, sequence: AdmittedSequence) -> None:
@@ -184,8 +185,11 @@ class Sampler:
     def _set_edits(self, row: int, edits: RowEdits | None) -> None:
         self.edited[row] = edits is not None
         self.edits.pop(row, None)
+        self.forcing.discard(row)
         if edits is not None:
             self.edits[row] = edits
+            if edits.may_force:
+                self.forcing.add(row)
 
     def rewrite(self, row: int, token_ids: np.ndarray) -> None:
         """Tells that the row's tokens are these: one was chosen in place of the sampled one."""
@@ -225,7 +229,7 @@ class Sampler:
     def forced_tokens(self, row: int) -> list[int]:
         """The tokens that a processor forces on a row next, whatever the logits; none it knows of:
         empty. They follow the tokens of steps whose result has been asked for."""
-        return self.edits[row].forced_tokens() if self.edited[row] else []
+        return self.edits[row].forced_tokens() if row in self.forcing else []
 
     def looks_at_logits(self, rows: np.ndarray) -> bool:
         """Whether more is done with the logits of these rows than to sample their tokens:

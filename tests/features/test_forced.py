@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.core.plan import AdmittedSequence
 from nanoengine.features.drafting import Guess
 from nanoengine.features.forced import ForcedTokens
 from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.processors import forced_text
+from tests.support.processors import Dictation, Foretold, forced_text
 
 NUM_TOKENS = 12
 LIST = {
@@ -31,47 +28,18 @@ LIST = {
 }
 
 
-class Dictation:
-    """A stage that has each row say its `forced_text`."""
-
-    def admit(self, sequence: AdmittedSequence) -> Dictated:
-        prompt = list(sequence.token_ids[: sequence.num_prompt_tokens])
-        return Dictated(forced_text(prompt, 40), len(sequence.token_ids) - len(prompt))
-
-    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Dictated]) -> None:
-        for line, state in zip(lines, states, strict=True):
-            token_id = state.text[state.done]
-            kept = logits[line, token_id].item()
-            logits[line] = -torch.inf
-            logits[line, token_id] = kept
-
-
-class Dictated:
-    """How far a row has come. It tells three tokens ahead, and none at each fifth."""
-
-    def __init__(self, text: list[int], done: int) -> None:
-        self.text, self.done = text, done
-
-    def accept(self, token_id: int) -> None:
-        self.done += 1
-
-    def fork(self) -> Dictated:
-        return Dictated(self.text, self.done)
-
-    def forced_tokens(self) -> list[int]:
-        return self.text[self.done : self.done + 3] if self.done % 5 else []
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_processor_forces_is_drafted_and_right(overlap: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"speculative": "ngram:min=4", "overlap": True}, {"speculative": "ngram:min=4"}]
+)
+def test_what_a_processor_forces_is_drafted_and_right(options: dict[str, object]) -> None:
+    """Also by itself, without `speculative`."""
     prompts = random_prompts(4, [1, 9, 20])
     engine = make_engine(
         checkpoint("qwen3"),
         logits_processors=[Dictation()],
-        speculative="ngram:min=4",
         block_size=8,
         num_kv_blocks=9,
-        overlap=overlap,
+        **options,
     )
     draft_always(engine)
     found = tokens(run(engine, prompts, greedy(NUM_TOKENS)))
@@ -81,9 +49,52 @@ def test_what_a_processor_forces_is_drafted_and_right(overlap: bool) -> None:
     assert stats.drafted_tokens == stats.accepted_tokens > 15, "an n-gram was not meant to be found"
 
 
+def test_nobody_is_asked_where_nothing_can_be_forced() -> None:
+    """A request without a grammar costs nothing for those that have one."""
+    engine = make_engine(checkpoint("qwen3"), logits_processors=[Marked()])
+    asked: list[int] = []
+    propose = engine.proposer.propose
+    engine.proposer = SimpleNamespace(
+        needs_tokens=engine.proposer.needs_tokens,
+        propose=lambda sequences: asked.append(len(sequences)) or propose(sequences),
+    )
+    run(engine, [[5], [6]], greedy(4))
+    assert not asked
+    run(engine, [[5], [7]], greedy(4))
+    assert asked
+    assert not engine.observers[0]._tracked, "ended sequences are forgotten"
+    assert make_engine(checkpoint("qwen3"), overlap=True).proposer is None
+    assert make_engine(checkpoint("lfm2")).proposer is None
+
+
+def test_an_exception_ends_its_row_and_no_other() -> None:
+    prompts = random_prompts(3, [4, 9])
+    texts = dict(zip(map(tuple, prompts), map(forced_text, prompts, [40] * 3), strict=True))
+    texts[tuple(prompts[1])] = []  # asked for its first token, it has none
+    engine = make_engine(checkpoint("qwen3"), logits_processors=[Foretold(texts, right=False)])
+    expected = tokens(run(make_engine(checkpoint("qwen3")), prompts, greedy(NUM_TOKENS)))
+    requests = [engine.add_request(f"{i}", p, greedy(NUM_TOKENS)) for i, p in enumerate(prompts)]
+    while engine.has_unfinished():
+        engine.step()
+    assert (
+        requests[1].error == "logits processor Foretold raised IndexError: list index out of range"
+    )
+    assert tokens(requests)[::2] == expected[::2]
+
+
+class Marked(Dictation):
+    """Dictates to prompts of one token 7."""
+
+    def admit(self, sequence):
+        return super().admit(sequence) if list(sequence.token_ids[:1]) == [7] else None
+
+
 def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
     class Other:
         priors, always = (0.3, 0.4), False
+
+        def is_idle(self):
+            return False
 
         def look(self, sequences):
             return [Guess(5, 1) for _ in sequences]
@@ -94,10 +105,12 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
         def forget_ended(self):
             pass
 
-    drafter = ForcedTokens({0: [], 1: [7, 8, 9], 2: []}.__getitem__, Other())
+    forced = {0: [], 1: [7, 8, 9]}
+    sampler = SimpleNamespace(forcing=forced.keys(), forced_tokens=forced.__getitem__)
+    drafter = ForcedTokens(sampler, Other())
     sequences = [SimpleNamespace(row=row) for row in range(3)]
     assert drafter.look(sequences) == [Guess(5, 1), Guess(3, 2), Guess(5, 1)]
-    assert drafter.priors[2] == 1.0
+    assert len(drafter.priors) == 3
     assert drafter.draft(sequences, [2, 2, 1]) == [(0, 0), (7, 8), (2,)]
 
 

@@ -14,7 +14,12 @@ class EagerDrafting(Drafting):
 
     __slots__ = ()
 
-    def _counts(self, sequences: Sequence[CoreSequence], guesses: Sequence[Guess]) -> list[int]:
+    def needs_tokens(self) -> bool:
+        return True
+
+    def _counts(
+        self, sequences: Sequence[CoreSequence], guesses: Sequence[Guess], num_rows: int
+    ) -> list[int]:
         for seq, guess in zip(sequences, guesses, strict=True):
             self._asked[seq.row] = self._track(seq)
             self._asked[seq.row].kind = guess.kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -14,6 +15,7 @@ from nanoengine.core.plan import AdmittedSequence
 from nanoengine.features.structured import Structured, library_of
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.structured_outputs import StructuredOutputs
 from nanoengine.tokenizer import Tokenizer
 from tests.support.engines import checkpoint
 
@@ -61,6 +63,36 @@ def make_stage(library: str = "auto") -> Structured:
         VOCAB_SIZE,
         (EOS,),
     )
+
+
+class AnyText:
+    """A library whose one grammar allows every token, or every even one, and its end everywhere;
+    needs no package."""
+
+    def __init__(self, mask: int = -1) -> None:
+        self.mask = mask
+
+    def compile(self, asked: StructuredOutputs) -> AnyText:
+        return self
+
+    def fill(self, grammars: Sequence[AnyText], masks: np.ndarray) -> None:
+        masks[:] = self.mask
+
+    def accept(self, token_id: int) -> None:
+        """Nothing changes."""
+
+    def fork(self) -> AnyText:
+        return self
+
+
+def any_text(*args: object) -> AnyText:
+    """Takes the place of `features.structured._library`."""
+    return AnyText()
+
+
+def even_text(*args: object) -> AnyText:
+    """The same for even tokens alone."""
+    return AnyText(0x55555555)
 
 
 class Rows:

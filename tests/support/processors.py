@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+
+from nanoengine.core.plan import AdmittedSequence
 
 VOCAB_SIZE = 256
 
@@ -44,3 +46,58 @@ def either(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.
 def as_they_are(output: list[int], logits: torch.Tensor) -> torch.Tensor:
     """Edits nothing, on a copy."""
     return logits.clone()
+
+
+class Foretold:
+    """A stage that edits nothing, and says of each row which tokens are forced next.
+
+    Args:
+        texts: prompt -> its output.
+        right: every fifth time, what is forced is something else.
+    """
+
+    def __init__(self, texts: Mapping[tuple[int, ...], list[int]], right: bool = True) -> None:
+        self.texts, self.right = texts, right
+
+    def admit(self, sequence: AdmittedSequence) -> Place:
+        prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+        return Place(self.texts[prompt], len(sequence.token_ids) - len(prompt), self.right)
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Place]) -> None:
+        """Nothing is edited."""
+
+
+class Dictation(Foretold):
+    """A stage that has each row say its `forced_text`."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def admit(self, sequence: AdmittedSequence) -> Place:
+        prompt = list(sequence.token_ids[: sequence.num_prompt_tokens])
+        return Place(forced_text(prompt, 40), len(sequence.token_ids) - len(prompt), True)
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Place]) -> None:
+        for line, state in zip(lines, states, strict=True):
+            token_id = state.text[state.done]
+            kept = logits[line, token_id].item()
+            logits[line] = -torch.inf
+            logits[line, token_id] = kept
+
+
+class Place:
+    """How far a row has come in its text. It tells three tokens ahead, and none at each fifth."""
+
+    def __init__(self, text: list[int], done: int, right: bool) -> None:
+        self.text, self.done, self.right = text, done, right
+
+    def accept(self, token_id: int) -> None:
+        self.done += 1
+
+    def fork(self) -> Place:
+        return Place(self.text, self.done, self.right)
+
+    def forced_tokens(self) -> list[int]:
+        if self.done % 5:
+            return self.text[self.done : self.done + 3]
+        return [] if self.right else [(self.text[self.done] + 1) % VOCAB_SIZE, 5]
