@@ -11,10 +11,13 @@ import itertools
 import pytest
 import torch
 
-from nanoengine import DiskTier, HostTier
+from nanoengine import DiskTier, HostTier, StructuredOutputs
+from nanoengine.features import structured
 from nanoengine.sampling_params import SamplingParams
 from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.grammars import any_text
+from tests.support.processors import Foretold
 
 NUM_TOKENS = 20
 MODELS = {
@@ -212,6 +215,57 @@ def test_speculation_does_not_show(draft, overlap, truth):
     stats = engine.stats()
     assert stats.preemptions > 0 and stats.drafted_tokens > 50
     assert (stats.drafted_tokens == stats.accepted_tokens) is (draft == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("speculative", "overlap"),
+    [(None, False), ("ngram:max=3,min=1,k=4", False), ("ngram:max=3,min=1,k=4", True)],
+)
+def test_forced_tokens_do_not_show(speculative, overlap, truth):
+    """Those that a processor says must come next, and that are not what is sampled, too."""
+    texts = dict(zip(map(tuple, prompts()), (t for (t,) in truth["full"]), strict=True))
+    engine = make_engine(
+        checkpoint("qwen3"),
+        speculative=speculative,
+        logits_processors=[Foretold(texts, right=False)],
+        block_size=8,
+        num_kv_blocks=25,
+        long_prefill_threshold=7,
+        overlap=overlap,
+    )
+    draft_always(engine)
+    assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.drafted_tokens > stats.accepted_tokens > 50
+
+
+@LOOPS
+@pytest.mark.parametrize("speculative", [None, "ngram:max=3,min=1,k=4", "qwen3"])
+def test_a_grammar_that_allows_everything_does_not_show(speculative, overlap, truth, monkeypatch):
+    monkeypatch.setattr(structured, "_library", any_text)
+    engine = make_engine(
+        checkpoint("qwen3"),
+        speculative=checkpoint("qwen3") if speculative == "qwen3" else speculative,
+        block_size=8,
+        num_kv_blocks=25,
+        long_prefill_threshold=7,
+        overlap=overlap,
+    )
+    if speculative:
+        draft_always(engine)
+    anything = SamplingParams(
+        temperature=0,
+        max_tokens=NUM_TOKENS,
+        structured_outputs=StructuredOutputs(grammar="anything"),
+    )
+    every_second = [anything, greedy(NUM_TOKENS)] * len(prompts())
+    found = tokens(run(engine, prompts(), every_second[: len(prompts())]))
+    (eos,) = engine.info.eos_token_ids
+    for i, ((output,), (expected,)) in enumerate(zip(found, truth["full"], strict=True)):
+        end = expected.index(eos) + 1 if i % 2 == 0 and eos in expected else NUM_TOKENS
+        assert output == expected[:end]
+    assert engine.stats().preemptions > 0
 
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoengine import StructuredOutputs
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.features import structured
 from nanoengine.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.grammars import VOCAB_SIZE, even_text, text_checkpoint
 from tests.support.processors import either
 from tests.support.quantized_checkpoints import make_mxfp4
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
@@ -104,6 +108,55 @@ def check(case: str) -> None:
         assert [e.logprob for e in flat[0]] == pytest.approx([e.logprob for e in flat[1]], abs=1e-4)
     with pytest.raises(RequestError, match="can't be sent to a rank"):
         two.add_request("a", [5], SamplingParams(logits_processors=[lambda ids, x: x]))
+    two.close()
+
+
+@pytest.mark.usefixtures("thread_ranks")
+def test_each_rank_has_grammars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that allows even tokens, and may end everywhere, beside prompts without."""
+    monkeypatch.setattr(structured, "_library", even_text)
+    prompts, _ = work()
+    even = SamplingParams(
+        temperature=0, max_tokens=24, structured_outputs=StructuredOutputs(grammar="even")
+    )
+    drawn = replace(even, temperature=0.9, seed=1, n=2)
+    params = [even, greedy(24), drawn] * len(prompts)
+    one, two = (make_engine(checkpoint("llama"), tensor_parallel_size=n, **SMALL) for n in (1, 2))
+    expected, found = (run(engine, prompts, params[: len(prompts)]) for engine in (one, two))
+    assert tokens(found) == tokens(expected)
+    assert two.stats().preemptions > 0
+    bound = [seq for i, r in enumerate(found) for seq in r.sequences if i % 3 != 1]
+    assert len(bound) > 6 and not any(t % 2 for seq in bound for t in seq.output_token_ids)
+    two.close()
+
+
+@pytest.mark.extra
+def test_a_grammar_on_two_ranks_gives_the_tokens_of_one() -> None:
+    """Processes, each of which compiles for itself."""
+    pytest.importorskip("llguidance", reason="see the extra `structured`")
+    prompts = random_prompts(5, [1, 9, 20], vocab_size=VOCAB_SIZE)
+    params = [
+        SamplingParams(
+            max_tokens=40,
+            seed=i,
+            n=1 + i % 2,
+            temperature=i % 2,
+            structured_outputs={"json": {"enum": ["Tom", "the dog", 7]}}
+            if i % 2
+            else {"regex": "(the|and| )+[a-z]{3}"},
+        )
+        for i in range(len(prompts))
+    ]
+    one, two = (
+        make_engine(text_checkpoint("llama"), tensor_parallel_size=n, **SMALL) for n in (1, 2)
+    )
+    expected, found = (run(engine, prompts, params) for engine in (one, two))
+    assert tokens(found) == tokens(expected)
+    seqs = [seq for request in found for seq in request.sequences]
+    assert sum(seq.finish_reason == "stop" for seq in seqs) >= 3
+    for broken in ({"json": {"not": {}}}, {"regex": "("}):
+        with pytest.raises(RequestError, match="can't be compiled"):
+            two.add_request("b", [5], SamplingParams(structured_outputs=broken))
     two.close()
 
 
