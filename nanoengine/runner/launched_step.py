@@ -82,11 +82,15 @@ class LaunchedStep:
         plan, fetched = self.plan, sampled.fetch(tensors)
         token_ids = np.array(fetched.token_ids)
         self.rows.write(lines.rows, lines.positions, token_ids, lines.seq_ids)
+        over: set[int] = set()  # entries that go no further in this step
         for line, entry in enumerate(lines.entries.tolist()):
             tokens = result.token_ids[entry]
             drafts = plan.draft_token_ids.get(plan.rows[entry], ())
-            if tokens and tokens[-1] != drafts[len(tokens) - 1]:
-                continue  # the draft before this line was wrong
+            # Why errors: the next step meets this one again, behind nothing but known tokens.
+            if tokens and (tokens[-1] != drafts[len(tokens) - 1] or line in fetched.errors):
+                over.add(entry)  # the draft before this line was wrong
+            if entry in over:
+                continue
             tokens.append(fetched.token_ids[line])
             if line in fetched.errors:
                 result.errors[entry] = fetched.errors[line]

@@ -76,6 +76,28 @@ def test_drafts_right_and_wrong_are_seen_as_the_output_they_would_be(overlap: bo
     assert engine.stats().steps < NUM_TOKENS
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_raises_behind_a_right_draft_ends_the_row_where_it_would_without(
+    overlap: bool,
+) -> None:
+    def gives_up(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output) == 3:
+            raise KeyError("gone")
+        return logits
+
+    params = replace(greedy(NUM_TOKENS), logits_processors=[gives_up])
+    engine = make_engine(checkpoint("qwen3"), overlap=overlap, logits_processors=[force])
+    request = engine.add_request("a", PROMPTS[1], params)
+    text = forced_text(PROMPTS[1], NUM_TOKENS)
+    while engine.has_unfinished():
+        engine.step()
+        engine.settle()
+        for seq in engine.scheduler.running:
+            seq.draft_token_ids = tuple(text[seq.num_output_tokens :][:4])
+    assert "gives_up raised KeyError" in str(request.error)
+    assert tokens([request]) == [[text[:3]]]
+
+
 def test_a_fork_between_steps_goes_on_from_the_chosen_token() -> None:
     engine = make_engine(checkpoint("qwen3"), logits_processors=[force])
     request = engine.add_request("a", PROMPTS[1], greedy(6))
