@@ -30,7 +30,7 @@ class TextStream:
     therefore not depend on how the text was cut into tokens.
 
     Args:
-        end_ids: EOS and stop ids; they end the output, and their own text is no part of it unless
+        end_ids: EOS and stop ids; the text of one that ends the output is no part of it unless
             `include_stop_str_in_output`.
     """
 
@@ -46,9 +46,8 @@ class TextStream:
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop or ())
         self._anchored = tokenizer.is_anchored(prompt_token_ids)
-        skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-        ends = frozenset() if params.include_stop_str_in_output else frozenset(end_ids)
-        self._silent_ids = skipped | ends
+        self._silent_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._end_ids = frozenset() if params.include_stop_str_in_output else frozenset(end_ids)
         self._num_tokens = 0
         self._window: list[int] = []  # tokens whose text is not settled
         self._settled = ""  # text that no later token can change
@@ -88,7 +87,8 @@ class TextStream:
         `token_ids` are all tokens of the output: those not appended yet are taken first. The engine
         does not append the id that ends an output.
         """
-        for token_id in (token_ids or ())[self._num_tokens :]:
+        rest = (token_ids or ())[self._num_tokens :]
+        for token_id in rest[:-1] if rest and rest[-1] in self._end_ids else rest:
             self.append(token_id)
         if self._final is None:
             self._final = self._settled + self._decode(self._window)

@@ -31,15 +31,18 @@ def raw_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def stream_text(stream: TextStream, token_ids: list[int]) -> tuple[str, list[str]]:
-    """Final text, and what was shown after each token."""
+def stream_text(
+    stream: TextStream, token_ids: list[int], *, ends: bool = False
+) -> tuple[str, list[str]]:
+    """Final text, and what was shown after each token. `ends`: the last id ends the output, so the
+    engine does not append it."""
     shown = []
-    for token_id in token_ids:
+    for token_id in token_ids[: len(token_ids) - ends]:
         stop = stream.append(token_id)
         shown.append(stream.text)
         if stop is not None:
             break
-    return stream.finish(), shown
+    return stream.finish(token_ids if ends else None), shown
 
 
 def assert_only_grows(shown: list[str], final: str) -> None:
@@ -240,8 +243,21 @@ def test_peer_bug_23_eos_text_is_not_in_the_answer() -> None:
     for skip in (True, False):
         params = SamplingParams(skip_special_tokens=skip)
         stream = TextStream(tokenizer, params, end_ids={eos})
-        assert stream_text(stream, ids)[0] == "go home."
+        assert stream_text(stream, ids, ends=True)[0] == "go home."
         assert tokenizer.output_text(ids, params, end_ids={eos}) == "go home."
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_an_end_id_before_min_tokens_is_text_like_any_other(skip: bool) -> None:
+    """A complete grammar allows nothing else there, and what ends the output is the last id."""
+    tokenizer = byte_level()
+    eos = tokenizer.backend.eos_token_id
+    ids = [*raw_ids(tokenizer, "go"), eos, eos, eos]
+    params = SamplingParams(skip_special_tokens=skip, min_tokens=len(ids))
+    stream = TextStream(tokenizer, params, end_ids={eos})
+    expected = tokenizer.output_text(ids, params, end_ids={eos})
+    assert stream_text(stream, ids, ends=True)[0] == expected
+    assert expected == ("go" if skip else tokenizer.decode(ids[:-1], skip_special_tokens=False))
 
 
 def test_a_stop_tokens_text_is_kept_only_when_asked_for() -> None:
@@ -251,7 +267,8 @@ def test_a_stop_tokens_text_is_kept_only_when_asked_for() -> None:
     cut = tokenizer.decode(ids[:-1])
     for include, expected in ((False, cut), (True, "go home.")):
         params = SamplingParams(include_stop_str_in_output=include)
-        assert stream_text(TextStream(tokenizer, params, end_ids=end), ids)[0] == expected
+        stream = TextStream(tokenizer, params, end_ids=end)
+        assert stream_text(stream, ids, ends=True)[0] == expected
         assert tokenizer.output_text(ids, params, end_ids=end) == expected
 
 
