@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from nanoengine.conversations import has_parts, join_parts, takes_parts
-from nanoengine.errors import CapacityError, RequestError
+from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.inputs import (
     PAUSE,
     Pause,
@@ -156,7 +156,7 @@ class PromptReader:
                 bad_word_ids=words,
             )
             return CheckedPrompt(index=index, text=text, request=request)
-        except (RequestError, CapacityError) as error:
+        except NanoEngineError as error:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
             kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error

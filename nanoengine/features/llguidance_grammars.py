@@ -31,8 +31,11 @@ class LLGuidance:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
+        known = json.loads(tokenizer.definition())
+        # Why: a padding token, say, was added behind what the model has logits for.
+        known["added_tokens"] = [one for one in known["added_tokens"] if one["id"] < vocab_size]
         self.tables = LLTokenizer(
-            tokenizer.definition(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            json.dumps(known), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
         self.threads = LLExecutor(torch.get_num_threads())
 

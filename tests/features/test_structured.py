@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,12 +23,22 @@ from nanoengine import (
     SamplingParams,
     StructuredOutputs,
 )
+from nanoengine.core.plan import AdmittedSequence
 from nanoengine.core.sequence import Request
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.layers import packed
+from nanoengine.prompts import PromptReader
+from nanoengine.tokenizer import Tokenizer
 from tests.support.engines import make_engine, random_prompts, run, tokens
-from tests.support.grammars import EOS, VOCAB_SIZE, Rows, text_checkpoint, text_tokenizer
+from tests.support.grammars import (
+    EOS,
+    VOCAB_SIZE,
+    Rows,
+    make_stage,
+    text_checkpoint,
+    text_tokenizer,
+)
 
 LIBRARIES = ["llguidance", "xgrammar"]
 
@@ -106,6 +118,11 @@ def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need
         params = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
         with pytest.raises(MissingDependencyError, match=rf"{name}: pip.*nanoengine\[structured\]"):
             engine.add_request("a", [5], params)
+        reader = PromptReader(None, engine.checker, iter("ab"), SamplingParams)
+        with pytest.raises(MissingDependencyError, match=f"prompt 0: structured_.*need {name}:"):
+            reader.read_all([[5]], params, None, "raise")
+        (failed,) = reader.read_all([[5]], params, None, "record")
+        assert f"need {name}: pip" in str(failed.error)
         run(engine, [[5]], replace(params, structured_outputs=None))
 
 
@@ -231,6 +248,23 @@ def check_schemas(library: str, schemas: list[dict[str, Any]], whitespace: bool,
             assert whitespace or len(text) <= 8 * len(compact), "escapes alone may be longer"
             complete += 1
     return complete
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for(library: str) -> None:
+    needs(library)
+    tokenizer = copy.deepcopy(text_tokenizer())
+    tokenizer.add_tokens(["<pad>", "yes"])
+    stage = make_stage(library, Tokenizer(tokenizer))
+    params = SamplingParams(structured_outputs={"choice": ["yes"]})
+    stage.check(params)
+    grammar = stage.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
+    assert grammar is not None
+    (mask,) = stage.masks([grammar])
+    may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert {text_tokenizer().decode([i]) for i in may_come} == {"y"}
+    assert all(token_id < VOCAB_SIZE for token_id in grammar.forced_tokens())
 
 
 @pytest.mark.extra

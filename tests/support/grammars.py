@@ -56,10 +56,11 @@ def text_checkpoint(family: str = "qwen3") -> str:
     return directory
 
 
-def make_stage(library: str = "auto") -> Structured:
-    """The stage of structured outputs over this tokenizer."""
+def make_stage(library: str = "auto", tokenizer: Tokenizer | None = None) -> Structured:
+    """The stage of structured outputs over this tokenizer, or one that extends it."""
+    tokenizer = tokenizer or Tokenizer(text_tokenizer())
     return Structured(
-        functools.partial(library_of, library, Tokenizer(text_tokenizer()), VOCAB_SIZE, (EOS,)),
+        functools.partial(library_of, library, tokenizer, VOCAB_SIZE, (EOS,)),
         VOCAB_SIZE,
         (EOS,),
     )
