@@ -23,7 +23,7 @@ from nanoengine.calls import Calls
 from nanoengine.config import EngineConfig
 from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
-from nanoengine.errors import RequestError
+from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
 from nanoengine.inputs import (
     PAUSE,
@@ -94,6 +94,9 @@ class LLM:
 
     def __repr__(self) -> str:
         return f"LLM({self.config.model!r}, {self._state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise NanoEngineError("an LLM can't be copied or sent to a process: make one there")
 
     def __getattr__(self, name: str) -> NoReturn:
         """Called for what is not here: says why, where vLLM has it."""

@@ -6,7 +6,9 @@ fails, and a thread that does not come back fails its test.
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -393,3 +395,9 @@ def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None
             release.set()
         holder.result(PATIENCE_S)
         assert texts(llm.generate("one", LONG, use_tqdm=False)) == [ANSWERS["one"]]
+
+
+@pytest.mark.parametrize("hand_on", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_llm_that_is_copied_or_sent_says_so(llm: LLM, hand_on: Callable[[Any], Any]) -> None:
+    with pytest.raises(NanoEngineError, match="an LLM can't be copied or sent to a process"):
+        hand_on(llm)
