@@ -34,14 +34,14 @@ Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 i
 from __future__ import annotations
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
 from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.jit import compiled, shared
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
@@ -58,13 +58,13 @@ MOST_PANELS = 16  # one of so many may be looked at; with more left, computing a
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def quantize_outputs(w, values, scales, slack, num_inputs):
+def quantize_outputs(thread, w, values, scales, slack, num_inputs):
     """The int8 copy of packed panels: w = values * scale, within `slack`.
 
     Inputs lie in pairs, as a tile takes them: a row of values [panels, K * 16] is [K / 2, 16,
     2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
     """
-    for p in prange(len(values)):
+    for p in shared(thread, len(values)):
         panel, copy = w[p * PANEL * num_inputs :], values[p]
         of_scale, of_slack = scales[p * PANEL :], slack[p * PANEL :]
         most, squares = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
@@ -122,13 +122,13 @@ def _quantize_row(x, values):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _estimate(values, copy, out, workers):
+def _estimate(thread, values, copy, out, workers):
     """out[L, N] = values[L, K] times the copy, in units of both; each worker takes its panels."""
     (num_rows, size), num_outputs = values.shape, out.shape[1]
     num_panels, turns, tiles = len(copy), size // 4, -(-num_rows // MAX_ROWS)
     x, w, flat = values.reshape(-1), copy.reshape(-1), out.reshape(-1)
     share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
-    for worker in prange(workers):
+    for worker in shared(thread, workers):
         for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
             at = p * PANEL * size
             for t in range(tiles):
@@ -169,7 +169,7 @@ def _bounds(typing, estimates, at, scales, slack, column, unit, norm):
     return signature, codegen
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, inlined=True)
 def _allowed(masks, r, p):
     """The bits of a panel's outputs in row r."""
     if not len(masks):
@@ -178,12 +178,12 @@ def _allowed(masks, r, p):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
+def _bound(thread, estimates, scales, slack, units, norms, masks, most, least, workers):
     """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
     w's panels must be."""
     num_rows, num_panels = most.shape
     num_outputs, flat = estimates.shape[1], estimates.reshape(-1)
-    for worker in prange(workers):
+    for worker in shared(thread, workers):
         for r in range(num_rows):
             best, row = np.float32(-np.inf), most[r]
             for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
@@ -204,7 +204,7 @@ def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
             least[worker, r] = best
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, inlined=True)
 def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     """The first of the largest of outputs[lo : hi] and one found before, and the largest of all
     others; NaN is the largest."""
@@ -219,7 +219,7 @@ def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     return index, largest, second
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, inlined=True)
 def _tie_width(largest, softcap):
     """How far below the largest output another may lie, at most, so that rounding makes both equal
     behind softcap * tanh(output / softcap): 8 roundings of the cap over the slope there."""
@@ -229,7 +229,7 @@ def _tie_width(largest, softcap):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
+def _look(thread, x, w, bias, masks, most, least, ids, largest, second, workers):
     """Computes the panels that may hold the largest output of each row, in the worker's share.
 
     ids[w, r], largest[w, r], second[w, r]: the best there, and the next; ids is -1 if too many
@@ -237,7 +237,7 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
     """
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
     flat = x.reshape(-1)
-    for worker in prange(workers):
+    for worker in shared(thread, workers):
         lo, hi = num_panels * worker // workers, num_panels * (worker + 1) // workers
         outputs = np.empty(num_outputs, np.float32)
         for r in range(num_rows):
