@@ -45,9 +45,9 @@ SHARED_BYTES = {"80": 163 * 1024, "89": 99 * 1024, "90": 227 * 1024}
 def sources() -> str:
     """A hash of all that the machine code follows from."""
     digest = hashlib.sha256(f"{triton.__version__} {torch.__version__} {sys.version}".encode())
-    folders = [ROOT / "nanoengine" / part for part in ("attention", "kernels", "layers")]
+    folders = [ROOT / "nanoengine" / part for part in ("attention", "layers", "runner")]
     paths = [path for folder in folders for path in folder.glob("*.py")]
-    paths += (ROOT / "nanoengine" / "runner").glob("*.py")
+    paths += (ROOT / "nanoengine" / "kernels").glob("triton_*.py")
     for path in sorted([*paths, Path(__file__), *(ROOT / "tests/support").glob("a*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
