@@ -39,6 +39,7 @@ from nanoengine.features.structured import Structured, make_structured
 from nanoengine.observe.trace import trace_engine
 from nanoengine.parallel.executor import RankedExecutor, require_sendable
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import use_isa
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.stats import EngineInfo
 from nanoengine.vllm_names import warn_idle
@@ -70,6 +71,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     directory = resolve_model(config)
     model_config = load_model_config(directory)
     device = resolve_device(config.device)
+    use_isa(config)
     config = share_of_memory(config, device)
     dtype = resolve_dtype(
         config.dtype,

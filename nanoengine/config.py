@@ -143,6 +143,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     """naive, cpu, triton, flash_attn, or a name that was added to `attention.BACKENDS`; auto: cpu
     on a CPU, triton on a GPU."""
+    cpu_isa: str | None = None
+    """The instruction set that the CPU's kernels are written for, as `nanoengine info` names it;
+    one of those that this CPU has, for tests and comparisons. None: the best of them. All engines
+    of a process share one."""
     enforce_eager: bool = False
     """Do without CUDA graphs; has no effect on a CPU, which has none."""
     overlap: bool | None = None

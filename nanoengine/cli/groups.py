@@ -48,7 +48,7 @@ GROUPS = {
         (
             "model", "shape", "tokenizer", "skip_tokenizer_init", "trust_remote_code", "revision",
             "load_format", "dtype", "quantization", "device", "tensor_parallel_size", "seed",
-            "attention_backend", "enforce_eager", "deterministic",
+            "attention_backend", "cpu_isa", "enforce_eager", "deterministic",
         ),
     ),
     "memory": Group(

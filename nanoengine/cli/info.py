@@ -43,9 +43,11 @@ def main(args: InfoArgs) -> None:
     from nanoengine.build import resolve_device, resolve_dtype, resolve_model
     from nanoengine.checkpoint.config import load_model_config
     from nanoengine.runner.kv_cache import stored_dtype
+    from nanoengine.runner.numerics import use_isa
 
     device = resolve_device(args.device)
     config = EngineConfig(**engine_options(args))
+    use_isa(config)
     directory = resolve_model(config)
     model = load_model_config(directory)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
@@ -89,7 +91,7 @@ def device_lines(device: torch.device) -> list[str]:
     """The device that `--device` means, with its memory."""
     import torch
 
-    from nanoengine.kernels.isa import CURRENT
+    from nanoengine.kernels.isa import CURRENT, available, cpu_features
     from nanoengine.runner.memory import free_cpu_bytes
 
     gib = 2**30
@@ -103,6 +105,7 @@ def device_lines(device: torch.device) -> list[str]:
         f"cpu: {num_workers()} threads ({why_so_many()}), {free_cpu_bytes() / gib:.1f} GiB free,"
         f" {torch.backends.cpu.get_cpu_capability()}",
         f"kernels for {CURRENT}",
+        f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}",
     ]
 
 

@@ -5,9 +5,10 @@ whether one instruction multiplies bytes or bfloat16 numbers and adds them up. O
 all of it, and the files that write instructions (`emit.py`, the tiles) ask nothing else.
 
 It is a fact of the process, not of an engine: kernels are compiled once for all engines, and the
-compiler's target is made when the first kernel is declared. It is found from the CPU, and
-`NANOENGINE_CPU_ISA` names a lesser one, for tests and comparisons; the compiler then keeps to that
-one's instructions too, if nobody has compiled anything with numba before.
+compiler's target is made when the first kernel is declared. So the first who asks for `CURRENT`
+fixes it. It is found from the CPU, unless `use` has named a lesser one before, for tests and
+comparisons; the compiler then keeps to that one's instructions too, if nobody has compiled anything
+with numba before.
 
 Every instruction that is not on all CPUs has a generic twin of the same results, so **a kernel's
 results have the same bits under each of them** wherever the CPU has fused multiply-adds.
@@ -16,7 +17,7 @@ results have the same bits under each of them** wherever the CPU has fused multi
 from __future__ import annotations
 
 import difflib
-import os
+import functools
 import platform
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -26,8 +27,6 @@ from llvmlite import binding
 from numba.core import config
 
 from nanoengine.errors import ConfigError
-
-VARIABLE = "NANOENGINE_CPU_ISA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +91,18 @@ def available(features: Collection[str]) -> list[ISA]:
     return [isa for isa in ISAS if set(isa.needs) <= set(features)]
 
 
-def cpu_features() -> set[str]:
+@functools.cache
+def cpu_features() -> frozenset[str]:
     """What numba compiles for: LLVM's names of this CPU's features, and the machine's name."""
     machine = platform.machine().lower().replace("arm64", "aarch64")
     if config.CPU_FEATURES is not None:
         flags = config.CPU_FEATURES.split(",")
-        return {flag[1:] for flag in flags if flag.startswith("+")} | {machine}
+        return frozenset({flag[1:] for flag in flags if flag.startswith("+")} | {machine})
     try:
         found = binding.get_host_cpu_features()
     except RuntimeError:  # LLVM can't tell on every system
         found = {}
-    return {name for name, has in found.items() if has} | {machine}
+    return frozenset({name for name, has in found.items() if has} | {machine})
 
 
 def choose(wanted: str | None, features: Collection[str]) -> ISA:
@@ -120,10 +120,10 @@ def choose(wanted: str | None, features: Collection[str]) -> ISA:
     names = [isa.name for isa in ISAS]
     if wanted in names:
         has = ", ".join(isa.name for isa in there)
-        raise ConfigError(f"{VARIABLE}={wanted!r} is more than this CPU has: choose from {has}")
+        raise ConfigError(f"cpu_isa={wanted!r} is more than this CPU has: choose from {has}")
     near = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{VARIABLE} must be one of {', '.join(names)}, got {wanted!r}{hint}")
+    raise ConfigError(f"cpu_isa must be one of {', '.join(names)}, got {wanted!r}{hint}")
 
 
 def target_features(isa: ISA, features: Collection[str]) -> str:
@@ -135,12 +135,33 @@ def target_features(isa: ISA, features: Collection[str]) -> str:
     return ",".join(flags)
 
 
-def _current() -> ISA:
-    features, wanted = cpu_features(), os.environ.get(VARIABLE) or None
-    isa = choose(wanted, features)
-    if wanted is not None and isa.needs:
-        config.CPU_FEATURES = target_features(isa, features - {"aarch64", "x86_64", "amd64"})
-    return isa
+def use(name: str | None) -> None:
+    """Names the instruction set of this process's kernels; None: whichever is in use, or the best.
+
+    Raises:
+        ConfigError: no such name, a CPU without it, or kernels that are written for another one.
+    """
+    if name is None:
+        return
+    isa = choose(name, cpu_features())
+    fixed = globals().get("CURRENT")
+    if fixed is None:
+        globals()["CURRENT"] = isa
+        if isa.needs:
+            own = cpu_features() - {"aarch64", "x86_64", "amd64"}
+            config.CPU_FEATURES = target_features(isa, own)
+    elif isa is not fixed:
+        raise ConfigError(
+            f"cpu_isa={name!r}: the kernels of this process are written for {fixed.name!r}, and"
+            " all of its engines share them: give it to the first engine of another process"
+        )
 
 
-CURRENT = _current()
+CURRENT: ISA
+
+
+def __getattr__(name: str) -> ISA:
+    """`CURRENT`, found when it is first asked for."""
+    if name != "CURRENT":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault("CURRENT", choose(None, cpu_features()))

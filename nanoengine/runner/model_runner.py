@@ -42,7 +42,7 @@ from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.launched_step import LaunchedStep
 from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.runner.memory import LargestSteps, free_gpu_bytes, plan_memory, require_memory
-from nanoengine.runner.numerics import make_context
+from nanoengine.runner.numerics import make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.runner.sampler import SampledTokens, Sampler
 from nanoengine.runner.scores import PromptScorer
@@ -92,6 +92,7 @@ class ModelRunner:
         processors: Sequence[LogitsProcessor] = (),
         ranks: Collectives | None = None,
     ) -> None:
+        use_isa(config)
         self.ranks = ranks or Collectives()
         self._processors = processors
         self.config = config

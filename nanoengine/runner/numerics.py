@@ -96,3 +96,15 @@ def _deterministic_methods(
     from nanoengine.layers.triton_linear import TritonLinear
 
     return TritonLinear
+
+
+def use_isa(config: EngineConfig) -> None:
+    """Obeys `cpu_isa`, before the first kernel is imported.
+
+    Raises:
+        ConfigError: a set that the CPU lacks, or not the one that this process uses already.
+    """
+    if config.cpu_isa is not None:
+        from nanoengine.kernels import isa
+
+        isa.use(config.cpu_isa)

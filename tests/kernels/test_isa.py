@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from nanoengine import LLM
+from nanoengine.assets import demo_model_path
 from nanoengine.cli.info import device_lines
+from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
-from nanoengine.kernels.isa import CURRENT, ISAS, VARIABLE, choose, cpu_features, target_features
+from nanoengine.kernels.isa import CURRENT, ISAS, choose, cpu_features, target_features
+from nanoengine.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,41 +64,66 @@ def test_the_compiler_keeps_to_the_one_asked_for():
     assert {"+avx2", "+fma"} <= set(flags)
 
 
-def test_a_process_obeys_the_variable_and_refuses_what_its_cpu_lacks():
-    ask = "from nanoengine.kernels.isa import CURRENT; print(CURRENT.name)"
-    for isa in (CURRENT.name, "generic_512"):
-        done = python(ask, **{VARIABLE: isa})
-        assert done.stdout.strip() == isa, done.stderr
-    lacking = {isa.name for isa in ISAS if not set(isa.needs) <= cpu_features()}
-    for name in ("neon" if "neon" in lacking else "avx2", "sse9"):
-        done = python(ask, **{VARIABLE: name})
-        assert done.returncode and "ConfigError" in done.stderr
-        assert not done.stdout
+LACKING = {isa.name for isa in ISAS if not set(isa.needs) <= cpu_features()}
+
+
+def test_an_engine_computes_with_the_one_it_is_given():
+    code = (
+        "from nanoengine import LLM\n"
+        "from nanoengine.assets import demo_model_path\n"
+        "for isa in ('generic_512', None, 'generic_512'):\n"
+        "    LLM(demo_model_path(), cpu_isa=isa, num_kv_blocks=8).close()\n"
+        "    from nanoengine.kernels.isa import CURRENT\n"
+        "    print(CURRENT.name)\n"
+    )
+    done = python(code)
+    assert done.stdout.split() == ["generic_512"] * 3, done.stderr
+
+
+def test_an_engine_is_refused_one_that_is_not_this_process_s():
+    """Kernels are written once for a process, before its second engine."""
+    with pytest.raises(ConfigError, match=f"'generic_256': .* are written for '{CURRENT.name}'"):
+        LLM(demo_model_path(), cpu_isa="generic_256")
+    assert CURRENT.name != "generic_256"
+
+
+@pytest.mark.parametrize("name", ["neon" if "neon" in LACKING else "avx2", "sse9"])
+def test_an_engine_is_refused_one_that_its_cpu_lacks(name):
+    with pytest.raises(ConfigError, match=f"cpu_isa.*'{name}'"):
+        LLM(demo_model_path(), cpu_isa=name)
+
+
+def test_a_rank_obeys_too():
+    """It makes a runner of what it is sent, and nothing else."""
+    config, cpu = EngineConfig(model="any", cpu_isa="sse9"), torch.device("cpu")
+    with pytest.raises(ConfigError, match="'sse9'"):
+        ModelRunner(config, None, None, device=cpu, dtype=torch.float32, backend="cpu")
 
 
 def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
     """Else each change of the set would compile everything anew."""
     code = (
-        "import numpy as np; from nanoengine.kernels.cpu_linear import last_outputs as kernel;"
+        "import numpy as np; from nanoengine.kernels import isa; isa.use({isa!r});"
+        "from nanoengine.kernels.cpu_linear import last_outputs as kernel;"
         "a = np.ones(3, np.float32); kernel(1, a, a, a, a.copy(), 1, 3);"
         "print(sum(kernel.stats.cache_hits.values()))"
     )
     hits = [
-        python(code, NUMBA_CACHE_DIR=str(tmp_path), **{VARIABLE: isa}).stdout.strip()
+        python(code.format(isa=isa), NUMBA_CACHE_DIR=str(tmp_path)).stdout.strip()
         for isa in ("generic", "generic_512", "generic", "generic_512")
     ]
     assert hits == ["0", "0", "1", "1"]
 
 
 def test_info_shows_it():
-    import torch
-
-    assert f"kernels for {CURRENT}" in device_lines(torch.device("cpu"))
+    _, current, choice = device_lines(torch.device("cpu"))
+    assert current == f"kernels for {CURRENT}"
+    assert choice.startswith("cpu_isa may be ") and choice.endswith("generic_256, generic_512")
+    assert f" {CURRENT.name}, " in choice and not set(choice.split(", ")) & LACKING
 
 
 def test_info_says_how_many_threads_and_why(monkeypatch):
     import numba
-    import torch
 
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

@@ -154,7 +154,6 @@ def intrinsics_on(cpu: str) -> dict[str, str]:
     believed = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags}
     if triple == ARM:  # numba itself stays on the CPU that is here
         believed = {"NUMBA_CPU_FEATURES": "+sse2"}
-    believed["NANOENGINE_CPU_ISA"] = name
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.assembly", cpu],
         capture_output=True, text=True, check=False, env=os.environ | believed,
@@ -166,8 +165,11 @@ def intrinsics_on(cpu: str) -> dict[str, str]:
 
 
 def _main(cpu: str) -> None:
+    from nanoengine.kernels import isa
+
     machine = CPUS[cpu][0].split("-")[0]
     platform.machine = lambda: machine
+    isa.use(CPUS[cpu][1])
     written = {}
     for name in TILES:
         written[name] = assembly_of(cpu, lambda module: intrinsic_in(module, name))  # noqa: B023
