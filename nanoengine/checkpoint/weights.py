@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +22,9 @@ from nanoengine.errors import WeightLoadError
 
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)")
 """Tensors that old checkpoints carry and that are computed here."""
+
+ROWS_COMPARED = 4096
+"""Of two tensors at a time, so that they never lie in memory as a whole."""
 
 
 def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: TensorNames) -> None:
@@ -74,23 +77,40 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
         check_outputs("moe_intermediate_size", size, f"{mlp}.experts.0.gate_proj")
 
 
-def load_weights(
-    slots: dict[str, WeightSlot], stored: Mapping[str, Stored], *, harmless: Collection[str] = ()
-) -> None:
+def drop_copy(stored: dict[str, Stored], name: str, original: str) -> None:
+    """Leaves out a tensor that some checkpoints store under two names: a tied head.
+
+    Raises:
+        WeightLoadError: the two differ.
+    """
+    copy = stored.pop(name, None)
+    if copy is None or original not in stored:
+        return
+    other, same = stored[original], copy.shape == stored[original].shape
+    for start in range(0, copy.shape[0] if same else 0, ROWS_COMPARED):
+        part = (slice(start, start + ROWS_COMPARED),)
+        ((_, mine),) = read_tensors(copy.file, {name: part})
+        ((_, its),) = read_tensors(other.file, {original: part})
+        same = same and torch.equal(mine, its.to(mine.dtype))
+    if not same:
+        raise WeightLoadError(
+            f"config.json has tie_word_embeddings=True, but {name} differs from {original}: set it"
+            " to false, or delete that tensor, in a copy of the checkpoint"
+        )
+
+
+def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored]) -> None:
     """Fills a model's slots from the stored tensors, each by exactly one.
 
     float32, float16, bfloat16 and float64 tensors are converted to the model's dtype. Peak memory
     is the model's own plus one tensor and `MAPPED_BYTES`.
-
-    Args:
-        harmless: tensors that may be left out: a tied head is the embedding once more.
 
     Raises:
         WeightLoadError: names or shapes don't match the model, which the message names, or a file
             can't be read.
     """
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    slots = _matched(slots, shapes, harmless)
+    slots = _matched(slots, shapes)
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
     for name in stored:
         if name in slots:
@@ -132,9 +152,7 @@ def dummy_weights(slots: Mapping[str, WeightSlot], seed: int) -> None:
 
 
 def _matched(
-    slots: dict[str, WeightSlot],
-    stored: Mapping[str, tuple[int, ...]],
-    harmless: Collection[str],
+    slots: dict[str, WeightSlot], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, WeightSlot]:
     """The slots to fill, after checking that they and the stored tensors are the same set."""
     waiting = list(slots.items())
@@ -149,7 +167,7 @@ def _matched(
             slot.absent()
         else:
             slots[name] = slot
-    unexpected = stored.keys() - slots.keys() - set(harmless)
+    unexpected = stored.keys() - slots.keys()
     problems = {
         "missing": sorted(slots.keys() - stored.keys()),
         "unexpected": sorted(name for name in unexpected if not HARMLESS.fullmatch(name)),

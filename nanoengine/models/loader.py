@@ -14,7 +14,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, stored_tensors
 from nanoengine.checkpoint.names import TensorNames
 from nanoengine.checkpoint.slots import OwnsWeights, WeightSlot
-from nanoengine.checkpoint.weights import check_sizes, dummy_weights, load_weights
+from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import pin_attributes
@@ -52,7 +52,7 @@ def load_model(
     Raises:
         ConfigError: the ranks don't divide the model, or `max_positions` passes its context; it is
             not given, and the context is longer than `LONGEST_DEFAULT`.
-        WeightLoadError: see `stored_tensors`, `check_sizes` and `load_weights`.
+        WeightLoadError: see `stored_tensors`, `drop_copy`, `check_sizes` and `load_weights`.
     """
     context_len = config.max_position_embeddings
     if context.max_positions is None and context_len > LONGEST_DEFAULT:
@@ -66,6 +66,8 @@ def load_model(
         stored = _tensors_to_run(config, stored_tensors(Path(directory)))
     names = TensorNames(config.tensor_names, stored)
     if load_format == "auto":
+        if config.tie_word_embeddings:
+            drop_copy(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
         check_sizes(config, stored, names)
         kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
         wider = (kinds & FLOATS) - {DTYPES.get(context.stored_dtype)}
@@ -76,8 +78,7 @@ def load_model(
     if load_format == "dummy":
         dummy_weights(names.of(weight_slots(model)), seed)
     else:
-        tied_head = {names("lm_head.weight")} if config.tie_word_embeddings else set()
-        load_weights(names.of(weight_slots(model)), stored, harmless=tied_head)
+        load_weights(names.of(weight_slots(model)), stored)
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()

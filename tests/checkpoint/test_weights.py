@@ -60,6 +60,23 @@ def test_a_tied_checkpoint_may_hold_the_head_or_not(tmp_path: Path) -> None:
     assert torch.equal(all_logits(build(tmp_path), PROMPTS), all_logits(without, PROMPTS))
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two was meant, the other would give other tokens."""
+    monkeypatch.setattr(weights, "ROWS_COMPARED", 100)
+    make_checkpoint(tmp_path, "qwen3")
+
+    def add_head(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][place, place] += 1
+
+    edit(tmp_path, add_head)
+    with pytest.raises(WeightLoadError, match=r"tie_word_embeddings=True, but lm_head.*differs"):
+        build(tmp_path)
+
+
 def test_an_untied_checkpoint_needs_its_head(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
