@@ -1,12 +1,15 @@
 """`nanoengine completion SHELL`: the script that completes commands and options in a shell.
 
-tyro writes it, from the options of all commands.
+tyro writes it, from the options of all commands. What it leaves out is added here: what commands
+do, and files where no option is typed, as inputs are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import io
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -30,6 +33,24 @@ Prints the script that completes commands and options in bash, zsh or fish.
 A new shell has it; `source <(nanoengine completion bash)` gives it to this one."""
 
 
+FILES: dict[str, str] = {
+    "bash": """
+_nanoengine_or_files() {
+  _tyro_nanoengine
+  [[ -n "${COMPREPLY[*]}" ]] || COMPREPLY=()
+}
+complete -o default -F _nanoengine_or_files nanoengine
+""",
+    "zsh": " || _files\n",
+    "fish": """
+complete --command nanoengine --force-files --condition \\
+  'test (count (commandline -opc)) -gt 1; and string match -qr -- "^[^-]" (commandline -ct)'
+""",
+}
+"""What goes behind tyro's script, whose last line asks its function in zsh: files where that has
+nothing to say."""
+
+
 def main(args: Sequence[str]) -> int:
     """Prints the script; returns the exit status.
 
@@ -43,13 +64,20 @@ def main(args: Sequence[str]) -> int:
         given = " ".join(args)
         hint = nearest(given, get_args(Shell))
         raise ConfigError(f"nanoengine completion SHELL: unknown shell {given!r}; {hint}")
-    tyro.extras.subcommand_cli_from_dict(
-        {name: _options(name) for name in program.COMMANDS},
-        prog="nanoengine",
-        args=["--tyro-print-completion", args[0]],
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    raise AssertionError("tyro prints a script and exits")
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            {name: _options(name) for name in program.COMMANDS},
+            prog="nanoengine",
+            args=["--tyro-print-completion", args[0]],
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    script = written.getvalue().rstrip()
+    for name, (_, what) in program.COMMANDS.items():
+        known, told = (f"{name!r}: {{'description': {text!r}" for text in (name, what))
+        script = script.replace(known, told)
+    print(script + FILES[args[0]])
+    return 0
 
 
 def _options(command: str) -> type:
