@@ -31,13 +31,18 @@ except ImportError as error:
         "evaluation needs lm-evaluation-harness 0.4.13 or newer: pip install 'nanoengine[eval]'"
     ) from error
 
-from nanoengine.errors import RequestError
+from nanoengine.checks import shown
+from nanoengine.errors import ConfigError, RequestError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.vllm_names import warn_idle
 
 __all__ = ["NanoEngineLM"]
+
+SHARED_BLOCK = 16
+"""Tokens of a KV block, where nobody says it: choices share those blocks alone that hold nothing
+but context. Perf: docs/evaluation.md has the times of this and of the CPU backend's own 64."""
 
 MAX_GEN_TOKS = 256
 """Longest answer [tokens] of a task that names no limit, as in the harness's `hf` model."""
@@ -53,7 +58,10 @@ class NanoEngineLM(TemplateLM):
             context less the token to predict and the one that a request must generate.
         batch_size, max_batch_size: there for the harness's command line; the engine batches by
             itself, up to `max_num_seqs`.
-        options: the fields of `EngineConfig`.
+        options: the fields of `EngineConfig`; `block_size` is SHARED_BLOCK.
+
+    Raises:
+        ConfigError: a value is of another type or out of range.
 
     Source: the interface of lm-evaluation-harness 0.4.13 (api/model.py).
     """
@@ -69,6 +77,11 @@ class NanoEngineLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
+        for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        if options.get("attention_backend") != "flash_attn":  # It has blocks of 256.
+            options.setdefault("block_size", SHARED_BLOCK)
         if str(batch_size) != "1" and not str(batch_size).startswith("auto"):
             warn_idle(f"batch_size={batch_size} (max_num_seqs limits what runs together)")
         self.llm = LLM(pretrained, **options)

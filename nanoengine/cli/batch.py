@@ -167,7 +167,8 @@ def _run_and_close(args: BatchArgs, options: dict[str, Any], job: Job) -> int:
     try:
         with Signals(args.grace) as signals, _engines(args, options) as llm:
             return run(job, llm, args.model, signals, args.summary_json, watch=args.watch)
-    except Stopped as stopped:
+    except Stopped as stopped:  # while the model loaded; later `run` says more
+        print("interrupted before any row ran", file=sys.stderr)
         return stopped.code
     finally:
         job.close()

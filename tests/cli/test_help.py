@@ -149,9 +149,7 @@ def test_zsh_completes_commands_options_and_files(tmp_path: Path) -> None:
     write_script("zsh", tmp_path / "_nanoengine")
     lines = ["nanoengine ba", "nanoengine batch --tempe", "nanoengine batch demo ro"]
     typed = "".join(f"{line}\t\n" for line in lines)
-    run = (
-        "PS1=; fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D\n"
-    )
+    run = "PS1=; fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D\n"
     run += "nanoengine() { echo given: $*. }\n"
     done = in_a_terminal(["zsh", "-f", "-i"], f"{run}{typed}exit\n", tmp_path)
     given = re.findall(r"^given: (.*?)\.\s*$", done, re.MULTILINE)
