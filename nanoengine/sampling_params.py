@@ -159,7 +159,7 @@ class SamplingParams:
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", (self.logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
-            ("prompt_logprobs_start", self.prompt_logprobs_start >= 0, "at least 0"),
+            ("prompt_logprobs_start", 0 <= self.prompt_logprobs_start < 2**31, "in [0, 2**31)"),
         )
         for name, holds, allowed in rules:
             if not holds:

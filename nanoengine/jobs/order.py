@@ -7,6 +7,7 @@ cache before it is evicted; at the end of a job long rows go first, so that none
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -81,7 +82,8 @@ def _work(row: tuple[str, int, Task]) -> float:
     """Tokens that a row may take."""
     text, _, task = row
     most = task.params.max_tokens
-    return float("inf") if most is None else len(text) / CHARS_PER_TOKEN + most
+    # Why //: a row may ask for more tokens than a float can hold.
+    return math.inf if most is None else len(text) // CHARS_PER_TOKEN + most
 
 
 def _groups(rows: list[tuple[str, int, Task]]) -> Iterator[list[tuple[str, int, Task]]]:

@@ -739,6 +739,16 @@ def test_a_row_may_not_ask_for_any_number_of_completions(batch: Batch) -> None:
     assert found[0]["error"] is found[2]["error"] is None
 
 
+def test_numbers_beyond_what_computes_are_obeyed_or_refused(batch: Batch) -> None:
+    """One row that asked for so many tokens ended each run, and one such start a step of all."""
+    rows = [{"prompt": "one", "max_tokens": 10**400}, {"prompt": "one", "priority": -(10**400)}]
+    rows += [{"prompt": "one", "prompt_logprobs": 0, "prompt_logprobs_start": 2**70}]
+    assert batch.run(batch.write(rows), *GREEDY) == 1, batch.told
+    found = batch.by_row()
+    assert texts(found[0]) == texts(found[1]) == [ANSWERS["one"]]
+    assert "prompt_logprobs_start must be in [0, 2**31)" in found[2]["error"]["message"]
+
+
 def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch: Any) -> None:
     """Windows were bounded by prompts alone: 4,096 rows of 16 MiB are 64 GiB."""
     from nanoengine.jobs import order
