@@ -162,12 +162,17 @@ class CacheTile(Emit):
     def pairs(self, floats):
         """Words of a vector's numbers two by two, rounded to bfloat16; of a NaN anything."""
         build = self.builder
+        half = ir.VectorType(I32, self.width // 2)
+        if HAS_DOTS:
+            bits = build.fptrunc(floats, ir.VectorType(BFloat(), self.width))
+            swapped = build.bitcast(bits, half)
+            by = ir.Constant(half, [16] * half.count)
+            return build.or_(build.shl(swapped, by), build.lshr(swapped, by))
         bits = build.bitcast(floats, self.words)
         last = build.and_(build.lshr(bits, self.every(16)), self.every(1))
         bits = build.add(build.add(bits, self.every(0x7FFF)), last)
         first = self.shuffle(bits, bits, [*range(0, self.width, 2)])
         second = self.shuffle(bits, bits, [*range(1, self.width, 2)])
-        half = ir.VectorType(I32, self.width // 2)
         high = build.and_(first, ir.Constant(half, [0xFFFF0000] * half.count))
         return build.or_(high, build.lshr(second, ir.Constant(half, [16] * half.count)))
 
@@ -407,14 +412,14 @@ def take_query(tile, r, q, at, scale):
 @overload(take_query, jit_options={"fastmath": set(FASTMATH)})
 def _take_query(tile, r, q, at, scale):
     def floats(tile, r, q, at, scale):
-        line = tile[r]
+        line, query = tile[r], q[at : at + tile.shape[1]]  # indexed from 0, or LLVM gathers
         for d in range(len(line)):
-            line[d] = q[at + d] * scale
+            line[d] = query[d] * scale
 
     def pairs(tile, r, q, at, scale):
-        line = tile[r]
+        line, query = tile[r], q[at : at + 2 * tile.shape[1]]
         for i in range(len(line)):
-            first, second = q[at + 2 * i] * scale, q[at + 2 * i + 1] * scale
+            first, second = query[2 * i] * scale, query[2 * i + 1] * scale
             line[i] = bfloat16(first) << np.uint32(16) | bfloat16(second)
 
     return pairs if tile.dtype == types.uint32 else floats
