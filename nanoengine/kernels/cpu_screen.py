@@ -28,6 +28,9 @@ compute all outputs, which is also the readable form (`runner/sampling_ops.py`).
 Masks bound what counts: bit i % 32 of masks[r, i // 32] says whether output i of row r may be the
 largest. A panel none of whose outputs may is not looked at. No masks: all may.
 
+`largest_of` does the same where all outputs are there: those of a quantized head, whose bytes are
+few already.
+
 Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 in the copy.
 """
 
@@ -39,6 +42,7 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
 from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
+from nanoengine.kernels.cpu_quantized import INFINITY
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled, shared
@@ -54,6 +58,7 @@ LEAST_SLACK = 1e-18
 MOST_INPUT_ERROR = 2.0**-13  # |d| of |x|; an x that 16 bits hold no better is not screened
 MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
 WHOLE = (1 << PANEL) - 1
+SEARCHED = 16  # panels that are looked at one by one if one of them holds the largest so far
 MOST_PANELS = 16  # one of so many may be looked at; with more left, computing all is as fast
 
 
@@ -217,6 +222,63 @@ def _first_largest(outputs, lo, hi, allowed, index, largest, second):
         elif output > second:
             second = output
     return index, largest, second
+
+
+@compiled(fastmath=FASTMATH, inlined=True)
+def _ordered(x):
+    """A float32 as a whole number of the same order, NaN above all. Why: no rule on NaN keeps a
+    loop over these from vectors."""
+    bits = np.float32(x).view(np.int32)
+    size = np.int32(bits & np.int32(0x7FFFFFFF))
+    if size > INFINITY:
+        return size
+    return size if bits >= 0 else np.int32(-size)
+
+
+@compiled(fastmath=FASTMATH, inlined=True)
+def _highest(row, lo, hi):
+    """The largest of `_ordered` outputs lo ... hi - 1."""
+    highest = np.int32(-0x80000000)
+    for output in row[lo:hi]:
+        highest = max(highest, _ordered(output))
+    return highest
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _largest_of_shares(thread, outputs, masks, ids, largest, workers):
+    """`largest_of` the share of each worker: ids[w, r] and largest[w, r]."""
+    num_rows, num_outputs = outputs.shape
+    num_panels = -(-num_outputs // PANEL)
+    for worker in shared(thread, workers):
+        start, stop = num_panels * worker // workers, num_panels * (worker + 1) // workers
+        for r in range(num_rows):
+            row, index = outputs[r], np.int64(0)
+            best, other = np.float32(-np.inf), np.float32(-np.inf)
+            for first in range(start, stop, SEARCHED):
+                last = min(first + SEARCHED, stop)
+                if _highest(row, first * PANEL, last * PANEL) <= _ordered(best):
+                    continue
+                for p in range(first, last):
+                    index, best, other = _first_largest(
+                        row, p * PANEL, min(p * PANEL + PANEL, num_outputs),
+                        _allowed(masks, r, p), index, best, other,
+                    )  # fmt: skip
+            ids[worker, r], largest[worker, r] = index, best
+
+
+@compiled(fastmath=FASTMATH)
+def largest_of(outputs, masks, ids, largest, workers):
+    """ids[r] and largest[r] of the largest of each row of outputs [L, N], the lowest index among
+    equals; of a NaN, which counts as the largest, that of the first. masks: see `largest_outputs`.
+    """
+    num_rows = len(outputs)
+    found, best = np.empty((workers, num_rows), np.int64), np.empty((workers, num_rows), np.float32)
+    _largest_of_shares(outputs, masks, found, best, workers)
+    for r in range(num_rows):
+        ids[r], largest[r] = found[0, r], best[0, r]
+        for worker in range(1, workers):
+            if _ordered(best[worker, r]) > _ordered(largest[r]):
+                ids[r], largest[r] = found[worker, r], best[worker, r]
 
 
 @compiled(fastmath=FASTMATH, inlined=True)

@@ -14,13 +14,33 @@ import torch
 
 from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
+from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.linear_method import Masks
+from nanoengine.layers.packed import NO_MASKS
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs, row_factors
 
 
-class CPUQuantizedLinear(QuantizedLinear):
+class QuantizedHead(QuantizedLinear):
+    """A quantized weight, all of whose outputs are computed to find the largest."""
+
+    def argmax(
+        self,
+        x: torch.Tensor,
+        softcap: float | None = None,
+        masks: Masks | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        bits = NO_MASKS if masks is None else masks()
+        if softcap is not None or bits is None:
+            return None
+        ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)
+        cpu_screen.largest_of(self.apply(x, None).numpy(), bits, ids, largest, num_workers())
+        return torch.from_numpy(ids), torch.from_numpy(largest)
+
+
+class CPUQuantizedLinear(QuantizedHead):
     """A quantized weight in panels. Activations are quantized row by row, so that a row's result
     has the same bits alone and in any batch.
 
@@ -81,7 +101,7 @@ class CPUQuantizedLinear(QuantizedLinear):
         return *arrays, self.group_scales.numpy(), self.zeros.numpy(), units
 
 
-class CPUWeightOnlyLinear(QuantizedLinear):
+class CPUWeightOnlyLinear(QuantizedHead):
     """A quantized weight times float32 activations: each panel is made floats when it is read.
 
     The multiplication is that of float32, so many rows are no faster than there; memory is that of

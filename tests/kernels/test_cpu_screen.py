@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.kernels.cpu_linear import PANEL
-from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST
+from nanoengine.kernels.cpu_screen import LEAST_SLACK, MOST_SUM, SMALLEST, largest_of
 from nanoengine.layers import packed
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.packed import MOST_ROWS, PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling_ops import argmax
@@ -142,6 +143,52 @@ def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
         found.append(share)
     assert len(found) > 2, "too many panels were left"
     assert method.argmax(x, masks=lambda: None) is None
+
+
+def quantized_head(outputs: int, inputs: int, bits: int = 8) -> CPUQuantizedLinear:
+    method = CPUQuantizedLinear("lm_head", bits=bits, group_size=None, activations="int8")
+    method.create(inputs, outputs, dtype=torch.float32, device=CPU)
+    method.load(normal(outputs, inputs), slice(0, outputs))
+    return method
+
+
+@pytest.mark.parametrize(("outputs", "bits"), [(4096, 8), (1003, 4), (15, 8)])
+def test_a_quantized_head_gives_the_largest_of_all_its_outputs(outputs: int, bits: int) -> None:
+    method, x = quantized_head(outputs, 64, bits), normal(5, 64, seed=1)
+    x[3, 7] = torch.nan
+    x[4] = 0  # all outputs are equal
+    everything = method.apply(x, None)
+    ids, largest = argmax(everything)
+    found = method.argmax(x)
+    assert torch.equal(found[0], ids)
+    assert torch.equal(found[1].nan_to_num(), largest.nan_to_num())
+    assert found[1].isnan().tolist() == [False, False, False, True, False]
+    allowed = np.random.default_rng(outputs).random((5, outputs)) < 0.1
+    allowed[0] = False
+    bits_of = np.zeros((5, -(-outputs // 32) * 4), np.uint8)
+    packed_bits = np.packbits(allowed, axis=1, bitorder="little")
+    bits_of[:, : packed_bits.shape[1]] = packed_bits
+    found = method.argmax(x[:3], masks=lambda: bits_of[:3].view(np.int32))
+    ids, largest = argmax(everything.masked_fill(torch.from_numpy(~allowed), -torch.inf)[:3])
+    assert torch.equal(found[1], largest)
+    assert torch.equal(found[0][1:], ids[1:])
+    assert method.argmax(x, masks=lambda: None) is None
+    assert method.argmax(x, softcap=30.0) is None, "which may make two outputs equal"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_largest_of_outputs_that_compare_oddly(workers: int) -> None:
+    outputs = torch.full((6, 100), -1.0)
+    outputs[0] = -torch.inf
+    outputs[1, [3, 50]] = torch.tensor([-0.0, 0.0])  # equal: the first
+    outputs[2, [40, 90]] = torch.inf
+    outputs[3, [41, 90]] = torch.tensor([torch.inf, torch.nan])
+    outputs[4, 99] = -torch.nan
+    outputs[5] -= torch.arange(100).flip(0)  # rising, all negative
+    ids, largest = np.empty(6, np.int64), np.empty(6, np.float32)
+    largest_of(outputs.numpy(), packed.NO_MASKS, ids, largest, workers)
+    assert ids.tolist() == [0, 3, 40, 90, 99, 99]
+    np.testing.assert_array_equal(largest, [-np.inf, 0, np.inf, np.nan, np.nan, -1])
 
 
 @settings(max_examples=30, deadline=None)
