@@ -33,6 +33,7 @@ from nanoengine.kernels.tiles import FLOAT, I8, I32, I64, LINE, PANEL, new_funct
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
 I16 = ir.IntType(16)
+OTHERS = 11  # registers that a tile of int4 needs beside its sums and results
 
 
 def most_rows(isa: ISA) -> int:
@@ -51,7 +52,9 @@ def shapes8(isa: ISA) -> list[tuple[int, int]]:
 
 def shapes4(isa: ISA) -> list[tuple[int, int]]:
     """(rows, panels) of the tiles of int4 weights."""
-    return [(rows, 1) for rows in range(1, most_rows(isa) + 1)]
+    # Why fewer on these: more sums than that wait in memory (`tests/kernels/test_assembly.py`).
+    most = {"avx512": 3, "neon": 2}.get(isa.name, most_rows(isa))
+    return [(rows, 1) for rows in range(1, most + 1)]
 
 
 def shapes16(isa: ISA) -> list[tuple[int, int]]:
@@ -121,11 +124,15 @@ class ByteTile(Emit):
         pairs = build.bitcast(pairs, self.sums)
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
-    def nibbles(self, both):
-        """The low and the high halves of bytes, each as a byte."""
-        build, low = self.builder, self.every(self.bytes, 15)
-        high = build.lshr(build.bitcast(both, self.pairs), self.every(self.pairs, 4))
-        return build.and_(both, low), build.and_(build.bitcast(high, self.bytes), low)
+    def low_nibbles(self, both):
+        """The low halves of bytes, each as a byte."""
+        return self.builder.and_(both, self.every(self.bytes, 15))
+
+    def high_nibbles(self, both):
+        """The high halves."""
+        words = self.builder.bitcast(both, self.pairs)
+        high = self.builder.lshr(words, self.every(self.pairs, 4))
+        return self.low_nibbles(self.builder.bitcast(high, self.bytes))
 
     def add16(self, total, weight, value):
         """total + neighbouring products of 16-bit numbers."""
@@ -248,7 +255,18 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
         tile.prefetch(line, write=True)
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
     count = tile.vectors * panels
-    results = [[tile.variable(tile.constant(0.0)) for _ in range(count)] for _ in inputs]
+    # Why in memory where registers are few: LLVM would keep sums there, which are added to often.
+    held = 2 * rows * count + zeroed * rows + OTHERS <= isa.registers
+    results = [
+        [
+            tile.variable(tile.constant(0.0)) if held else tile.at(line, I64(i * tile.width))
+            for i in range(count)
+        ]
+        for line in outputs
+    ]
+    if not held:
+        for cell in itertools.chain(*results):
+            tile.store(tile.constant(0.0), cell)
     # A group's place, and the units left in it: a division in this loop would cost as much as half
     # of its work.
     group, left = tile.counter(I64(0)), tile.counter(units_a_group)
@@ -256,40 +274,45 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
 
     def turn(unit):
         at = builder.mul(unit, I64(UNIT))
-        starts = [tile.splat(builder.load(tile.at(line, unit)), tile.sums) for line in of_inputs]
+
+        def start_of(row):
+            return tile.splat(builder.load(tile.at(row, unit)), tile.sums)
+
         for _ in range(UNIT // 8):
             for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
                 tile.prefetch(line)
         lines = tile.rows(tile.moved(place, I64(LINE * UNIT // 8)), w_stride, panels)
-        sums = [[[start if exact else None] * tile.vectors for start in starts] for _ in lines]
-        for eight, v in itertools.product(range(UNIT // 8), range(tile.vectors)):
-            weights = [
-                tile.nibbles(tile.get(tile.bytes, line, eight * LINE + v * tile.bytes.count))
+        sums = [[start_of(row) if exact else None] * count for row in of_inputs]
+        for eight in range(UNIT // 8):
+            both = [
+                tile.get(tile.bytes, line, eight * LINE + v * tile.bytes.count)
                 for line in lines
+                for v in range(tile.vectors)
             ]
-            for k, (r, row) in itertools.product(range(2), enumerate(inputs)):
-                value = tile.four(tile.at(row, at), 8 * eight + 4 * k)
-                for weight, of_panel in zip(weights, sums, strict=True):
-                    known = of_panel[r][v]
-                    if exact:
-                        of_panel[r][v] = tile.dot(known, weight[k], value)
-                        continue
-                    more = tile.pairs_of(weight[k], value)
-                    of_panel[r][v] = more if known is None else builder.add(known, more)
-        for (p, of_panel), v in itertools.product(enumerate(sums), range(tile.vectors)):
+            for k, nibbles in enumerate((tile.low_nibbles, tile.high_nibbles)):
+                weights = [nibbles(vector) for vector in both]
+                for row, of_row in zip(inputs, sums, strict=True):
+                    value = tile.four(tile.at(row, at), 8 * eight + 4 * k)
+                    for i, weight in enumerate(weights):
+                        if exact:
+                            of_row[i] = tile.dot(of_row[i], weight, value)
+                            continue
+                        more = tile.pairs_of(weight, value)
+                        of_row[i] = more if of_row[i] is None else builder.add(of_row[i], more)
+        for i in range(count):
+            p, v = divmod(i, tile.vectors)
             numbers = builder.add(builder.load(group), builder.mul(scales_stride, I64(p)))
             numbers = builder.add(numbers, I64(v * tile.width))
             scale = tile.widen_halves(tile.get(halves, tile.at(scales, numbers)))
             if zeroed:
                 zero = tile.widen_halves(tile.get(halves, tile.at(zeros, numbers)))
                 zero = builder.fmul(zero, tile.constant(0.125))
-            for start, of_sums, of_row in zip(starts, of_panel, results, strict=True):
-                total = of_sums[v] if exact else builder.add(tile.widen(of_sums[v]), start)
+            for row, of_sums, of_row in zip(of_inputs, sums, results, strict=True):
+                total = of_sums[i] if exact else builder.add(tile.widen(of_sums[i]), start_of(row))
                 total = builder.sitofp(total, tile.vector)
                 if zeroed:
-                    total = tile.fma(builder.sitofp(start, tile.vector), zero, total)
-                cell = of_row[p * tile.vectors + v]
-                builder.store(tile.fma(total, scale, builder.load(cell)), cell)
+                    total = tile.fma(builder.sitofp(start_of(row), tile.vector), zero, total)
+                tile.store(tile.fma(total, scale, tile.load(of_row[i])), of_row[i])
         remaining = builder.sub(builder.load(left), I64(1))
         ended = builder.icmp_signed("==", remaining, I64(0))
         builder.store(builder.select(ended, units_a_group, remaining), left)
@@ -297,7 +320,7 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
         builder.store(builder.add(builder.load(group), step), group)
 
     tile.loop(units, turn)
-    totals = [[builder.load(cell) for cell in of_row] for of_row in results]
+    totals = [[tile.load(cell) for cell in of_row] for of_row in results]
     tile.finish(totals, tile.rows(x_scales, I64(1), rows), w_scales, bias, outputs)
     builder.ret_void()
     return function

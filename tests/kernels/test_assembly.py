@@ -6,11 +6,13 @@ from __future__ import annotations
 import doctest
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from llvmlite import ir
 
 from nanoengine.kernels import cpu_peak
+from nanoengine.kernels.byte_tiles import shapes4, shapes8, shapes16, tile4, tile8, tile16
 from nanoengine.kernels.isa import ISA, ISAS
 from nanoengine.kernels.tiles import PANEL, float_tile, tile_shapes
 from tests.support import assembly
@@ -28,7 +30,7 @@ def held_by(isa: ISA, bits: int) -> str:
 def fma(isa: ISA) -> str:
     """The multiply-add of a full vector of float32."""
     name = "fmla" if isa.name == "neon" else r"vfmadd\d+ps"
-    return rf"{name}\s.*{held_by(isa, isa.vector_bits)}"
+    return rf"(?:{name})\s.*{held_by(isa, isa.vector_bits)}"
 
 
 def byte_dot(isa: ISA) -> str:
@@ -129,6 +131,55 @@ def test_tiles_of_linear_layers_multiply_full_vectors_and_keep_their_sums_in_reg
             assert found and found % of_a_turn == 0, (kind, rows, panels, loop)
             known = (kind, rows, panels) in SPILLING.get(isa.vector_bits, ())
             assert bool(spills(loop)) == known, (kind, rows, panels, spills(loop))
+
+
+# --- quantized linear layers, and the head's screen -----------------------------------------------
+
+TILES_OF_BYTES = {
+    # the shapes, what writes the function, the inputs of a turn, and the bits that are multiplied
+    "int8": (shapes8, tile8, 4, 8),
+    "int4": (shapes4, partial(tile4, zeroed=False), 32, 8),
+    "int4, zeros": (shapes4, partial(tile4, zeroed=True), 32, 8),
+    "int16": (shapes16, tile16, 4, 16),
+}
+
+MULTIPLIES = {
+    # Why two for vpdpwssd: LLVM knows where it is slower than the two that it stands for.
+    "vpdpbusd": {8: "vpdpbusd", 16: "vpdpwssd|vpmaddwd"},
+    "vpmaddubsw": {8: "vpmaddubsw", 16: "vpmaddwd"},
+    "generic": {8: "mul|mla", 16: "mul|mla"},  # of twice the bits
+}
+
+# Tiles that spill all the same: with 16 registers (sums are still fewer to move than with smaller
+# tiles), and one sum of 56 with zeros.
+SPILLING_BYTES = {
+    "avx2": {("int4", 2), ("int4", 3), ("int4", 4), ("int4, zeros", 2), ("int4, zeros", 3),
+             ("int4, zeros", 4), ("int16", 4)},
+    "avx2_vnni": {("int4", 2), ("int4", 3), ("int4", 4), ("int4, zeros", 2), ("int4, zeros", 4),
+                  ("int16", 4)},
+    "avx512": {("int16", 8)},
+    "avx512_vnni": {("int4, zeros", 7)},
+    "avx512_bf16": {("int4, zeros", 7)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TILES_OF_BYTES)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_tiles_of_bytes_multiply_full_vectors_and_keep_their_sums_in_registers(cpu, kind):
+    isa, (shapes, tile, inputs, bits) = BY_NAME[CPUS[cpu][1]], TILES_OF_BYTES[kind]
+    register, instruction = held_by(isa, isa.byte_bits), MULTIPLIES[isa.byte_dots][bits]
+    if isa.byte_dots == "generic":
+        bits *= 2
+        register = {16: r"v\d+\.8h", 32: r"v\d+\.4s"}[bits]
+    instruction = rf"\b(?:{instruction})\s.*{register}"
+    for rows, panels in shapes(isa):
+        text = assembly_of(cpu, lambda module: tile(module, isa, rows=rows, panels=panels))  # noqa: B023
+        loop = hottest(text, instruction)
+        of_a_turn = rows * panels * PANEL * inputs * bits // isa.byte_bits
+        found = count(loop, instruction)
+        assert found and found % of_a_turn == 0, (kind, rows, panels, found, loop)
+        known = (kind, rows) in SPILLING_BYTES.get(isa.name, ())
+        assert bool(spills(loop)) == known, (kind, rows, panels, spills(loop))
 
 
 # --- attention ------------------------------------------------------------------------------------
