@@ -57,12 +57,6 @@ def on_threads(typing, work, arguments):
     return types.void(work, arguments), codegen
 
 
-def typing_of(fndesc):
-    from numba.core.typing import signature
-
-    return signature(fndesc.restype, *fndesc.argtypes)
-
-
 def _external(builder, name, result, arguments):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
