@@ -384,7 +384,7 @@ def _weigh(typing, scores, at, weights, weights_at, weights_stride, maximum, tot
 
 
 @compiled(fastmath=FASTMATH, inlined=True)
-def _softmax_step(scores, first_row, rows, maximum, total, factors, weights):
+def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
     """Turns the scores of each row into weights; by factors[r] the row's sums so far shrink."""
     lines, flat, stride = scores.reshape(-1), weights.reshape(-1), weights.shape[1]
     for r in range(first_row, rows, ROWS):
@@ -476,7 +476,7 @@ def _run_task(
         last = position + task[NUM_QUERIES] - 1
         if tile_start + KV_TILE - 1 > position or tile_start + window <= last:
             _mask(scores, first_row, rows, group_size, tile_start, position, window)
-        _softmax_step(scores, first_row, rows, maximum, total, factors, weights)
+        softmax_step(scores, first_row, rows, maximum, total, factors, weights)
         for begin in range(first, end, lanes):
             at = table[begin // block_size] * of_block + head * of_head
             at += begin % block_size * head_dim // per
