@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -121,10 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_standard_streams() -> None:
     """A process may be started without some, as by `2>&-`: the file that is opened next would take
-    the place, and the messages."""
+    the place, and the messages. What is written is UTF-8 as in files, whatever the terminal has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            other = None if stream.encoding.lower() == "utf-8" else "utf-8"
+            stream.reconfigure(encoding=other, errors="backslashreplace")
 
 
 def _drop_output() -> None:

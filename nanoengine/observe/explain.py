@@ -425,8 +425,10 @@ class Story:
         """
         story = self.requests.get(request_id)
         if story is None:
-            known = ", ".join(list(self.requests)[:8])
-            raise TraceError(f"the trace tells of no request {request_id!r}; of {known}, ...")
+            known = [*map(repr, list(self.requests)[:8]), *["..."] * (len(self.requests) > 8)]
+            raise TraceError(
+                f"the trace tells of no request {request_id!r}; of {', '.join(known) or 'none'}"
+            )
         return [line for _, line in story.lines]
 
     def step_lines(self) -> list[str]:

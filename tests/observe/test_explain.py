@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import io
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -164,8 +167,10 @@ def test_explain_answers_each_question_or_says_why_not(
     assert cli.main(["explain", str(SAMPLE), "--step", "30"]) == 0
     assert capsys.readouterr().out.startswith("Step 30 was committed")
     (tmp_path / "empty").touch()
+    (tmp_path / "header").write_bytes(gzip.decompress(SAMPLE.read_bytes()).splitlines()[0])
     for wrong, why in (
-        ([str(SAMPLE), "--request", "none"], "the trace tells of no request 'none'"),
+        ([str(SAMPLE), "--request", "none"], "the trace tells of no request 'none'; of '0', '1', "),
+        ([str(tmp_path / "header"), "--request", "0"], "no request '0'; of none\n"),
         ([str(SAMPLE), "--step", "9999"], "the trace has no step 9999: it has steps 0 to 223"),
         ([str(SAMPLE), "--step", "1", "--request", "3"], "one at a time"),
         ([str(tmp_path / "empty")], "is empty"),
@@ -174,6 +179,20 @@ def test_explain_answers_each_question_or_says_why_not(
         assert cli.main(["explain", *wrong]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ") and why in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["über", "\ud800"])
+def test_an_id_that_the_terminal_has_no_letters_for_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = gzip.decompress(SAMPLE.read_bytes()).replace(
+        b'"id":"1"', f'"id":{json.dumps(name)}'.encode()
+    )
+    (tmp_path / "a.trace").write_bytes(told)
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
+    assert cli.main(["explain", str(tmp_path / "a.trace"), "--step", "0"]) == 0
+    assert f"request {name}".encode(errors="backslashreplace") in terminal.getvalue()
 
 
 # --- Perfetto -------------------------------------------------------------------------------------
