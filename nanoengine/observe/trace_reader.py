@@ -413,12 +413,16 @@ def _content(told: dict[str, Any]) -> list[ContentEvent]:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        told = json.loads(line)
+        told = json.loads(line, parse_constant=_refuse)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(told, dict):
         raise ValueError(f"it must be a JSON object, got {shown(told)}")
     return told
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _int(value: Any) -> int:

@@ -280,6 +280,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, why:
         ("counts", [[99, 1]]),
         ("step", None),
         ("ms", [1.0]),
+        ("t", float("nan")),
+        ("ms", [float("inf")] * 6),
         ("tables", [[0, 0, [1]]]),
     ],
 )
