@@ -22,6 +22,7 @@ KINDS: dict[str, Any] = {
     "bits": int,
     "w_bit": int,
     "group_size": int,
+    "desc_act": bool,
     "q_group_size": int,
     "format": str,
     "checkpoint_format": str,
@@ -59,6 +60,7 @@ class StoredQuantization:
         group_size: inputs that share a scale; None: a whole row does.
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
         zero_offset: what to add to stored zero points.
+        scattered: GPTQ: the inputs of a group lie anywhere, so a matrix must say of each its group.
         activations: what the checkpoint was made for; "int8" are quantized token by token.
         skipped: regular expressions of the names of linear layers that are stored as floats.
     """
@@ -68,6 +70,7 @@ class StoredQuantization:
     group_size: int | None
     symmetric: bool = False
     zero_offset: int = 0
+    scattered: bool = False
     activations: Literal["int8", "float"] = "float"
     skipped: tuple[str, ...] = ()
 
@@ -197,10 +200,12 @@ def _gptq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     _allow("gptq", "dynamic", raw.get("dynamic") or {}, {})
     modules = raw.get("modules_in_block_to_quantize") or []
     _allow("gptq", "modules_in_block_to_quantize", modules, [])
+    group_size = _group_size(raw.get("group_size", -1))
     return StoredQuantization(
         format="gptq",
         bits=raw["bits"],
-        group_size=_group_size(raw.get("group_size", -1)),
+        group_size=group_size,
+        scattered=raw.get("desc_act", False) and group_size is not None,
         zero_offset=1 if layout == "gptq" else 0,
         skipped=skipped if raw.get("lm_head") else (*skipped, "lm_head$"),
     )

@@ -54,6 +54,7 @@ class StoredFormat(ABC):
         self.bits, self.group_size = stored.bits, stored.group_size
         self.values_a_word = 32 // stored.bits
         self.symmetric, self.zero_offset = stored.symmetric, stored.zero_offset
+        self.scattered = stored.scattered
 
     @abstractmethod
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
@@ -132,7 +133,9 @@ class GPTQ(StoredFormat):
             "qweight": StoredTensor(shape=(self._words(num_columns), num_rows), dtypes=INT32),
             "qzeros": StoredTensor(shape=(groups, words), dtypes=INT32),
             "scales": StoredTensor(shape=(groups, num_rows)),
-            "g_idx": StoredTensor(shape=(num_columns,), dtypes=INTEGERS, optional=True),
+            "g_idx": StoredTensor(
+                shape=(num_columns,), dtypes=INTEGERS, optional=not self.scattered
+            ),
             "bias": StoredTensor(shape=(num_rows,), optional=True),
         }
 

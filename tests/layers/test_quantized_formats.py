@@ -240,6 +240,11 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"].flip(0)}),
         r"fused in model\.layers\.0\.self_attn\.qkv_proj are quantized differently .*g_idx",
     ),
+    "scattered groups without g_idx": (
+        "gptq-desc-act",
+        lambda t: t.pop(f"{DOWN}.g_idx"),
+        rf"missing: {DOWN}\.g_idx",
+    ),
     "groups of unequal size": (
         "gptq",
         lambda t: t[f"{DOWN}.g_idx"].fill_(1),
