@@ -315,7 +315,7 @@ class Drafting:
             self._drafted.limit(num_rows) - num_rows,
         )
         for i, count, of_one in zip(guessed, best, gains, strict=True):
-            counts[i] = self._pays_or_retries(self._asked[sequences[i].row], count)
+            counts[i] = self._pays_or_retries(self._asked[sequences[i].row], count, num_rows)
             if 0 < count < len(of_one) and self._num_drafted_steps % ONE_MORE_EVERY == 1:
                 counts[i] += 1
         return counts
@@ -336,14 +336,18 @@ class Drafting:
         )
         return step_s + self._drafter.seconds(longest, start=(0, 0.0), slope=0.0)
 
-    def _pays_or_retries(self, one: Tracked, count: int) -> int:
-        """`count`, or now and then one draft where none would pay: text and machine change."""
+    def _pays_or_retries(self, one: Tracked, count: int, num_rows: int) -> int:
+        """`count`, or now and then one draft where none would pay: text and machine change.
+
+        Why not all that are out of patience: each costs a row, and one tells of others too.
+        """
         if count:
             one.idle, one.nap, one.patience = 0, 0, FIRST_PATIENCE
             return count
         one.idle += 1 + one.nap
         self._num_idle += 1 + one.nap
-        if one.idle <= one.patience and self._num_idle <= MOST_PATIENCE:
+        is_due = one.idle > one.patience and self._num_idle > FIRST_PATIENCE * num_rows
+        if not is_due and self._num_idle <= MOST_PATIENCE:
             return 0
         one.idle, one.patience = 0, min(2 * one.patience, MOST_PATIENCE)
         self._num_idle = 0
@@ -386,7 +390,7 @@ class Drafting:
         if num_right:
             self._patience = max(self._patience // 2, FIRST_PATIENCE)
         elif one.patience > FIRST_PATIENCE:  # a try that failed
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
+            self._patience = min(4 * self._patience, MOST_PATIENCE)
 
 
 def _gains(rates: SequenceOf[float]) -> list[float]:

@@ -157,6 +157,16 @@ def test_many_that_never_pay_are_seldom_looked_at_and_hardly_tried():
     assert machine.looks - looks <= 0.3 * 40 * 32
 
 
+def test_tries_of_many_do_not_fall_on_one_step():
+    machine, drafted = Machine(0.02, steep, num_rows=32), []
+    for _ in range(60):
+        before = machine.drafted
+        machine.step()
+        drafted.append(machine.drafted - before)
+    assert max(drafted) == 1
+    assert 3 < sum(drafted) <= 16
+
+
 def test_a_text_that_begins_to_repeat_is_noticed():
     machine = Machine(0.0, flat)
     machine.run(300)
