@@ -127,7 +127,10 @@ class Structured:
         (index, mask) = ship(
             logits.device, np.asarray(lines), banned[:, : self.vocab_size].view(bool)
         )
-        logits[index] = logits[index].masked_fill(mask, -torch.inf)
+        if len(lines) == len(logits):  # Perf: the usual case, without a copy of the logits
+            logits.masked_fill_(mask, -torch.inf)
+        else:
+            logits[index] = logits[index].masked_fill(mask, -torch.inf)
         word, bit = self._words[0], self._bits[0]
         for i in np.flatnonzero(masks[:, word] == bit):
             if not masks[i, :word].any() and not masks[i, word + 1 :].any():

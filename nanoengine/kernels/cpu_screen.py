@@ -37,6 +37,7 @@ Legend: L rows of x, N outputs, K inputs, padded with zeros to a multiple of 4 i
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -144,13 +145,18 @@ def _estimate(thread, values, copy, out, workers):
 
 
 @intrinsic
-def _bounds(typing, estimates, at, scales, slack, column, unit, norm):
-    """(most, least) of a panel's outputs: the largest is at most `most`, and not below `least`."""
-    signature = types.UniTuple(scales.dtype, 2)(estimates, at, scales, slack, column, unit, norm)
+def _bounds(typing, estimates, at, scales, slack, column, unit, norm, allowed):
+    """(most, least) of a panel's outputs of which `allowed` has a bit: the largest is at most
+    `most`, and not below `least`; -inf if there is none."""
+    signature = types.UniTuple(scales.dtype, 2)(
+        estimates, at, scales, slack, column, unit, norm, allowed
+    )
 
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder, scales)
-        word = args[1].type
+        word, lanes = args[1].type, ir.VectorType(ir.IntType(32), emit.width)
+        bits = emit.splat(builder.trunc(args[7], lanes.element), lanes)
+        nothing = emit.constant(-np.inf)
 
         def vectors(array_type, array, at):
             line = emit.pointer(array_type, array, at)
@@ -158,16 +164,20 @@ def _bounds(typing, estimates, at, scales, slack, column, unit, norm):
 
         unit, norm = emit.splat(args[5]), emit.splat(args[6])
         most, least = [], []
-        for estimate, scale, span in zip(
-            vectors(estimates, args[0], args[1]),
-            vectors(scales, args[2], args[4]),
-            vectors(slack, args[3], args[4]),
-            strict=True,
+        for i, (estimate, scale, span) in enumerate(
+            zip(
+                vectors(estimates, args[0], args[1]),
+                vectors(scales, args[2], args[4]),
+                vectors(slack, args[3], args[4]),
+                strict=True,
+            )
         ):
+            own = ir.Constant(lanes, [1 << (i * emit.width + j) for j in range(emit.width)])
+            banned = builder.icmp_unsigned("==", builder.and_(bits, own), lanes(None))
             value = builder.fmul(estimate, builder.fmul(scale, unit))
             reach = builder.fmul(span, norm)
-            most.append(builder.fadd(value, reach))
-            least.append(builder.fsub(value, reach))
+            most.append(builder.select(banned, nothing, builder.fadd(value, reach)))
+            least.append(builder.select(banned, nothing, builder.fsub(value, reach)))
         both = emit.across(most, emit.maximum), emit.across(least, emit.maximum)
         return context.make_tuple(builder, sig.return_type, both)
 
@@ -193,19 +203,10 @@ def _bound(thread, estimates, scales, slack, units, norms, masks, most, least, w
             best, row = np.float32(-np.inf), most[r]
             for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
                 at, n = r * num_outputs + p * PANEL, p * PANEL
-                allowed = _allowed(masks, r, p)
-                if allowed == WHOLE:
-                    row[p], known = _bounds(flat, at, scales, slack, n, units[r], norms[r])
-                    best = max(best, known)
-                    continue
-                highest = np.float32(-np.inf)
-                for i in range(PANEL):
-                    if allowed >> i & 1:
-                        value = flat[at + i] * (scales[n + i] * units[r])
-                        reach = slack[n + i] * norms[r]
-                        highest = max(highest, value + reach)
-                        best = max(best, value - reach)
-                row[p] = highest
+                row[p], known = _bounds(
+                    flat, at, scales, slack, n, units[r], norms[r], _allowed(masks, r, p)
+                )
+                best = max(best, known)
             least[worker, r] = best
 
 
