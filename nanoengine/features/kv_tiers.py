@@ -290,6 +290,9 @@ class DiskFiles:
         path: the directory of all models.
         fingerprint: of the model, its numerics and the layout of its blocks.
         host: the host tier's memory, [blocks, bytes of a block].
+
+    Raises:
+        ConfigError: the path is a file's, or leads through one.
     """
 
     def __init__(
@@ -312,6 +315,11 @@ class DiskFiles:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o700, exist_ok=True)
             descriptor = _opener(self.directory / "lock", os.O_RDWR | os.O_CREAT)
+        except (FileExistsError, NotADirectoryError) as error:
+            path = self.directory.parent
+            raise ConfigError(
+                f"DiskTier path {str(path)!r} must be a directory: {error}"
+            ) from error
         except OSError as error:
             self._report("lock", f"can't be written ({error}); it is only read")
             return None

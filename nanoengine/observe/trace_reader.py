@@ -231,8 +231,11 @@ def read_trace(path: str | PathLike[str]) -> Recording:
                     told = _object(line)
                     if recording is None:
                         recording = Recording(header=_header(path, told))
+                    elif "trace" in told:
+                        raise ValueError("another trace begins")
                     elif "step" in told:
                         recording.steps.append(reader.read(told))
+                        _check_order(recording.steps[-2:])
                     elif "state" in told:
                         recording.state = reader.read_state(told["state"])
                     elif "end" in told:
@@ -248,6 +251,11 @@ def read_trace(path: str | PathLike[str]) -> Recording:
     if recording is None:
         raise TraceError(f"{path} is empty: no trace of nanoengine")
     return recording
+
+
+def _check_order(steps: list[TracedStep]) -> None:
+    if len(steps) > 1 and steps[1].step <= steps[0].step:
+        raise ValueError(f"step {steps[1].step} comes behind step {steps[0].step}")
 
 
 def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes, bool]]:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine import DiskTier, HostTier
 from nanoengine.core.tiers.disk import DiskCopy
 from nanoengine.engine import LLMEngine
+from nanoengine.errors import ConfigError
 from nanoengine.features import kv_tiers
 from tests.support.disk_files import carry_out, content
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -279,6 +280,13 @@ def test_only_this_user_may_look_into_the_directory(tmp_path):
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     modes = {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
     assert len(list(directory.iterdir())) > 20 and modes == {0o600}
+
+
+@pytest.mark.parametrize("below", ["", "kv"])
+def test_a_file_is_no_directory_for_blocks(tmp_path, below):
+    (tmp_path / "f").write_bytes(b"")
+    with pytest.raises(ConfigError, match="must be a directory"):
+        kv_tiers.DiskFiles(tmp_path / "f" / below, "model", np.zeros((2, 8), np.uint8))
 
 
 def test_the_lock_is_no_link(tmp_path, caplog):

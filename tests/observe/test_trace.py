@@ -296,6 +296,15 @@ def test_a_damaged_line_is_named(tmp_path: Path, name: str, value: Any) -> None:
         read_trace(path)
 
 
+@pytest.mark.parametrize("place", [0, 3])
+def test_two_traces_in_one_file_and_a_step_that_comes_twice(tmp_path: Path, place: int) -> None:
+    lines = gzip.decompress(SAMPLE.read_bytes()).splitlines(keepends=True)
+    path = tmp_path / "two.trace"
+    path.write_bytes(b"".join([*lines[:5], *lines[place:]]))
+    with pytest.raises(TraceError, match="line 6, is damaged: ValueError: (another|step 2 comes)"):
+        read_trace(path)
+
+
 def test_a_step_that_names_a_block_that_there_is_not(tmp_path: Path) -> None:
     lines = gzip.decompress(SAMPLE.read_bytes()).splitlines()
     first = json.loads(lines[1])
