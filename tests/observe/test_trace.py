@@ -301,7 +301,7 @@ def test_two_traces_in_one_file_and_a_step_that_comes_twice(tmp_path: Path, plac
     lines = gzip.decompress(SAMPLE.read_bytes()).splitlines(keepends=True)
     path = tmp_path / "two.trace"
     path.write_bytes(b"".join([*lines[:5], *lines[place:]]))
-    with pytest.raises(TraceError, match="line 6, is damaged: ValueError: (another|step 2 comes)"):
+    with pytest.raises(TraceError, match=r"line 6, is damaged: ValueError: (another|step 2 comes)"):
         read_trace(path)
 
 

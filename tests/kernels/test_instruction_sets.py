@@ -1,0 +1,93 @@
+"""Attention and a model under each instruction set that this CPU runs: the same bits, and tokens.
+
+Tiles have tests of their own. This holds what is made of them, as a model calls it: a process for
+each instruction set, which computes what this one does and prints it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.kernels.isa import CURRENT, available, cpu_features
+from tests.support.engines import checkpoint, random_prompts
+from tests.support.paged_batches import Paged
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+}
+KINDS = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+)
+LENGTHS = [(1, 1), (1, 17), (1, 600), (4, 70), (33, 33), (40, 300)]  # decodes, a draft, chunks
+
+
+def numbers(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+    """Under this process's set: the tokens of each form of a model and the bits of attention; and
+    the tokens' log-probabilities."""
+    found: dict[str, Any] = {}
+    logprobs: dict[str, list[list[float]]] = {}
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(4, (1, 5, 40, 150))]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+    sizes = {
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "num_kv_blocks": 16,
+    }
+    for name, form in FORMS.items():
+        with LLM(directory, device="cpu", skip_tokenizer_init=True, **sizes, **form) as llm:
+            results = [
+                output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)
+            ]
+        found[f"{name}, tokens"] = [list(result.token_ids) for result in results]
+        logprobs[name] = [
+            [of_token[token].logprob for token, of_token in zip(*one, strict=True)]
+            for one in ((result.token_ids, result.logprobs) for result in results)
+        ]
+    for dtype, kv_dtype in KINDS:
+        paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype)
+        paged.dtype = dtype
+        out = paged.run("cpu").numpy().tobytes()
+        found[f"attention, {dtype} over {kv_dtype}"] = hashlib.sha256(out).hexdigest()
+    return found, logprobs
+
+
+# Why the others are left out by default: each compiles everything anew, half a minute of CPU.
+OTHERS = [isa.name for isa in available(cpu_features()) if isa.name != CURRENT.name]
+FIRST = "avx2" if "avx2" in OTHERS else "generic_512"
+
+
+@pytest.mark.skipif(not CURRENT.needs, reason="without fused multiply-adds bits may differ")
+@pytest.mark.parametrize(
+    "name", [FIRST] + [pytest.param(n, marks=pytest.mark.soak) for n in OTHERS if n != FIRST]
+)
+def test_a_model_computes_the_same(name):
+    directory = checkpoint("qwen3")
+    code = f"from nanoengine.kernels import isa; isa.use({name!r});"
+    code += "import json, sys; from tests.kernels.test_instruction_sets import numbers;"
+    code += "print(json.dumps(numbers(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, directory],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found, logprobs), (expected, expected_logprobs) = (
+        json.loads(done.stdout.splitlines()[-1]), numbers(directory),
+    )  # fmt: skip
+    assert found == expected
+    for form, of_form in expected_logprobs.items():
+        # Why not the same bits: norms are summed in an order that follows the vectors' width.
+        torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=1e-5)
