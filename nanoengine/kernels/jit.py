@@ -9,14 +9,13 @@ compiled at each start.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import gc
 import hashlib
 import inspect
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
-from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from nanoengine.kernels.isa import CURRENT
@@ -170,9 +168,7 @@ class Kernel(CPUDispatcher):
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # Why the compiler's lock first: a thread that has it may ask for this kernel.
-            with global_compiler_lock, self._one_process():
-                return super().compile(sig)
+            return super().compile(sig)
         finally:
             if was_enabled:
                 gc.enable()
@@ -186,21 +182,6 @@ class Kernel(CPUDispatcher):
         self.targetctx.remove_user_function(cres.entry_point)
         reference = Reference(self, cres)
         self.targetctx.insert_user_function(cres.entry_point, cres.fndesc, [reference])
-
-    @contextlib.contextmanager
-    def _one_process(self) -> Iterator[None]:
-        """Waits while another process compiles this kernel, which then is on the disk.
-
-        No two wait for each other: a kernel's callees never call it.
-        """
-        if not isinstance(self._cache, KernelCache):
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # as where nothing can be locked
-                file = stack.enter_context(self._cache.lock_path().open("wb"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _compile_for_args(self, *args: Any, **kws: Any) -> Any:
         if self._is_inner:
@@ -272,11 +253,6 @@ class KernelCache(FunctionCache):
         except OSError as error:
             self._forget()
             _warn(str(error))
-
-    def lock_path(self) -> Path:
-        """The file that the process that compiles the kernel holds."""
-        self._impl.locator.ensure_cache_path()
-        return Path(f"{self._cache_file._index_path}.lock")
 
     def _forget(self) -> None:
         """Why: an index without its new data would name the data of an older source."""

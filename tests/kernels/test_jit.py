@@ -152,31 +152,6 @@ def test_only_compiled_code_calls_what_has_an_underscore(source: Path) -> None:
         module._double(14)
 
 
-def test_two_processes_compile_a_kernel_once(source: Path) -> None:
-    """As two test workers, or ranks, that start at once."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{source.parent}"}
-    code = (
-        "import sys, kernel; print(flush=True); sys.stdin.readline(); kernel.triple(14);"
-        "print(*(sum(k.stats.cache_misses.values()) for k in (kernel.double, kernel.triple)))"
-    )
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=env, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    for process in both:
-        assert process.stdout is not None
-        process.stdout.readline()  # ready
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = [process.communicate()[0].split() for process in both]
-    assert sorted(said) == [["0", "0"], ["1", "1"]]
-
-
 PARALLEL = """
 import numpy as np
 from nanoengine.kernels.jit import compiled, shared
