@@ -37,14 +37,14 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import prange, types
 from numba.extending import intrinsic, overload
 
 from nanoengine.kernels.cpu_linear import rounded
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2, exp
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import BFloat
 
 KV_TILE = 64  # tokens between two updates of the running maximum
@@ -212,7 +212,7 @@ def _stored(x, cache):
     return lambda x, cache: np.uint16(bfloat16(x))
 
 
-@compiled(fastmath=(), inlined=True)
+@compiled(fastmath=())
 def bfloat16(x):
     """The bits of a float32 rounded to bfloat16."""
     return rounded(np.float32(x).view(np.uint32))
@@ -325,7 +325,7 @@ def _few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
             at += width // 2
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _mask(scores, first_row, rows, group_size, tile_start, position, window):
     """Sets the scores that a row may not see (its future, or before its window) to MASKED."""
     masked = scores.dtype.type(MASKED)
@@ -383,7 +383,7 @@ def _weigh(typing, scores, at, weights, weights_at, weights_stride, maximum, tot
     return signature, codegen
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
     """Turns the scores of each row into weights; by factors[r] the row's sums so far shrink."""
     lines, flat, stride = scores.reshape(-1), weights.reshape(-1), weights.shape[1]
@@ -391,7 +391,7 @@ def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
         _weigh(lines, r * KV_TILE, flat, r * stride, stride, maximum, total, factors, r)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _softcap(scores, first_row, rows, softcap):
     """scores = softcap * tanh(scores / softcap) / ln 2, by way of exp of what is not positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
@@ -499,7 +499,7 @@ def _run_task(
                 factors[:rows] = 1
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _inverse(highest, total, sinks, head):
     """1 / the softmax's sum, that of `total` and of the head's sink, which has no value.
 
@@ -517,8 +517,8 @@ def _inverse(highest, total, sinks, head):
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def attend(
-    thread, queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window,
-    operand, sinks, out_rows, partial_out, partial_stats,
+    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand, sinks,
+    out_rows, partial_out, partial_stats,
 ):  # fmt: skip
     """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers.
 
@@ -533,7 +533,7 @@ def attend(
     room = max(ROW_TILE, group_size)
     space = -(-max(CHUNK_ROWS, group_size) // ROWS) * ROWS
     per = numbers_a_word(operand)
-    for worker in shared(thread, len(bounds) - 1):
+    for worker in prange(len(bounds) - 1):
         tile = np.zeros((space, head_dim // per), operand.dtype)
         scores = np.zeros((space, KV_TILE), q.dtype)
         weights = np.zeros((space, KV_TILE // per), operand.dtype)
@@ -568,7 +568,7 @@ def attend(
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def combine(thread, merges, parts, sizes, sinks, out_rows, partial_out, partial_stats):
+def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats):
     """Joins the splits of each tile: result = sum of 2^(m_i - m) out_i / sum of 2^(m_i - m) l_i.
 
     merges, parts: as `plan_tasks` made them. A sink is added here, once for all splits.
@@ -577,7 +577,7 @@ def combine(thread, merges, parts, sizes, sinks, out_rows, partial_out, partial_
     group_size = num_heads // num_kv_heads
     result = out_rows.reshape(-1)
     ln2 = result.dtype.type(LN2)  # maxima are in units of it
-    for i in shared(thread, len(merges)):
+    for i in prange(len(merges)):
         merge = merges[i]
         rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
         for r in range(merge[OF_QUERIES] * group_size):
@@ -602,18 +602,18 @@ def combine(thread, merges, parts, sizes, sinks, out_rows, partial_out, partial_
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def store(thread, k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
+def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
     """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
     _, num_kv_heads, head_dim, _ = sizes
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
-    for t in shared(thread, len(slots)):
+    for t in prange(len(slots)):
         for h in range(num_kv_heads):
             k_line = k[t * k_stride + h * head_dim : t * k_stride + (h + 1) * head_dim]
             v_line = v[t * v_stride + h * head_dim : t * v_stride + (h + 1) * head_dim]
             store_head(k_line, v_line, slots[t], h, k_cache, v_cache, sizes)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
     _, num_kv_heads, head_dim, block_size = sizes
@@ -626,7 +626,7 @@ def store_head(key, value, slot, head, k_cache, v_cache, sizes):
         v_cache[v_at + d * per] = stored(value[d], v_cache)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _shared_splits(query_start, seq_lens, tables, block_size, window):
     """For each sequence the splits, from its first, whose blocks are those of the sequence before.
 
@@ -646,7 +646,7 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
     return shared
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _chunk_rows(query_start, queries_per_tile, num_heads, num_workers):
     """Rows of a chunk's tasks: as many as pay, and few enough to share out evenly."""
     total = 0
@@ -746,10 +746,7 @@ def plan_tasks(
             if i >= shared[s] or s - leader[i] >= queries_per_tile:
                 leader[i] = s
     bounds = np.empty(num_workers + 1, np.int64)
-    at = 0
     for w in range(num_workers):
-        while costs[at] < costs[num_tasks] * w // num_workers:
-            at += 1
-        bounds[w] = at
+        bounds[w] = np.searchsorted(costs[: num_tasks + 1], costs[num_tasks] * w // num_workers)
     bounds[num_workers] = num_tasks
     return tasks[:num_tasks], bounds, merges[:num_merges], parts[:num_parts], num_partials

@@ -14,13 +14,14 @@ kernel.
 from __future__ import annotations
 
 import numpy as np
+from numba import prange
 
 from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _convolve(before, behind, base, row, weight, first, out):
     """Convolves and gates the channels from `first` on, as many as `out` has, and shifts the inputs
     kept of them; `before` and `behind` may be the same state."""
@@ -45,7 +46,7 @@ def _convolve(before, behind, base, row, weight, first, out):
         out[i] = (x if x >= 0 else x * e) / (one + e)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _scale_to(x, length):
     """Gives a vector this length; a vector of zeros keeps its own."""
     total = x.dtype.type(1e-6)
@@ -56,7 +57,7 @@ def _scale_to(x, length):
         x[i] *= factor
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _learn(before, behind, at, q, k, v, decay, beta, recalled, out):
     """One head: its matrix lies at `at` in both states."""
     size, kept = len(v), exp(decay)
@@ -104,7 +105,7 @@ def _advance(task, qkv, decay, beta, weight, states, reads, writes, out, shape):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def delta_step(thread, qkv, decay, beta, weight, states, reads, writes, out, shape, workers):
+def delta_step(qkv, decay, beta, weight, states, reads, writes, out, shape, workers):
     """Advances the states of T sequences by a token each.
 
     Args:
@@ -116,6 +117,6 @@ def delta_step(thread, qkv, decay, beta, weight, states, reads, writes, out, sha
         shape: G, R, E and V.
     """
     tasks = len(qkv) * shape[0]
-    for w in shared(thread, workers):
+    for w in prange(workers):
         for task in range(tasks * w // workers, tasks * (w + 1) // workers):
             _advance(task, qkv, decay, beta, weight, states, reads, writes, out, shape)

@@ -24,7 +24,7 @@ size of an expert.
 from __future__ import annotations
 
 import numpy as np
-from numba import types
+from numba import prange, types
 from numba.extending import overload
 
 from nanoengine.kernels.cpu_layers import gate
@@ -38,7 +38,7 @@ from nanoengine.kernels.cpu_linear import (
 from nanoengine.kernels.cpu_quantized import linear4_panels, linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import PANEL
 
 READING = 6  # rows that a panel could be multiplied with while it is read
@@ -151,14 +151,14 @@ def _panels_before(edge, start, cost, panels):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _multiply(thread, inputs, weight, starts, out, num_workers):
+def _multiply(inputs, weight, starts, out, num_workers):
     """out[R, outputs] = each row times the weight of the expert between whose `starts` it is."""
     panels, total = out.shape[1] // PANEL, 0
     for expert in range(len(starts) - 1):
         rows = starts[expert + 1] - starts[expert]
         if rows:
             total += panels * (rows + READING)
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         begin, end = total * worker // num_workers, total * (worker + 1) // num_workers
         at = 0
         for expert in range(len(starts) - 1):
@@ -274,8 +274,8 @@ def _gather(x, order, taken, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _gather_parallel(thread, x, order, taken, out, num_workers):
-    for w in shared(thread, num_workers):
+def _gather_parallel(x, order, taken, out, num_workers):
+    for w in prange(num_workers):
         lo, hi = len(out) * w // num_workers, len(out) * (w + 1) // num_workers
         _gather(x, order, taken, out, lo, hi)
 
@@ -291,9 +291,9 @@ def _add(results, order, taken, weights, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _add_parallel(thread, results, order, taken, weights, out, num_workers):
+def _add_parallel(results, order, taken, weights, out, num_workers):
     size = out.shape[1]
-    for w in shared(thread, num_workers):
+    for w in prange(num_workers):
         lo, hi = size * w // num_workers, size * (w + 1) // num_workers
         _add(results, order, taken, weights, out, lo, hi)
 

@@ -13,10 +13,11 @@ Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P 
 from __future__ import annotations
 
 import numpy as np
+from numba import prange
 
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
@@ -25,7 +26,7 @@ NO_NORM, EACH_HEAD, TOGETHER = 0, 1, 2  # how query and key heads are normed
 FIRST = np.int64(0)  # Why not 0: numba compiles a function once more for a literal
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _scale_of_row(row, eps):
     """1 / sqrt(mean of squares + eps)."""
     total = row.dtype.type(0)
@@ -34,14 +35,14 @@ def _scale_of_row(row, eps):
     return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _norm_row(x, weight, eps, out):
     scale = _scale_of_row(x, eps)
     for i in range(len(x)):
         out[i] = x[i] * scale * weight[i]
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _add_norm_row(x, residual, weight, eps):
     """residual += x; x = norm(residual) * weight."""
     for i in range(len(x)):
@@ -49,7 +50,7 @@ def _add_norm_row(x, residual, weight, eps):
     _norm_row(residual, weight, eps, x)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _silu_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -60,7 +61,7 @@ def _silu_row(gate_up, out):
         out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _gelu_tanh_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -74,7 +75,7 @@ def _gelu_tanh_row(gate_up, out):
         out[i] = half * x * (one + np.copysign((one - e) / (one + e), t)) * up[i]
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _clamped_swiglu_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -99,8 +100,8 @@ def _norm_rows(x, weight, eps, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _norm_rows_parallel(thread, x, weight, eps, out, workers):
-    for w in shared(thread, workers):
+def _norm_rows_parallel(x, weight, eps, out, workers):
+    for w in prange(workers):
         _norm_rows(x, weight, eps, out, len(x) * w // workers, len(x) * (w + 1) // workers)
 
 
@@ -120,8 +121,8 @@ def _add_norm_rows(x, residual, weight, eps, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _add_norm_rows_parallel(thread, x, residual, weight, eps, workers):
-    for w in shared(thread, workers):
+def _add_norm_rows_parallel(x, residual, weight, eps, workers):
+    for w in prange(workers):
         _add_norm_rows(x, residual, weight, eps, len(x) * w // workers, len(x) * (w + 1) // workers)
 
 
@@ -146,8 +147,8 @@ def _gate_rows(gate_up, kind, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _gate_rows_parallel(thread, gate_up, kind, out, workers):
-    for w in shared(thread, workers):
+def _gate_rows_parallel(gate_up, kind, out, workers):
+    for w in prange(workers):
         _gate_rows(gate_up, kind, out, len(out) * w // workers, len(out) * (w + 1) // workers)
 
 
@@ -204,9 +205,9 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def _rotate_tokens_parallel(
-    thread, heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
+    heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
 ):
-    for w in shared(thread, workers):
+    for w in prange(workers):
         lo, hi = len(q) * w // workers, len(q) * (w + 1) // workers
         _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi)
 

@@ -27,9 +27,10 @@ Legend: T rows of x, N outputs, K inputs.
 from __future__ import annotations
 
 import numpy as np
+from numba import prange
 
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
@@ -106,7 +107,7 @@ def linear_panels(x, w, bias, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def linear(thread, x, w, bias, out, num_workers):
+def linear(x, w, bias, out, num_workers):
     """out[T, N] = x[T, K] @ weight^T + bias[N]; each worker takes a share of the panels of w.
 
     w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
@@ -114,7 +115,7 @@ def linear(thread, x, w, bias, out, num_workers):
     """
     num_rows, num_outputs = out.shape
     num_panels = num_outputs // PANEL
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
         linear_panels(x, w, bias, out, lo, hi)
         if worker == num_workers - 1 and num_outputs % PANEL:
@@ -145,9 +146,9 @@ else:
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def round_rows(thread, x, out, num_workers):
+def round_rows(x, out, num_workers):
     """out [T, K] = x rounded to bfloat16, as float32."""
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
             row, bits = out[t].view(np.uint32), x[t].view(np.uint32)
             for i in range(len(row)):
@@ -155,16 +156,16 @@ def round_rows(thread, x, out, num_workers):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def pair_rows(thread, x, pairs, num_workers):
+def pair_rows(x, pairs, num_workers):
     """pairs[t, i] = inputs 2 i (high half) and 2 i + 1 of x [T, K], rounded to bfloat16."""
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
             row, bits = pairs[t], x[t].view(np.uint32)
             for i in range(len(row)):
                 row[i] = rounded(bits[2 * i]) << np.uint32(16) | rounded(bits[2 * i + 1])
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def rounded(bits):
     """The bits of a float32 rounded to bfloat16, half to even; a NaN stays one."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -173,7 +174,7 @@ def rounded(bits):
     return np.uint32(bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _e2m1(code):
     """Twice the small float that 4 bits stand for: a sign, two bits of exponent, one of fraction.
 
@@ -246,7 +247,7 @@ def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def linear_dequantized(thread, x, w, form, scales, zeros, group_size, bias, out, num_workers):
+def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
 
     w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
@@ -256,19 +257,19 @@ def linear_dequantized(thread, x, w, form, scales, zeros, group_size, bias, out,
     if len(x) == 0:
         return  # or each panel would be made floats for nobody
     panels = -(-out.shape[1] // PANEL)
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
         dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def pack(thread, weight, num_inputs, num_outputs, in_pairs):
+def pack(weight, num_inputs, num_outputs, in_pairs):
     """Turns a flat row-major weight into panels, in place: 16 rows become one panel.
 
     weight: the numbers' bits, uint32 or uint16; in_pairs: the form of bfloat16.
     """
     num_panels = -(-num_outputs // PANEL)
-    for p in shared(thread, num_panels):
+    for p in prange(num_panels):
         width = min(PANEL, num_outputs - p * PANEL)
         panel = weight[p * PANEL * num_inputs : (p * PANEL + width) * num_inputs]
         rows = panel.copy()
@@ -283,10 +284,10 @@ def pack(thread, weight, num_inputs, num_outputs, in_pairs):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def unpack_rows(thread, w, ids, out, num_outputs):
+def unpack_rows(w, ids, out, num_outputs):
     """out[i] = row ids[i] of the weight [N, K] that was packed."""
     num_inputs = out.shape[1]
-    for i in shared(thread, len(ids)):
+    for i in prange(len(ids)):
         panel, j = ids[i] // PANEL, ids[i] % PANEL
         width = min(PANEL, num_outputs - panel * PANEL)
         at, row = panel * PANEL * num_inputs, out[i]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT, ISA
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 
 
 def chains(isa: ISA) -> int:
@@ -133,23 +133,23 @@ def _read(typing, data, at, lines, apart):
 
 
 @compiled(parallel=True, fastmath=())
-def multiply_floats(thread, data, turns):
+def multiply_floats(data, turns):
     """data[workers, ROOM]: sums of float32 or float64 products, each worker its own."""
-    for worker in shared(thread, len(data)):
+    for worker in prange(len(data)):
         _multiply(data[worker], turns, "float")
 
 
 @compiled(parallel=True, fastmath=())
-def multiply_bfloat16(thread, data, turns):
+def multiply_bfloat16(data, turns):
     """The same of pairs of bfloat16 numbers, added in float32."""
-    for worker in shared(thread, len(data)):
+    for worker in prange(len(data)):
         _multiply(data[worker], turns, "bfloat16")
 
 
 @compiled(parallel=True, fastmath=())
-def multiply_bytes(thread, data, turns):
+def multiply_bytes(data, turns):
     """The same of bytes, added in 32 bits."""
-    for worker in shared(thread, len(data)):
+    for worker in prange(len(data)):
         _multiply(data[worker], turns, "int8")
 
 
@@ -161,20 +161,20 @@ if CURRENT.byte_dots != "generic":
 
 
 @compiled(parallel=True, fastmath=())
-def touch(thread, data, num_workers):
+def touch(data, num_workers):
     """Writes all of data, each worker the share that `read` gives it: on a machine with several
     sockets the memory is then its own."""
     pages = len(data) // PAGE
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         lo, hi = pages * worker // num_workers, pages * (worker + 1) // num_workers
         data[lo * PAGE : hi * PAGE] = 1
 
 
 @compiled(parallel=True, fastmath=())
-def read(thread, data, found, num_workers):
+def read(data, found, num_workers):
     """Reads whole pages of the int32 numbers `data` once."""
     pages = len(data) // PAGE
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         lo, hi = pages * worker // num_workers, pages * (worker + 1) // num_workers
         lines = (hi - lo) * (PAGE // STREAMS // LINE)
         found[worker] = _read(data, lo * PAGE, lines, lines * LINE)

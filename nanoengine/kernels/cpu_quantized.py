@@ -20,10 +20,11 @@ Legend: T rows of x, N outputs, K inputs, a multiple of 32, G groups of inputs.
 from __future__ import annotations
 
 import numpy as np
+from numba import prange
 
 from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
@@ -40,7 +41,7 @@ INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
 FASTMATH = ("contract", "nsz")
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _largest(x):
     """max |x|; NaN where x holds NaN or infinity. As whole numbers: the bits of floats without a
     sign have the floats' order, and no rule on NaN keeps the loop from vectors."""
@@ -79,8 +80,8 @@ def _quantize_rows(x, values, scales, offsets, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _quantize_rows_parallel(thread, x, values, scales, offsets, num_workers):
-    for worker in shared(thread, num_workers):
+def _quantize_rows_parallel(x, values, scales, offsets, num_workers):
+    for worker in prange(num_workers):
         lo, hi = len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers
         _quantize_rows(x, values, scales, offsets, lo, hi)
 
@@ -100,7 +101,7 @@ def quantize_rows(x, num_workers):
     return values, scales, offsets
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _keep(scratch, rows, width, out, out_at, out_step):
     """Copies the outputs that exist of a panel that was computed aside."""
     for r in range(rows):
@@ -154,9 +155,9 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _multiply8(thread, values, x_scales, starts, w, w_scales, bias, out, num_workers):
+def _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers):
     panels = -(-out.shape[1] // PANEL)
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
         linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi)
 
@@ -223,11 +224,10 @@ def linear4_panels(
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def _multiply4(
-    thread, values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out,
-    num_workers,
+    values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
 ):  # fmt: skip
     panels = -(-out.shape[1] // PANEL)
-    for worker in shared(thread, num_workers):
+    for worker in prange(num_workers):
         lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
         linear4_panels(
             values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi

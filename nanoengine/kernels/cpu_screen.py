@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
@@ -46,7 +46,7 @@ from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
 from nanoengine.kernels.cpu_quantized import INFINITY
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled, shared
+from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
@@ -64,13 +64,13 @@ MOST_PANELS = 16  # one of so many may be looked at; with more left, computing a
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def quantize_outputs(thread, w, values, scales, slack, num_inputs):
+def quantize_outputs(w, values, scales, slack, num_inputs):
     """The int8 copy of packed panels: w = values * scale, within `slack`.
 
     Inputs lie in pairs, as a tile takes them: a row of values [panels, K * 16] is [K / 2, 16,
     2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
     """
-    for p in shared(thread, len(values)):
+    for p in prange(len(values)):
         panel, copy = w[p * PANEL * num_inputs :], values[p]
         of_scale, of_slack = scales[p * PANEL :], slack[p * PANEL :]
         most, squares = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
@@ -128,13 +128,13 @@ def _quantize_row(x, values):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _estimate(thread, values, copy, out, workers):
+def _estimate(values, copy, out, workers):
     """out[L, N] = values[L, K] times the copy, in units of both; each worker takes its panels."""
     (num_rows, size), num_outputs = values.shape, out.shape[1]
     num_panels, turns, tiles = len(copy), size // 4, -(-num_rows // MAX_ROWS)
     x, w, flat = values.reshape(-1), copy.reshape(-1), out.reshape(-1)
     share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
-    for worker in shared(thread, workers):
+    for worker in prange(workers):
         for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
             at = p * PANEL * size
             for t in range(tiles):
@@ -184,7 +184,7 @@ def _bounds(typing, estimates, at, scales, slack, column, unit, norm, allowed):
     return signature, codegen
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _allowed(masks, r, p):
     """The bits of a panel's outputs in row r."""
     if not len(masks):
@@ -193,12 +193,12 @@ def _allowed(masks, r, p):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _bound(thread, estimates, scales, slack, units, norms, masks, most, least, workers):
+def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
     """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
     w's panels must be."""
     num_rows, num_panels = most.shape
     num_outputs, flat = estimates.shape[1], estimates.reshape(-1)
-    for worker in shared(thread, workers):
+    for worker in prange(workers):
         for r in range(num_rows):
             best, row = np.float32(-np.inf), most[r]
             for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
@@ -210,7 +210,7 @@ def _bound(thread, estimates, scales, slack, units, norms, masks, most, least, w
             least[worker, r] = best
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     """The first of the largest of outputs[lo : hi] and one found before, and the largest of all
     others; NaN is the largest."""
@@ -225,7 +225,7 @@ def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     return index, largest, second
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _ordered(x):
     """A float32 as a whole number of the same order, NaN above all. Why: no rule on NaN keeps a
     loop over these from vectors."""
@@ -236,7 +236,7 @@ def _ordered(x):
     return size if bits >= 0 else np.int32(-size)
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _highest(row, lo, hi):
     """The largest of `_ordered` outputs lo ... hi - 1."""
     highest = np.int32(-0x80000000)
@@ -246,11 +246,11 @@ def _highest(row, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _largest_of_shares(thread, outputs, masks, ids, largest, workers):
+def _largest_of_shares(outputs, masks, ids, largest, workers):
     """`largest_of` the share of each worker: ids[w, r] and largest[w, r]."""
     num_rows, num_outputs = outputs.shape
     num_panels = -(-num_outputs // PANEL)
-    for worker in shared(thread, workers):
+    for worker in prange(workers):
         start, stop = num_panels * worker // workers, num_panels * (worker + 1) // workers
         for r in range(num_rows):
             row, index = outputs[r], np.int64(0)
@@ -282,7 +282,7 @@ def largest_of(outputs, masks, ids, largest, workers):
                 ids[r], largest[r] = found[worker, r], best[worker, r]
 
 
-@compiled(fastmath=FASTMATH, inlined=True)
+@compiled(fastmath=FASTMATH)
 def _tie_width(largest, softcap):
     """How far below the largest output another may lie, at most, so that rounding makes both equal
     behind softcap * tanh(output / softcap): 8 roundings of the cap over the slope there."""
@@ -292,7 +292,7 @@ def _tie_width(largest, softcap):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _look(thread, x, w, bias, masks, most, least, ids, largest, second, workers):
+def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
     """Computes the panels that may hold the largest output of each row, in the worker's share.
 
     ids[w, r], largest[w, r], second[w, r]: the best there, and the next; ids is -1 if too many
@@ -300,7 +300,7 @@ def _look(thread, x, w, bias, masks, most, least, ids, largest, second, workers)
     """
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
     flat = x.reshape(-1)
-    for worker in shared(thread, workers):
+    for worker in prange(workers):
         lo, hi = num_panels * worker // workers, num_panels * (worker + 1) // workers
         outputs = np.empty(num_outputs, np.float32)
         for r in range(num_rows):

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import numba
-import numpy as np
 import pytest
 
 from nanoengine.kernels.isa import CURRENT
@@ -119,70 +117,3 @@ def test_a_process_that_compiles_says_so_once_and_one_that_finds_the_code_is_sil
     assert env["NUMBA_CACHE_DIR"] in first
     assert stderr_of("import kernel; kernel.triple(14); kernel.double(4)") == ""
     assert "compiling" in stderr_of("import kernel; kernel.double(1.5)")  # other types
-
-
-def test_a_caller_on_the_disk_is_compiled_again_when_what_it_calls_is_another_function(
-    source: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Or the process would end: the caller's code asks for a name that nobody has."""
-    assert load(source).triple(14) == 42
-    source.write_text(KERNEL.replace("2 * x", "x + x + x + x"), encoding="utf-8")
-    other = load(source)
-    assert other.triple(14) == 70
-    assert sum(other.triple.stats.cache_hits.values()) == 0
-    assert "is another function" in caplog.text
-
-
-def test_a_kernel_s_code_is_there_once_whoever_calls_it(source: Path) -> None:
-    """A copy in each caller took half of the time to compile."""
-    module = load(source)
-    assert module.triple(14) == 42
-    (triple,), (double,) = (kernel.overloads.values() for kernel in (module.triple, module.double))
-    name = double.fndesc.llvm_func_name
-    assert name in {function.name for function in double.library.get_defined_functions()}
-    assert name not in {function.name for function in triple.library.get_defined_functions()}
-
-
-def test_only_compiled_code_calls_what_has_an_underscore(source: Path) -> None:
-    """numba writes nothing for calls from Python then, and such a call would end the process."""
-    source.write_text(KERNEL.replace("double", "_double"), encoding="utf-8")
-    module = load(source)
-    assert module.triple(14) == 42
-    with pytest.raises(TypeError, match="_double is called by compiled code only"):
-        module._double(14)
-
-
-PARALLEL = """
-import numpy as np
-from nanoengine.kernels.jit import compiled, shared
-
-@compiled(parallel=True, fastmath=())
-def count(thread, turns, sizes):
-    for i in shared(thread, len(turns)):
-        turns[i] += np.ones(sizes[0]).sum() + sizes[1]
-
-@compiled(fastmath=())
-def twice(turns, sizes):
-    count(turns, sizes)
-    count(turns, sizes)
-"""
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_share_the_turns_of_a_loop(threads: int, tmp_path: Path) -> None:
-    source = tmp_path / "kernel.py"
-    source.write_text(PARALLEL, encoding="utf-8")
-    for number in (0, 1, 2, 7, 64):
-        code = load(source)
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        turns = np.zeros(number, np.int64)
-        code.twice(turns, (2, 1))
-        assert turns.tolist() == [6] * number
-    assert sum(code.twice.stats.cache_hits.values()) == 1
-
-
-def test_a_thread_without_memory_is_an_error_of_the_call(tmp_path: Path) -> None:
-    source = tmp_path / "kernel.py"
-    source.write_text(PARALLEL, encoding="utf-8")
-    with pytest.raises(MemoryError):
-        load(source).twice(np.zeros(4, np.int64), (1 << 60, 1))
