@@ -746,7 +746,10 @@ def plan_tasks(
             if i >= shared[s] or s - leader[i] >= queries_per_tile:
                 leader[i] = s
     bounds = np.empty(num_workers + 1, np.int64)
+    at = 0  # Why by hand: numba takes two seconds to compile `searchsorted`.
     for w in range(num_workers):
-        bounds[w] = np.searchsorted(costs[: num_tasks + 1], costs[num_tasks] * w // num_workers)
+        while costs[at] < costs[num_tasks] * w // num_workers:
+            at += 1
+        bounds[w] = at
     bounds[num_workers] = num_tasks
     return tasks[:num_tasks], bounds, merges[:num_merges], parts[:num_parts], num_partials
