@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from nanoengine.conversations import has_parts, join_parts, takes_parts
-from nanoengine.errors import NanoEngineError, RequestError
+from nanoengine.errors import MissingDependencyError, NanoEngineError, RequestError
 from nanoengine.inputs import (
     PAUSE,
     Pause,
@@ -160,7 +160,8 @@ class PromptReader:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
             kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
-        if on_error == "raise":
+        # Why a missing package too: it is no fault of the prompt, which runs once it is there.
+        if on_error == "raise" or kind is MissingDependencyError:
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []

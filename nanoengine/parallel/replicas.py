@@ -196,6 +196,7 @@ class Replica:
 
         Raises:
             EngineDeadError: the process has died.
+            MissingDependencyError: a row needs a package that the process lacks.
             RuntimeError: the stream failed in the process; it can be used on.
         """
         num_left, has_more = 0, True
@@ -220,6 +221,8 @@ class Replica:
             elif isinstance(found, EngineStats):
                 self.stats = found
                 self.on_stats()
+            elif isinstance(found, Refused):
+                raise found.error
             else:
                 assert isinstance(found, Failed)
                 if has_more:

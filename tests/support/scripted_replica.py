@@ -3,7 +3,8 @@
     PROGRAM in place of that of `parallel/replicas.py`
 
 A prompt is a string: "die" ends the process by SIGKILL while the row runs, "raise" has the stream
-raise, anything else is answered with itself and its key, `SLOW_S` after the step that took it in.
+raise, "missing" has it lack a package; anything else is answered with itself and its key, `SLOW_S`
+after the step that took it in.
 `options`: `refuse` has the model refused; `once`, a path, has it refused from the second start on.
 """
 
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import nanoengine.llm
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.inputs import PAUSE
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.parallel import replica, replicas
@@ -73,6 +74,8 @@ class ScriptedLLM:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if row.prompt == "raise":
                     raise ValueError("the script raises")
+                if row.prompt == "missing":
+                    raise MissingDependencyError("the script lacks a package")
             for observer in self.engine.observers:
                 observer.on_step(None, None, None)
             if running:
