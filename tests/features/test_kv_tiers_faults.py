@@ -405,9 +405,12 @@ def test_a_directory_that_disappears_is_reported_once(warm, truth, caplog):
     assert engine.stats().tiers[1].loaded_blocks == 0
 
 
-def test_a_path_that_cannot_be_made_is_reported_once(tmp_path, truth, caplog):
-    (tmp_path / "file").write_text("in the way")
-    engine = engine_on(tmp_path / "file" / "below")
+def test_a_path_that_cannot_be_made_is_reported_once(tmp_path, truth, caplog, monkeypatch):
+    def denied(*args, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(kv_tiers.Path, "mkdir", denied)
+    engine = engine_on(tmp_path / "below")
     assert outputs(engine) == truth
     engine.close()
     assert any("can't be written" in told for told in warnings(caplog))
