@@ -160,7 +160,9 @@ def comparisons(llm: LLM, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for streams in args.streams:
         for kind, texts in recorded(streams, args.output_len).items():
             if kind in args.kinds:
-                run = job(llm, replay, texts[: max(args.most_texts, streams)], one_by_one=streams == 1)
+                run = job(
+                    llm, replay, texts[: max(args.most_texts, streams)], one_by_one=streams == 1
+                )
                 ways = {
                     "drafts": lambda run=run: run(proposer()),
                     "none": lambda run=run: run(None),
