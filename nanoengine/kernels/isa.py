@@ -12,8 +12,8 @@ with numba before.
 
 Every instruction that is not on all CPUs has a generic twin of the same results, so **products and
 attention have the same bits under each of them** wherever the CPU has fused multiply-adds. What
-`cpu_layers.py` sums may be put in another order by the compiler: a model's log-probabilities differed
-by up to 1.4e-6 in float32.
+`cpu_layers.py` sums may be put in another order by the compiler: a model's log-probabilities
+differed by up to 1.4e-6 in float32.
 """
 
 from __future__ import annotations

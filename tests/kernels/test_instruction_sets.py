@@ -89,5 +89,5 @@ def test_a_model_computes_the_same(name):
     )  # fmt: skip
     assert found == expected
     for form, of_form in expected_logprobs.items():
-        # Why not the same bits: sums of norms and gates may be put in another order by the compiler.
+        # Why not the same bits: the compiler may put the sums of norms in another order.
         torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=1e-5)
