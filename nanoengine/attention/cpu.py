@@ -28,6 +28,7 @@ from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
+from nanoengine.kernels.attention_tasks import ROW_TILE, plan_tasks
 from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
 
@@ -37,7 +38,7 @@ DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: 
 
 
 class _Tasks(NamedTuple):
-    """What `cpu_attention.plan_tasks` made for one kind of layer, with room for partial results."""
+    """What `plan_tasks` made for one kind of layer, with room for partial results."""
 
     tasks: np.ndarray  # [N, 8] int64
     bounds: np.ndarray  # [num_workers + 1] int64
@@ -225,11 +226,11 @@ class CPUBackend(AttentionBackend):
         key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group)
         if key not in step.tasks:
             group_size = spec.num_heads // spec.num_kv_heads
-            tasks, bounds, merges, parts, num_partials = kernels.plan_tasks(
+            tasks, bounds, merges, parts, num_partials = plan_tasks(
                 step.query_start, step.seq_lens, step.tables[spec.group], group_size,
                 spec.num_kv_heads, self.block_size, window, step.num_workers,
             )  # fmt: skip
-            rows = num_partials * max(kernels.ROW_TILE, group_size)
+            rows = num_partials * max(ROW_TILE, group_size)
             partial_out = np.empty((rows, spec.head_dim), dtype)
             partial_stats = np.empty((rows, 2), dtype)
             step.tasks[key] = _Tasks(tasks, bounds, merges, parts, partial_out, partial_stats)

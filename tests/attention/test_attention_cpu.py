@@ -9,7 +9,19 @@ import torch
 
 from nanoengine.attention import make_backend
 from nanoengine.errors import ConfigError
-from nanoengine.kernels import cpu_attention as kernels
+from nanoengine.kernels.attention_tasks import (
+    COUNT,
+    KV_START,
+    KV_STOP,
+    NUM_QUERIES,
+    PARTIAL,
+    ROW_TILE,
+    SEQ,
+    SPLIT,
+    plan_tasks,
+)
+from nanoengine.kernels.attention_tiles import KV_TILE, softmax_step
+from nanoengine.kernels.cpu_attention import MASKED
 from tests.support.paged_batches import CPU, Paged
 
 # Sums of up to a thousand products in another order: float64 keeps about 1e-15 of values near 1,
@@ -117,15 +129,13 @@ def test_a_cache_of_another_dtype_is_refused():
 def test_the_softmax_of_a_tile():
     """Weights, sums and shrinking of rows that go together; each as if it were alone."""
     rows, generator = 6, torch.Generator().manual_seed(1)
-    scores = (
-        torch.randn(2, 8, kernels.KV_TILE, generator=generator) * torch.logspace(-1, 2, 8)[:, None]
-    )
+    scores = torch.randn(2, 8, KV_TILE, generator=generator) * torch.logspace(-1, 2, 8)[:, None]
     scores[1, 1, 7], scores[1, 2, 3] = torch.nan, 1000.0
-    maximum, total, factors = (torch.full((8,), x) for x in (kernels.MASKED, 0.0, 5.0))
+    maximum, total, factors = (torch.full((8,), x) for x in (MASKED, 0.0, 5.0))
     weights = scores.clone()
     for tile in weights:
         arrays = (x.numpy() for x in (tile, maximum, total, factors, tile))
-        kernels.softmax_step(next(arrays), 0, rows, *arrays)
+        softmax_step(next(arrays), 0, rows, *arrays)
     highest = scores.amax(2).cummax(0).values
     lowered = scores - highest[..., None]
     expected = torch.exp2(lowered.double())
@@ -192,7 +202,7 @@ def test_a_chunk_has_the_same_bits_as_the_whole_prompt():
 def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     lengths, group_size, heads, window = LENGTHS, 2, 3, 100
     paged = Paged(lengths=lengths)
-    tasks, bounds, merges, parts, num_partials = kernels.plan_tasks(
+    tasks, bounds, merges, parts, num_partials = plan_tasks(
         paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy(),
         paged.batch.block_tables[1].numpy(), group_size, heads, paged.block_size, window, threads,
     )  # fmt: skip
@@ -214,9 +224,9 @@ def test_tasks_cover_every_query_and_key_once_and_balance(threads):
         query_len, seq_len = lengths[seq]
         position = seq_len - query_len + query - int(paged.batch.query_start_loc[seq])
         assert keys >= set(range(max(0, position - window + 1), position + 1))
-    partials = sorted(task[kernels.PARTIAL] for task in tasks if task[kernels.PARTIAL] >= 0)
+    partials = sorted(task[PARTIAL] for task in tasks if task[PARTIAL] >= 0)
     assert partials == list(range(num_partials))
-    assert sum(merges[:, kernels.COUNT]) == num_partials == len(parts)
+    assert sum(merges[:, COUNT]) == num_partials == len(parts)
 
 
 SHARED = [(1, 700), (1, 530), (1, 512), (1, 513), (1, 900), (1, 300), (1, 40), (9, 600)]
@@ -230,16 +240,16 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, 
     shape = {"block_size": block_size, "group_size": group_size, "dtype": torch.float32}
     paged = Paged(lengths=SHARED, shared=shared, **shape)
     lengths, tables = paged.batch.seq_lens.numpy(), paged.batch.block_tables[1].numpy()
-    tasks, _, _, parts, _ = kernels.plan_tasks(
+    tasks, _, _, parts, _ = plan_tasks(
         paged.batch.query_start_loc.numpy(), lengths, tables, group_size, 2, block_size,
         1 << 62, 2,
     )  # fmt: skip
-    together = max(tasks[tasks[:, kernels.SEQ] < 7][:, kernels.NUM_QUERIES])
-    assert together == min(5, max(1, kernels.ROW_TILE // group_size))
-    lone = [n for q, n in SHARED if q * group_size <= kernels.ROW_TILE and n > kernels.SPLIT]
-    assert len(parts) == 2 * sum(-(-n // kernels.SPLIT) for n in lone)  # 2 heads
+    together = max(tasks[tasks[:, SEQ] < 7][:, NUM_QUERIES])
+    assert together == min(5, max(1, ROW_TILE // group_size))
+    lone = [n for q, n in SHARED if q * group_size <= ROW_TILE and n > SPLIT]
+    assert len(parts) == 2 * sum(-(-n // SPLIT) for n in lone)  # 2 heads
     # Split 0 is shared by five, split 1 by four of them; 16 query heads a KV head go by twos.
-    riders = len(parts) - sum(tasks[:, kernels.PARTIAL] >= 0)
+    riders = len(parts) - sum(tasks[:, PARTIAL] >= 0)
     assert riders == 2 * {1: 7, 2: 7, 16: 4, 20: 0}[group_size]
     whole = paged.run("cpu")
     assert (whole - paged.run("naive")).abs().max() < 2e-5
@@ -349,8 +359,8 @@ def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
     seq_lens = torch.tensor([n for _, n in lengths]).int().numpy()
     tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()
     for workers, most in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
-        tasks, bounds, *_ = kernels.plan_tasks(starts, seq_lens, tables, 2, 5, 64, 1 << 62, workers)
-        rows = 2 * tasks[:, kernels.NUM_QUERIES]
-        costs = (tasks[:, kernels.KV_STOP] - tasks[:, kernels.KV_START] + 16) * (rows + 8)
+        tasks, bounds, *_ = plan_tasks(starts, seq_lens, tables, 2, 5, 64, 1 << 62, workers)
+        rows = 2 * tasks[:, NUM_QUERIES]
+        costs = (tasks[:, KV_STOP] - tasks[:, KV_START] + 16) * (rows + 8)
         shares = [costs[lo:hi].sum() for lo, hi in itertools.pairwise(bounds)]
         assert max(shares) <= most * costs.sum() / workers

@@ -1,0 +1,154 @@
+"""plan_tasks: a step of `cpu_attention` cut into tasks, shared out to workers by cost.
+
+A *task* is one KV head of one sequence, a tile of its queries and a range of its context. Its query
+heads and queries together are the *rows* of the tile, so each key and value is loaded once for all
+of them. What is cut depends on a sequence's own lengths alone, so its bits do.
+
+Legend: T tokens, S sequences, R query heads of a KV head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoengine.kernels.attention_tiles import FASTMATH
+from nanoengine.kernels.jit import compiled
+
+ROW_TILE = 32  # rows a task of few queries may hold: queries times query heads of one KV head
+CHUNK_ROWS = 128  # the same of a prompt's chunk: each key and value comes from memory once for all
+TASKS_A_WORKER = 16  # of a chunk, where its rows allow: what is uneven is one task at most
+SPLIT = 256  # tokens of context a task of a lone query tile covers; fixed, so results are too
+
+# Columns of a task.
+SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
+# Columns of a merge: its parts, and the tile that they are parts of.
+FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
+
+
+@compiled(fastmath=FASTMATH)
+def _shared_splits(query_start, seq_lens, tables, block_size, window):
+    """For each sequence the splits, from its first, whose blocks are those of the sequence before.
+
+    Both decode, so that their queries lie side by side, and see all of these splits.
+    """
+    shared = np.zeros(len(seq_lens) + 1, np.int64)  # the last is a sentinel
+    for s in range(1, len(seq_lens)):
+        if query_start[s + 1] - query_start[s - 1] != 2 or window < seq_lens[s]:
+            continue
+        seen = min(seq_lens[s], seq_lens[s - 1])
+        if seen <= SPLIT:
+            continue  # one split: attended as a whole, never in parts
+        blocks = 0
+        while (blocks + 1) * block_size <= seen and tables[s, blocks] == tables[s - 1, blocks]:
+            blocks += 1
+        shared[s] = blocks * block_size // SPLIT
+    return shared
+
+
+@compiled(fastmath=FASTMATH)
+def _chunk_rows(query_start, queries_per_tile, num_heads, num_workers):
+    """Rows of a chunk's tasks: as many as pay, and few enough to share out evenly."""
+    total = 0
+    for s in range(len(query_start) - 1):
+        n = query_start[s + 1] - query_start[s]
+        if n > queries_per_tile:
+            total += n * num_heads
+    rows = CHUNK_ROWS
+    while rows > ROW_TILE and total < TASKS_A_WORKER * rows * num_workers:
+        rows //= 2
+    return rows
+
+
+@compiled(fastmath=FASTMATH)
+def plan_tasks(
+    query_start, seq_lens, tables, group_size, num_kv_heads, block_size, window, num_workers
+):
+    """Cuts a step into tasks of equal kind and shares them out by cost.
+
+    Neighbouring decodes with the same first blocks attend those splits in one task, their queries
+    as its rows: keys and values are read once for all of them. A split is the same tokens with and
+    without company and rows don't touch each other, so this changes no bit.
+
+    Source: Juravsky et al., Hydragen (arXiv 2402.05099), for attending a shared prefix at once.
+
+    Returns:
+        tasks [N, 8], bounds [num_workers + 1], merges [M, 5], parts [Q], number of partial results.
+        A merge joins the rows of `parts[first : first + count]`, rows of the partial buffers.
+    """
+    queries_per_tile = max(1, ROW_TILE // group_size)
+    room = max(ROW_TILE, group_size)
+    of_chunks = _chunk_rows(query_start, queries_per_tile, group_size * num_kv_heads, num_workers)
+    queries_of_chunks = max(1, of_chunks // group_size)
+    shared = _shared_splits(query_start, seq_lens, tables, block_size, window)
+    count, most_splits = 0, 1
+    for s in range(len(seq_lens)):
+        n = query_start[s + 1] - query_start[s]
+        tiles = -(-n // queries_per_tile)
+        count += num_kv_heads * max(tiles, seq_lens[s] // SPLIT + 2)
+        most_splits = max(most_splits, seq_lens[s] // SPLIT + 2)
+    tasks = np.empty((count, 8), np.int64)
+    costs = np.empty(count + 1, np.int64)
+    merges = np.empty((count, 5), np.int64)
+    parts = np.empty(count, np.int64)
+    leader = np.zeros(most_splits, np.int64)  # who began the task that is shared now
+    begun = np.zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
+    num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
+    costs[0] = 0
+    for s in range(len(seq_lens)):
+        n = query_start[s + 1] - query_start[s]
+        for head in range(num_kv_heads):
+            most = queries_per_tile if n <= queries_per_tile else queries_of_chunks
+            for query in range(0, n, most):
+                num_queries = min(most, n - query)
+                position = seq_lens[s] - n + query
+                start, stop = max(0, position - window + 1), position + num_queries
+                # Why: a lone tile is split over its context, so that one sequence keeps all cores
+                # busy. Chunks of many tiles are not: their partial sums would fill the memory.
+                split = SPLIT if n <= queries_per_tile else stop
+                first_split = start // split
+                num_splits = -(-stop // split) - first_split
+                if num_splits > 1:
+                    merge = merges[num_merges]
+                    merge[FIRST], merge[COUNT], merge[OF_HEAD] = num_parts, num_splits, head
+                    merge[OF_QUERY], merge[OF_QUERIES] = query_start[s] + query, num_queries
+                    num_merges += 1
+                for i in range(first_split, first_split + num_splits):
+                    if i < shared[s] and s - leader[i] < queries_per_tile:
+                        parts[num_parts] = begun[head, i] + (s - leader[i]) * group_size
+                        num_parts += 1
+                        continue
+                    task = tasks[num_tasks]
+                    task[SEQ], task[HEAD] = s, head
+                    task[QUERY], task[NUM_QUERIES] = query_start[s] + query, num_queries
+                    task[POSITION] = position
+                    task[KV_START] = max(start, i * split)
+                    task[KV_STOP] = min(stop, (i + 1) * split)
+                    task[PARTIAL] = -1
+                    if num_splits > 1:
+                        task[PARTIAL] = num_partials
+                        parts[num_parts] = num_partials * room
+                        num_parts += 1
+                        if n == 1:
+                            begun[head, i] = num_partials * room
+                            together = 1
+                            while together < queries_per_tile and shared[s + together] > i:
+                                together += 1
+                            if together > 1:  # all of the split is before each of the queries
+                                task[NUM_QUERIES], task[POSITION] = together, task[KV_STOP]
+                        num_partials += 1
+                    # Reading a key costs about as much as computing with it for 8 rows.
+                    rows = task[NUM_QUERIES] * group_size
+                    work = (task[KV_STOP] - task[KV_START] + 16) * (rows + 8)
+                    costs[num_tasks + 1] = costs[num_tasks] + work
+                    num_tasks += 1
+        for i in range(most_splits):  # after all heads, which share one leader
+            if i >= shared[s] or s - leader[i] >= queries_per_tile:
+                leader[i] = s
+    bounds = np.empty(num_workers + 1, np.int64)
+    at = 0  # Why by hand: numba takes two seconds to compile `searchsorted`.
+    for w in range(num_workers):
+        while costs[at] < costs[num_tasks] * w // num_workers:
+            at += 1
+        bounds[w] = at
+    bounds[num_workers] = num_tasks
+    return tasks[:num_tasks], bounds, merges[:num_merges], parts[:num_parts], num_partials
