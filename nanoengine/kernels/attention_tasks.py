@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.attention_tiles import FASTMATH
 from nanoengine.kernels.jit import compiled
 
@@ -25,13 +26,13 @@ SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
 FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _shared_splits(query_start, seq_lens, tables, block_size, window):
     """For each sequence the splits, from its first, whose blocks are those of the sequence before.
 
     Both decode, so that their queries lie side by side, and see all of these splits.
     """
-    shared = np.zeros(len(seq_lens) + 1, np.int64)  # the last is a sentinel
+    shared = zeros((len(seq_lens) + 1,), np.int64)  # the last is a sentinel
     for s in range(1, len(seq_lens)):
         if query_start[s + 1] - query_start[s - 1] != 2 or window < seq_lens[s]:
             continue
@@ -45,7 +46,7 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
     return shared
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _chunk_rows(query_start, queries_per_tile, num_heads, num_workers):
     """Rows of a chunk's tasks: as many as pay, and few enough to share out evenly."""
     total = 0
@@ -86,12 +87,12 @@ def plan_tasks(
         tiles = -(-n // queries_per_tile)
         count += num_kv_heads * max(tiles, seq_lens[s] // SPLIT + 2)
         most_splits = max(most_splits, seq_lens[s] // SPLIT + 2)
-    tasks = np.empty((count, 8), np.int64)
-    costs = np.empty(count + 1, np.int64)
-    merges = np.empty((count, 5), np.int64)
-    parts = np.empty(count, np.int64)
-    leader = np.zeros(most_splits, np.int64)  # who began the task that is shared now
-    begun = np.zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
+    tasks = empty((count, 8), np.int64)
+    costs = empty((count + 1,), np.int64)
+    merges = empty((count, 5), np.int64)
+    parts = empty((count,), np.int64)
+    leader = zeros((most_splits,), np.int64)  # who began the task that is shared now
+    begun = zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
     num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
     costs[0] = 0
     for s in range(len(seq_lens)):
@@ -144,7 +145,7 @@ def plan_tasks(
         for i in range(most_splits):  # after all heads, which share one leader
             if i >= shared[s] or s - leader[i] >= queries_per_tile:
                 leader[i] = s
-    bounds = np.empty(num_workers + 1, np.int64)
+    bounds = empty((num_workers + 1,), np.int64)
     at = 0  # Why by hand: numba takes two seconds to compile `searchsorted`.
     for w in range(num_workers):
         while costs[at] < costs[num_tasks] * w // num_workers:

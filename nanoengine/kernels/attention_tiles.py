@@ -183,7 +183,7 @@ def _stored(x, cache):
     return lambda x, cache: np.uint16(bfloat16(x))
 
 
-@compiled(fastmath=())
+@compiled(fastmath=(), part=True)
 def bfloat16(x):
     """The bits of a float32 rounded to bfloat16."""
     return rounded(np.float32(x).view(np.uint32))
@@ -255,7 +255,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
     return signature, codegen
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
               factors, factors_at, asked, asks, rows, lanes, room):  # fmt: skip
     """`_tile` for up to ROWS rows and all `lanes`, by whole vectors of the `room` there is.

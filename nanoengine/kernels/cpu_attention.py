@@ -31,6 +31,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
+from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.attention_tasks import (
     CHUNK_ROWS,
     COUNT,
@@ -66,7 +67,7 @@ MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not 
 LN2 = math.log(2)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _mask(scores, first_row, rows, group_size, tile_start, position, window):
     """Sets the scores that a row may not see (its future, or before its window) to MASKED."""
     masked = scores.dtype.type(MASKED)
@@ -77,7 +78,7 @@ def _mask(scores, first_row, rows, group_size, tile_start, position, window):
         scores[r, stop:] = masked
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _softcap(scores, first_row, rows, softcap):
     """scores = softcap * tanh(scores / softcap) / ln 2, by way of exp of what is not positive."""
     one, two = scores.dtype.type(1), scores.dtype.type(2)
@@ -185,7 +186,7 @@ def _run_task(
                 factors[:rows] = 1
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _inverse(highest, total, sinks, head):
     """1 / the softmax's sum, that of `total` and of the head's sink, which has no value.
 
@@ -201,6 +202,53 @@ def _inverse(highest, total, sinks, head):
     return shrink / (total * shrink + one)
 
 
+@compiled(fastmath=FASTMATH)
+def _attend_tasks(
+    queries, k_cache, v_cache, tables, tasks, lo, hi, sizes, scale, softcap, window, operand, sinks,
+    out_rows, partial_out, partial_stats,
+):  # fmt: skip
+    """`attend` for tasks lo ... hi - 1: what one worker does."""
+    num_heads, num_kv_heads, head_dim, _ = sizes
+    group_size = num_heads // num_kv_heads
+    q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
+    k, v = words_of(k_cache.reshape(-1)), words_of(v_cache.reshape(-1))
+    room = max(ROW_TILE, group_size)
+    space = -(-max(CHUNK_ROWS, group_size) // ROWS) * ROWS
+    per = numbers_a_word(operand)
+    tile = zeros((space, head_dim // per), operand.dtype)
+    scores = zeros((space, KV_TILE), q.dtype)
+    weights = zeros((space, KV_TILE // per), operand.dtype)
+    out = empty((space, head_dim), q.dtype)
+    maximum = empty((space,), q.dtype)
+    total = empty((space,), q.dtype)
+    factors = empty((space,), q.dtype)
+    factors[:] = 1
+    for i in range(lo, hi):
+        task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
+        _run_task(
+            task, tables[task[SEQ]], following, tables[following[SEQ]],
+            q, q_stride, k, v, sizes, scale, softcap, window,
+            tile, scores, weights, out, maximum, total, factors,
+        )  # fmt: skip
+        rows = task[NUM_QUERIES] * group_size
+        if task[PARTIAL] < 0:
+            for r in range(rows):
+                head = task[HEAD] * group_size + r % group_size
+                at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
+                inverse, summed = _inverse(maximum[r], total[r], sinks, head), out[r]
+                line = result[at : at + head_dim]
+                for d in range(head_dim):
+                    line[d] = summed[d] * inverse
+        else:
+            base = task[PARTIAL] * room
+            for r in range(rows):
+                partial_stats[base + r, 0] = maximum[r]
+                partial_stats[base + r, 1] = total[r]
+                part, summed = partial_out[base + r], out[r]
+                for d in range(head_dim):
+                    part[d] = summed[d]
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
 def attend(
     queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand, sinks,
@@ -212,45 +260,40 @@ def attend(
     queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
     pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none.
     """
+    for worker in prange(len(bounds) - 1):
+        _attend_tasks(
+            queries, k_cache, v_cache, tables, tasks, bounds[worker], bounds[worker + 1], sizes,
+            scale, softcap, window, operand, sinks, out_rows, partial_out, partial_stats,
+        )  # fmt: skip
+
+
+@compiled(fastmath=FASTMATH)
+def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
+    """`combine` for one tile."""
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
-    q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
-    k, v = words_of(k_cache.reshape(-1)), words_of(v_cache.reshape(-1))
-    room = max(ROW_TILE, group_size)
-    space = -(-max(CHUNK_ROWS, group_size) // ROWS) * ROWS
-    per = numbers_a_word(operand)
-    for worker in prange(len(bounds) - 1):
-        tile = np.zeros((space, head_dim // per), operand.dtype)
-        scores = np.zeros((space, KV_TILE), q.dtype)
-        weights = np.zeros((space, KV_TILE // per), operand.dtype)
-        out = np.empty((space, head_dim), q.dtype)
-        maximum = np.empty(space, q.dtype)
-        total = np.empty(space, q.dtype)
-        factors = np.ones(space, q.dtype)
-        for i in range(bounds[worker], bounds[worker + 1]):
-            task, following = tasks[i], tasks[min(i + 1, len(tasks) - 1)]
-            _run_task(
-                task, tables[task[SEQ]], following, tables[following[SEQ]],
-                q, q_stride, k, v, sizes, scale, softcap, window,
-                tile, scores, weights, out, maximum, total, factors,
-            )  # fmt: skip
-            rows = task[NUM_QUERIES] * group_size
-            if task[PARTIAL] < 0:
-                for r in range(rows):
-                    head = task[HEAD] * group_size + r % group_size
-                    at = ((task[QUERY] + r // group_size) * num_heads + head) * head_dim
-                    inverse, summed = _inverse(maximum[r], total[r], sinks, head), out[r]
-                    line = result[at : at + head_dim]
-                    for d in range(head_dim):
-                        line[d] = summed[d] * inverse
-            else:
-                base = task[PARTIAL] * room
-                for r in range(rows):
-                    partial_stats[base + r, 0] = maximum[r]
-                    partial_stats[base + r, 1] = total[r]
-                    part, summed = partial_out[base + r], out[r]
-                    for d in range(head_dim):
-                        part[d] = summed[d]
+    result = out_rows.reshape(-1)
+    ln2 = result.dtype.type(LN2)  # maxima are in units of it
+    rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
+    for r in range(merge[OF_QUERIES] * group_size):
+        highest = partial_stats[rows_of[0] + r, 0]
+        for s in range(1, len(rows_of)):
+            highest = max(highest, partial_stats[rows_of[s] + r, 0])
+        head = merge[OF_HEAD] * group_size + r % group_size
+        at = ((merge[OF_QUERY] + r // group_size) * num_heads + head) * head_dim
+        total, line = result.dtype.type(0), result[at : at + head_dim]
+        for d in range(head_dim):
+            line[d] = 0
+        for s in range(len(rows_of)):
+            row = rows_of[s] + r
+            weight = exp((partial_stats[row, 0] - highest) * ln2)
+            part = partial_out[row]
+            total += weight * partial_stats[row, 1]
+            for d in range(head_dim):
+                line[d] += weight * part[d]
+        inverse = _inverse(highest, total, sinks, head)
+        for d in range(head_dim):
+            line[d] *= inverse
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
@@ -259,32 +302,8 @@ def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats):
 
     merges, parts: as `plan_tasks` made them. A sink is added here, once for all splits.
     """
-    num_heads, num_kv_heads, head_dim, _ = sizes
-    group_size = num_heads // num_kv_heads
-    result = out_rows.reshape(-1)
-    ln2 = result.dtype.type(LN2)  # maxima are in units of it
     for i in prange(len(merges)):
-        merge = merges[i]
-        rows_of = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
-        for r in range(merge[OF_QUERIES] * group_size):
-            highest = partial_stats[rows_of[0] + r, 0]
-            for s in range(1, len(rows_of)):
-                highest = max(highest, partial_stats[rows_of[s] + r, 0])
-            head = merge[OF_HEAD] * group_size + r % group_size
-            at = ((merge[OF_QUERY] + r // group_size) * num_heads + head) * head_dim
-            total, line = result.dtype.type(0), result[at : at + head_dim]
-            for d in range(head_dim):
-                line[d] = 0
-            for s in range(len(rows_of)):
-                row = rows_of[s] + r
-                weight = exp((partial_stats[row, 0] - highest) * ln2)
-                part = partial_out[row]
-                total += weight * partial_stats[row, 1]
-                for d in range(head_dim):
-                    line[d] += weight * part[d]
-            inverse = _inverse(highest, total, sinks, head)
-            for d in range(head_dim):
-                line[d] *= inverse
+        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
@@ -299,7 +318,7 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
             store_head(k_line, v_line, slots[t], h, k_cache, v_cache, sizes)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def store_head(key, value, slot, head, k_cache, v_cache, sizes):
     """Writes the key and value [D] of one head of the token at `slot`."""
     _, num_kv_heads, head_dim, block_size = sizes

@@ -29,10 +29,10 @@ heads, D head dim.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import types
 from numba.extending import overload
 
+from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import attend, combine
 from nanoengine.kernels.cpu_layers import (
     FASTMATH,
@@ -70,7 +70,7 @@ def _multiply(x, weight, out, workers):
     )
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _enter(x, residual, norm, eps, before, workers):
     """In place: residual += x, and x becomes the norm of it, or without a norm the same."""
     if before:
@@ -82,7 +82,7 @@ def _enter(x, residual, norm, eps, before, workers):
                 x[t, i] = residual[t, i]
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _leave(x, norm, eps, behind, scale, workers):
     """In place: what attention or MLP adds, normed where a norm is behind it, times the scale."""
     if behind:
@@ -105,9 +105,9 @@ def _gated_mlp(x, mlp, eps, behind, factor, workers):
 
     def computed(x, mlp, eps, behind, factor, workers):
         gate_up, down, output_norm, inner, activation = mlp
-        both = np.empty((len(x), 2 * inner), x.dtype)
+        both = empty((len(x), 2 * inner), x.dtype)
         multiply(x, gate_up, both, workers)
-        gated = np.empty((len(x), inner), x.dtype)
+        gated = empty((len(x), inner), x.dtype)
         gate(both, activation, gated, workers)
         multiply(gated, down, x, workers)
         _leave(x, output_norm, eps, behind, factor, workers)
@@ -147,14 +147,14 @@ def decoder_layer(
     tokens = len(x)
 
     _enter(x, residual, norm, eps, before, workers)
-    projected = np.empty((tokens, (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
+    projected = empty((tokens, (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
     multiply(x, qkv, projected, workers)
-    q = np.empty((tokens, num_heads, head_dim), x.dtype)
+    q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(
         projected.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim), table, head_norm,
         head_eps, normed, slots, k_cache, v_cache, q, heads_and_dims, workers,
     )  # fmt: skip
-    of_heads = np.empty(q.shape, x.dtype)
+    of_heads = empty(q.shape, x.dtype)
     attend(
         q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
         sinks, of_heads, partial_out, partial_stats,
@@ -165,7 +165,7 @@ def decoder_layer(
 
     if not all_rows:
         tokens = len(rows)
-        kept = np.empty((tokens, attended.shape[1]), x.dtype)
+        kept = empty((tokens, attended.shape[1]), x.dtype)
         for i in range(tokens):  # Why loops: numba's own copies take seconds to compile
             for d in range(attended.shape[1]):
                 kept[i, d] = attended[rows[i], d]

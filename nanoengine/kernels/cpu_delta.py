@@ -16,12 +16,13 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _convolve(before, behind, base, row, weight, first, out):
     """Convolves and gates the channels from `first` on, as many as `out` has, and shifts the inputs
     kept of them; `before` and `behind` may be the same state."""
@@ -46,7 +47,7 @@ def _convolve(before, behind, base, row, weight, first, out):
         out[i] = (x if x >= 0 else x * e) / (one + e)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _scale_to(x, length):
     """Gives a vector this length; a vector of zeros keeps its own."""
     total = x.dtype.type(1e-6)
@@ -57,7 +58,7 @@ def _scale_to(x, length):
         x[i] *= factor
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _learn(before, behind, at, q, k, v, decay, beta, recalled, out):
     """One head: its matrix lies at `at` in both states."""
     size, kept = len(v), exp(decay)
@@ -80,13 +81,13 @@ def _learn(before, behind, at, q, k, v, decay, beta, recalled, out):
             out[i] += number * query
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _advance(task, qkv, decay, beta, weight, states, reads, writes, out, shape):
     key_heads, heads, keys, values = shape
     t, g = task // key_heads, task % key_heads
     before, behind, row = states[reads[t]], states[writes[t]], qkv[t]
     base = key_heads * heads * keys * values
-    mixed = np.empty(2 * keys + (heads + 1) * values, out.dtype)
+    mixed = empty((2 * keys + (heads + 1) * values,), out.dtype)
     q, k = mixed[:keys], mixed[keys : 2 * keys]
     v = mixed[2 * keys : 2 * keys + heads * values]
     recalled = mixed[2 * keys + heads * values :]

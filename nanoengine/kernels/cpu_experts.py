@@ -27,6 +27,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
+from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_layers import gate
 from nanoengine.kernels.cpu_linear import (
     dequantized_panels,
@@ -62,14 +63,14 @@ def _prepared(x, weight, num_workers):
         if CURRENT.bf16_dots == "vdpbf16ps":
 
             def pairs(x, weight, num_workers):
-                out = np.empty((len(x), x.shape[1] // 2), np.uint32)
+                out = empty((len(x), x.shape[1] // 2), np.uint32)
                 pair_rows(x, out, num_workers)
                 return (out,)
 
             return pairs
 
         def rounded(x, weight, num_workers):
-            out = np.empty(x.shape, np.float32)
+            out = empty(x.shape, np.float32)
             round_rows(x, out, num_workers)
             return (out,)
 
@@ -144,7 +145,7 @@ def _panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
     return dequantized
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _panels_before(edge, start, cost, panels):
     """How many of an expert's panels, of one cost each, begin before an edge of the shares."""
     return min(max((edge - start + cost - 1) // cost, 0), panels)
@@ -173,7 +174,7 @@ def _multiply(inputs, weight, starts, out, num_workers):
             at += panels * cost
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _softmax(row):
     most, total = row[0], row.dtype.type(0)
     for i in range(1, len(row)):
@@ -185,7 +186,7 @@ def _softmax(row):
         row[i] /= total
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _sigmoid(row):
     one = row.dtype.type(1)
     for i in range(len(row)):
@@ -193,12 +194,12 @@ def _sigmoid(row):
         row[i] = (one if row[i] >= 0 else e) / (one + e)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _keep_best_groups(preferred, groups, kept):
     """Sets all scores to -inf but those of the groups whose two best experts have the largest
     sums."""
     size, lowest = len(preferred) // groups, -np.inf
-    sums = np.empty(groups, preferred.dtype)
+    sums = empty((groups,), preferred.dtype)
     for g in range(groups):
         first, second = lowest, lowest
         for x in preferred[g * size : (g + 1) * size]:
@@ -207,7 +208,7 @@ def _keep_best_groups(preferred, groups, kept):
             elif x > second:
                 second = x
         sums[g] = first + second
-    chosen = np.zeros(groups, np.bool_)
+    chosen = zeros((groups,), np.bool_)
     for _ in range(kept):
         best = -1
         for g in range(groups):
@@ -226,7 +227,7 @@ def route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, we
     logits: [T, E], become scores. correction: [E], or none. Of equals the first is chosen.
     """
     num_experts, taken = logits.shape[1], ids.shape[1]
-    preferred = np.empty(num_experts, logits.dtype)
+    preferred = empty((num_experts,), logits.dtype)
     for t in range(len(logits)):
         scores, total = logits[t], logits.dtype.type(0)
         if sigmoid:
@@ -253,7 +254,7 @@ def _sorted_by_expert(ids, num_experts):
     """order [R]: the places in ids [T, k], expert after expert, and of one in their order; starts
     [E + 1]: where each expert's begin."""
     flat = ids.reshape(-1)
-    starts, order = np.zeros(num_experts + 1, np.int64), np.empty(len(flat), np.int64)
+    starts, order = zeros((num_experts + 1,), np.int64), empty((len(flat),), np.int64)
     for e in flat:
         starts[e + 1] += 1
     for e in range(num_experts):
@@ -309,9 +310,9 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
     for first in range(0, len(order), MOST_ROWS):
         part = order[first : first + MOST_ROWS]
         edges = np.minimum(np.maximum(starts - first, 0), len(part))
-        rows = np.empty((len(part), x.shape[1]), x.dtype)
-        both = np.empty((len(part), 2 * inner), x.dtype)
-        gated = np.empty((len(part), inner), x.dtype)
+        rows = empty((len(part), x.shape[1]), x.dtype)
+        both = empty((len(part), 2 * inner), x.dtype)
+        gated = empty((len(part), inner), x.dtype)
         if rows.size <= SMALL:
             _gather(x, part, taken, rows, 0, len(part))
         else:
@@ -338,9 +339,9 @@ def mixture(x, router, correction, routing, gate_up, down, sizes, out, num_worke
     """
     sigmoid, groups, kept, normalized, factor = routing
     num_experts, taken, inner, activation = sizes
-    logits = np.empty((len(x), num_experts), x.dtype)
+    logits = empty((len(x), num_experts), x.dtype)
     linear(x, router[0], router[1], logits, num_workers)
-    ids, weights = np.empty((len(x), taken), np.int64), np.empty((len(x), taken), x.dtype)
+    ids, weights = empty((len(x), taken), np.int64), empty((len(x), taken), x.dtype)
     route(logits, correction, sigmoid, groups, kept, normalized, factor, ids, weights)
     out[:] = 0
     add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)

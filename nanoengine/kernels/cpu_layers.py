@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
@@ -26,7 +27,7 @@ NO_NORM, EACH_HEAD, TOGETHER = 0, 1, 2  # how query and key heads are normed
 FIRST = np.int64(0)  # Why not 0: numba compiles a function once more for a literal
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _scale_of_row(row, eps):
     """1 / sqrt(mean of squares + eps)."""
     total = row.dtype.type(0)
@@ -35,14 +36,14 @@ def _scale_of_row(row, eps):
     return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _norm_row(x, weight, eps, out):
     scale = _scale_of_row(x, eps)
     for i in range(len(x)):
         out[i] = x[i] * scale * weight[i]
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _add_norm_row(x, residual, weight, eps):
     """residual += x; x = norm(residual) * weight."""
     for i in range(len(x)):
@@ -50,7 +51,7 @@ def _add_norm_row(x, residual, weight, eps):
     _norm_row(residual, weight, eps, x)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _silu_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -61,7 +62,7 @@ def _silu_row(gate_up, out):
         out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _gelu_tanh_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -75,7 +76,7 @@ def _gelu_tanh_row(gate_up, out):
         out[i] = half * x * (one + np.copysign((one - e) / (one + e), t)) * up[i]
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _clamped_swiglu_row(gate_up, out):
     size = len(out)
     gate, up = gate_up[:size], gate_up[size:]
@@ -161,7 +162,7 @@ def gate(gate_up, kind, out, workers):
         _gate_rows_parallel(gate_up, kind, out, workers)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _turn(x, cos, sin, weight, scale, normed, out):
     """Norms one head by its scale, if `normed`, and turns its pairs (x[i], x[i + D / 2])."""
     half = len(x) // 2
@@ -182,7 +183,7 @@ def _turn(x, cos, sin, weight, scale, normed, out):
 @compiled(fastmath=FASTMATH)
 def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi):
     num_heads, num_kv_heads, head_dim, _ = sizes
-    half, key = head_dim // 2, np.empty(head_dim, q.dtype)
+    half, key = head_dim // 2, empty((head_dim,), q.dtype)
     scale = q.dtype.type(1)
     for t in range(lo, hi):
         cos, sin, row = table[t, :half], table[t, half:], heads[t].reshape(-1)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
@@ -45,7 +46,7 @@ PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 FASTMATH = ("contract", "nsz")
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _rows_of_panels(
     rows, panels, x, x_at, x_step, w, w_at, w_step, size, start, start_at, s_step,
     out, out_at, o_step, to_next,
@@ -66,7 +67,7 @@ def _rows_of_panels(
              rows * (t + 1) // tiles - r, panels)  # fmt: skip
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def last_outputs(rows, x, w, bias, out, num_inputs, num_outputs):
     """The last num_outputs % 16 outputs: a narrow panel, small enough to be slow."""
     width = num_outputs % PANEL
@@ -131,7 +132,7 @@ if CURRENT.bf16_dots == "vdpbf16ps":
     def linear_of_rounded(x, w, bias, out, num_workers):
         """`linear` of x [T, K] float32 rounded to bfloat16, added up in float32; w is flat uint32,
         pairs of bfloat16."""
-        pairs = np.empty((len(x), x.shape[1] // 2), np.uint32)
+        pairs = empty((len(x), x.shape[1] // 2), np.uint32)
         pair_rows(x, pairs, num_workers)
         linear(pairs, w, bias, out, num_workers)
 
@@ -140,7 +141,7 @@ else:
     @compiled(fastmath=FASTMATH)
     def linear_of_rounded(x, w, bias, out, num_workers):
         """The same on a CPU without products of bfloat16: both become float32 in registers."""
-        inputs = np.empty(x.shape, np.float32)
+        inputs = empty(x.shape, np.float32)
         round_rows(x, inputs, num_workers)
         linear(inputs, w.view(np.uint16), bias, out, num_workers)
 
@@ -155,17 +156,23 @@ def round_rows(x, out, num_workers):
                 row[i] = rounded(bits[i]) << np.uint32(16)
 
 
+@compiled(fastmath=FASTMATH)
+def _pair_rows(x, pairs, lo, hi):
+    for t in range(lo, hi):
+        row, bits = pairs[t], x[t].view(np.uint32)
+        for i in range(len(row)):
+            row[i] = rounded(bits[2 * i]) << np.uint32(16) | rounded(bits[2 * i + 1])
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
 def pair_rows(x, pairs, num_workers):
     """pairs[t, i] = inputs 2 i (high half) and 2 i + 1 of x [T, K], rounded to bfloat16."""
     for worker in prange(num_workers):
-        for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
-            row, bits = pairs[t], x[t].view(np.uint32)
-            for i in range(len(row)):
-                row[i] = rounded(bits[2 * i]) << np.uint32(16) | rounded(bits[2 * i + 1])
+        lo, hi = len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers
+        _pair_rows(x, pairs, lo, hi)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def rounded(bits):
     """The bits of a float32 rounded to bfloat16, half to even; a NaN stays one."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -174,7 +181,7 @@ def rounded(bits):
     return np.uint32(bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _e2m1(code):
     """Twice the small float that 4 bits stand for: a sign, two bits of exponent, one of fraction.
 
@@ -185,7 +192,7 @@ def _e2m1(code):
     return -size if code & np.int8(8) else size
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
     groups = size // group_size
@@ -222,8 +229,8 @@ def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
     num_outputs = out.shape[1]
     num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
     inputs, outputs, step = x.reshape(-1), out.reshape(-1), size * PANEL
-    floats = np.empty(PANELS * step, np.float32)
-    aside = np.empty(ROW_BLOCK * PANEL, np.float32)
+    floats = empty((PANELS * step,), np.float32)
+    aside = empty((ROW_BLOCK * PANEL,), np.float32)
     p, whole = lo, hi - 1 if rest and hi == num_panels else hi
     while p < hi:
         panels = PANELS if p + PANELS <= whole else 1
@@ -262,34 +269,42 @@ def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_wor
         dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 
+@compiled(fastmath=FASTMATH)
+def _pack_panel(p, weight, num_inputs, num_outputs, in_pairs):
+    width = min(PANEL, num_outputs - p * PANEL)
+    panel = weight[p * PANEL * num_inputs : (p * PANEL + width) * num_inputs]
+    rows = panel.copy()
+    for j in range(width):
+        row = rows[j * num_inputs : (j + 1) * num_inputs]
+        if in_pairs:
+            for k in range(num_inputs):
+                panel[(k // 2 * width + j) * 2 + 1 - k % 2] = row[k]
+        else:
+            for k in range(num_inputs):
+                panel[k * width + j] = row[k]
+
+
 @compiled(parallel=True, fastmath=FASTMATH)
 def pack(weight, num_inputs, num_outputs, in_pairs):
     """Turns a flat row-major weight into panels, in place: 16 rows become one panel.
 
     weight: the numbers' bits, uint32 or uint16; in_pairs: the form of bfloat16.
     """
-    num_panels = -(-num_outputs // PANEL)
-    for p in prange(num_panels):
-        width = min(PANEL, num_outputs - p * PANEL)
-        panel = weight[p * PANEL * num_inputs : (p * PANEL + width) * num_inputs]
-        rows = panel.copy()
-        for j in range(width):
-            row = rows[j * num_inputs : (j + 1) * num_inputs]
-            if in_pairs:
-                for k in range(num_inputs):
-                    panel[(k // 2 * width + j) * 2 + 1 - k % 2] = row[k]
-            else:
-                for k in range(num_inputs):
-                    panel[k * width + j] = row[k]
+    for p in prange(-(-num_outputs // PANEL)):
+        _pack_panel(np.int64(p), weight, num_inputs, num_outputs, in_pairs)
+
+
+@compiled(fastmath=FASTMATH)
+def _unpack_row(w, i, row, num_outputs):
+    panel, j = i // PANEL, i % PANEL
+    width = min(PANEL, num_outputs - panel * PANEL)
+    at = panel * PANEL * len(row)
+    for k in range(len(row)):
+        row[k] = number(w, at + place(w, k, j, width))
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
 def unpack_rows(w, ids, out, num_outputs):
     """out[i] = row ids[i] of the weight [N, K] that was packed."""
-    num_inputs = out.shape[1]
     for i in prange(len(ids)):
-        panel, j = ids[i] // PANEL, ids[i] % PANEL
-        width = min(PANEL, num_outputs - panel * PANEL)
-        at, row = panel * PANEL * num_inputs, out[i]
-        for k in range(num_inputs):
-            row[k] = number(w, at + place(w, k, j, width))
+        _unpack_row(w, ids[i], out[i], num_outputs)

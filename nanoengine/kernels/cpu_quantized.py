@@ -22,6 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -41,7 +42,7 @@ INFINITY = np.int32(0x7F800000)  # its bits; those of a NaN are larger
 FASTMATH = ("contract", "nsz")
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _largest(x):
     """max |x|; NaN where x holds NaN or infinity. As whole numbers: the bits of floats without a
     sign have the floats' order, and no rule on NaN keeps the loop from vectors."""
@@ -51,7 +52,7 @@ def _largest(x):
     return np.float32(np.nan) if most >= INFINITY else np.int32(most).view(np.float32)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _quantize_row(x, values, offsets):
     """values = x * 127 / max |x|, rounded half to even; -8 times the sum of each unit; returns the
     scale."""
@@ -91,9 +92,9 @@ def quantize_rows(x, num_workers):
     """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and offsets
     [T, units] int32, -8 times the sum of each unit's values."""
     num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
-    values = np.empty((num_rows, padded), np.int8)
-    scales = np.empty(num_rows, np.float32)
-    offsets = np.empty((num_rows, padded // UNIT), np.int32)
+    values = empty((num_rows, padded), np.int8)
+    scales = empty((num_rows,), np.float32)
+    offsets = empty((num_rows, padded // UNIT), np.int32)
     if num_rows <= FEW:
         _quantize_rows(x, values, scales, offsets, 0, num_rows)
     else:
@@ -101,7 +102,7 @@ def quantize_rows(x, num_workers):
     return values, scales, offsets
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _keep(scratch, rows, width, out, out_at, out_step):
     """Copies the outputs that exist of a panel that was computed aside."""
     for r in range(rows):
@@ -109,7 +110,7 @@ def _keep(scratch, rows, width, out, out_at, out_step):
             out[out_at + r * out_step + j] = scratch[r * PANEL + j]
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _panels8(rows, row, panels, x, size, starts, x_scales, w, p, ahead, w_scales, bias,
              out, out_at, out_step):  # fmt: skip
     """Some int8 panels from p for `rows` rows from `row`, in tiles as equal as can be.
@@ -136,7 +137,7 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
     x, flat, step = values.reshape(-1), out.reshape(-1), PANEL * size
     few = num_rows <= ROWS8
     at_once = 1 if few else PANELS8
-    scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
+    scratch = empty((ROW_BLOCK * PANEL,), np.float32)
     whole = hi - 1 if rest and hi == num_panels else hi
     for row in range(0, num_rows, ROW_BLOCK):
         rows, p = min(ROW_BLOCK, num_rows - row), lo
@@ -162,10 +163,10 @@ def _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers):
         linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def sums8(offsets):
     """What `linear8` starts the sums of each row from, [T] int32; offsets of `quantize_rows`."""
-    starts = np.empty(len(offsets), np.int32)
+    starts = empty((len(offsets),), np.int32)
     for t in range(len(offsets)):
         starts[t] = np.int32(OFFSET8) * np.sum(offsets[t])
     return starts
@@ -181,7 +182,7 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     _multiply8(values, x_scales, sums8(offsets), w, w_scales, bias, out, num_workers)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _panel4(rows, row, x, size, offsets, x_scales, w, p, ahead, scales, zeros, groups,
             units_a_group, w_scales, bias, out, out_at, out_step):  # fmt: skip
     """One int4 panel for `rows` rows from `row`, in tiles as equal as can be; see `_panels8`."""
@@ -208,7 +209,7 @@ def linear4_panels(
     groups, step = -(-(size // UNIT) // units_a_group), PANEL * size // 2
     x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
     few = num_rows <= ROWS4
-    scratch = np.empty(ROW_BLOCK * PANEL, np.float32)
+    scratch = empty((ROW_BLOCK * PANEL,), np.float32)
     whole = hi - 1 if rest and hi == num_panels else hi
     for row in range(0, num_rows, ROW_BLOCK):
         rows = min(ROW_BLOCK, num_rows - row)

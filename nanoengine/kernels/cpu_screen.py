@@ -41,6 +41,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
+from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.byte_tiles import most_rows, multiply16
 from nanoengine.kernels.cpu_linear import FASTMATH, last_outputs
 from nanoengine.kernels.cpu_quantized import INFINITY
@@ -73,13 +74,13 @@ def quantize_outputs(w, values, scales, slack, num_inputs):
     for p in prange(len(values)):
         panel, copy = w[p * PANEL * num_inputs :], values[p]
         of_scale, of_slack = scales[p * PANEL :], slack[p * PANEL :]
-        most, squares = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
+        most, squares = zeros((PANEL,), np.float32), zeros((PANEL,), np.float64)
         for k in range(num_inputs):
             for j in range(PANEL):
                 weight = number(panel, place(panel, k, j, PANEL))
                 most[j] = max(most[j], abs(weight))
                 squares[j] += np.float64(weight) * np.float64(weight)
-        inverse, errors = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float64)
+        inverse, errors = zeros((PANEL,), np.float32), zeros((PANEL,), np.float64)
         for j in range(PANEL):
             of_scale[j] = 0
             if squares[j] < LARGEST * LARGEST and most[j] > SMALLEST:
@@ -102,7 +103,7 @@ def quantize_outputs(w, values, scales, slack, num_inputs):
                 of_slack[j] = max(bound, LEAST_SLACK)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _quantize_row(x, values):
     """(unit, |x| rounded up): x = unit * values, in 16 bits. unit is 0 for an x that can't be
     screened: not finite, too large or small, or of numbers too far apart."""
@@ -184,7 +185,7 @@ def _bounds(typing, estimates, at, scales, slack, column, unit, norm, allowed):
     return signature, codegen
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _allowed(masks, r, p):
     """The bits of a panel's outputs in row r."""
     if not len(masks):
@@ -210,7 +211,7 @@ def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
             least[worker, r] = best
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     """The first of the largest of outputs[lo : hi] and one found before, and the largest of all
     others; NaN is the largest."""
@@ -225,7 +226,7 @@ def _first_largest(outputs, lo, hi, allowed, index, largest, second):
     return index, largest, second
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _ordered(x):
     """A float32 as a whole number of the same order, NaN above all. Why: no rule on NaN keeps a
     loop over these from vectors."""
@@ -236,7 +237,7 @@ def _ordered(x):
     return size if bits >= 0 else np.int32(-size)
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _highest(row, lo, hi):
     """The largest of `_ordered` outputs lo ... hi - 1."""
     highest = np.int32(-0x80000000)
@@ -273,7 +274,7 @@ def largest_of(outputs, masks, ids, largest, workers):
     equals; of a NaN, which counts as the largest, that of the first. masks: see `largest_outputs`.
     """
     num_rows = len(outputs)
-    found, best = np.empty((workers, num_rows), np.int64), np.empty((workers, num_rows), np.float32)
+    found, best = empty((workers, num_rows), np.int64), empty((workers, num_rows), np.float32)
     _largest_of_shares(outputs, masks, found, best, workers)
     for r in range(num_rows):
         ids[r], largest[r] = found[0, r], best[0, r]
@@ -282,7 +283,7 @@ def largest_of(outputs, masks, ids, largest, workers):
                 ids[r], largest[r] = found[worker, r], best[worker, r]
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _tie_width(largest, softcap):
     """How far below the largest output another may lie, at most, so that rounding makes both equal
     behind softcap * tanh(output / softcap): 8 roundings of the cap over the slope there."""
@@ -302,7 +303,7 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
     flat = x.reshape(-1)
     for worker in prange(workers):
         lo, hi = num_panels * worker // workers, num_panels * (worker + 1) // workers
-        outputs = np.empty(num_outputs, np.float32)
+        outputs = empty((num_outputs,), np.float32)
         for r in range(num_rows):
             row, index = most[r], np.int64(0)
             best, other = np.float32(-np.inf), np.float32(-np.inf)
@@ -348,30 +349,30 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, larg
         ids: [L] int64; largest: [L] float32.
     """
     num_rows, num_outputs = len(x), len(bias)
-    whole = np.zeros((num_rows, values.shape[1] // PANEL), np.int16)
-    units, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    whole = zeros((num_rows, values.shape[1] // PANEL), np.int16)
+    units, norms = empty((num_rows,), np.float32), empty((num_rows,), np.float32)
     for r in range(num_rows):
         units[r], norms[r] = _quantize_row(x[r], whole[r])
         if units[r] == 0:
             return False
-    estimates = np.empty((num_rows, num_outputs), np.float32)
+    estimates = empty((num_rows, num_outputs), np.float32)
     _estimate(whole, values, estimates, workers)
-    most = np.empty((num_rows, num_outputs // PANEL), np.float32)
-    least = np.empty((workers, num_rows), np.float32)
+    most = empty((num_rows, num_outputs // PANEL), np.float32)
+    least = empty((workers, num_rows), np.float32)
     _bound(estimates, scales, slack, units, norms, masks, most, least, workers)
     for worker in range(1, workers):
         for r in range(num_rows):
             least[0, r] = max(least[0, r], least[worker, r])
-    widths = np.zeros(num_rows, np.float32)
+    widths = zeros((num_rows,), np.float32)
     if softcap > 0:
         for r in range(num_rows):
             if not least[0, r] >= 0:  # Why: below 0 the slope is another
                 return False
             widths[r] = _tie_width(np.max(most[r]), softcap)
             least[0, r] -= widths[r]
-    found = np.empty((workers, num_rows), np.int64)
-    best = np.empty((workers, num_rows), np.float32)
-    second = np.empty((workers, num_rows), np.float32)
+    found = empty((workers, num_rows), np.int64)
+    best = empty((workers, num_rows), np.float32)
+    second = empty((workers, num_rows), np.float32)
     _look(x, w, bias, masks, most, least[0], found, best, second, workers)
     for r in range(num_rows):
         ids[r], largest[r], other = found[0, r], best[0, r], second[0, r]

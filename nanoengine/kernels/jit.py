@@ -1,4 +1,4 @@
-"""compiled: numba's njit with the options that all kernels share, and a cache that knows them all.
+"""compiled: numba's compiler with the options that all kernels share, and a cache that knows them.
 
 numba keeps compiled code on disk and looks at the file of a function alone to tell whether it is
 still good. A kernel that calls one of another file would keep that one's old code, so here the code
@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from numba import njit
 from numba.core.caching import FunctionCache
 
 from nanoengine.kernels.isa import CURRENT
+from nanoengine.kernels.linking import Kernel, Part
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +34,35 @@ def stamp(room: Path) -> str:
     return digest.hexdigest()
 
 
-def compiled(*, fastmath: Collection[str], parallel: bool = False) -> Callable[..., Any]:
+def compiled(
+    *, fastmath: Collection[str], parallel: bool = False, part: bool = False
+) -> Callable[..., Any]:
     """Compiles the function at its first call and keeps the code on disk, where that can be.
+
+    What has an underscore before its name is called by compiled code only.
 
     Args:
         fastmath: LLVM's flags. None of ours has "nnan" or "ninf": a row with NaN or infinity must
             come out as NaN, there and only there.
         parallel: `prange` runs on all threads.
+        part: written into each kernel that calls it, and compiled with that. For what is called
+            in loops.
     """
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        kernel = njit(
-            function,
-            nogil=True,
-            error_model="numpy",
-            fastmath=set(fastmath),
-            parallel=parallel,
-        )
+    def decorate(function: Callable[..., Any]) -> Kernel | Part:
+        options = {
+            "nopython": True,
+            "nogil": True,
+            "boundscheck": None,
+            "error_model": "numpy",
+            "fastmath": set(fastmath),
+            "parallel": parallel,
+            "no_cfunc_wrapper": True,
+            "no_cpython_wrapper": part or function.__qualname__.startswith("_"),
+        }
+        if part:
+            return Part(function, options)
+        kernel = Kernel(function, options)
         try:
             kernel._cache = KernelCache(function)
         except RuntimeError:  # Why: numba's way to say that it may write nowhere.
@@ -99,9 +111,9 @@ class KernelCache(FunctionCache):
 
 @functools.cache
 def _tell(directory: str) -> None:
-    """Once in a process that compiles anything: half a minute of silence looks like a hang."""
+    """Once in a process that compiles anything: ten seconds of silence look like a hang."""
     log.warning(
-        "compiling kernels for this CPU (%s): once, about half a minute; the code is kept in %s",
+        "compiling kernels for this CPU (%s): once, some ten seconds; the code is kept in %s",
         CURRENT.name,
         directory,
     )
@@ -111,8 +123,8 @@ def _tell(directory: str) -> None:
 def _warn(reason: str) -> None:
     """Once for each reason."""
     log.warning(
-        "compiled kernels can't be read or kept: %s. They are compiled now, which takes about a"
-        " minute at each start unless NUMBA_CACHE_DIR names a directory that you, and only you, can"
-        " write",
+        "compiled kernels can't be read or kept: %s. They are compiled now, which takes some ten"
+        " seconds at each start unless NUMBA_CACHE_DIR names a directory that you, and only you,"
+        " can write",
         reason,
     )

@@ -1,0 +1,178 @@
+"""Kernel and Part: compiled functions, and what is linked into the functions that call them.
+
+A kernel is machine code with a name, once on the disk and once in a process, and others call it by
+that name. A part is written into each kernel that calls it. numba by itself does both with every
+function: it writes and optimizes machine code for it, and puts a copy into each caller, which is
+optimized again with the caller, and with the caller's callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import binding
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
+
+
+class Kernel(CPUDispatcher):
+    """A function whose code is there once."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(function, targetoptions=options, pipeline_class=StepsOfKernel)
+        KERNELS[self.place] = self
+
+    @property
+    def place(self) -> str:
+        """Its module and name."""
+        return f"{self.py_func.__module__}.{self.py_func.__qualname__}"
+
+    @property
+    def _is_inner(self) -> bool:
+        """Whether numba has written nothing that turns Python's objects into its arguments."""
+        return bool(self.targetoptions["no_cpython_wrapper"])
+
+    def compile(self, sig: Any) -> Any:
+        """Loads or compiles the code for these types.
+
+        Why without garbage collection: it walks the compiler's many objects, an eighth of the time.
+        """
+        with _no_collection():
+            return super().compile(sig)
+
+    def add_overload(self, cres: Any) -> None:
+        """Keeps the code for these types, and has callers link a reference to it."""
+        if self._is_inner:
+            self.overloads[tuple(cres.signature.args)] = cres
+        else:
+            super().add_overload(cres)
+        self.targetctx.remove_user_function(cres.entry_point)
+        reference = Reference(self, cres)
+        self.targetctx.insert_user_function(cres.entry_point, cres.fndesc, [reference])
+
+    def _compile_for_args(self, *args: Any, **kws: Any) -> Any:
+        if self._is_inner:
+            raise TypeError(f"{self.place} is called by compiled code only")
+        return super()._compile_for_args(*args, **kws)
+
+
+class Part(CPUDispatcher):
+    """A function whose code is there in each kernel that calls it, and nowhere else."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(function, targetoptions=options, pipeline_class=StepsOfPart)
+
+    def add_overload(self, cres: Any) -> None:
+        """Keeps what callers link. `object()` stands for machine code, of which there is none."""
+        cres = cres._replace(entry_point=object())
+        self.overloads[tuple(cres.signature.args)] = cres
+        self.targetctx.insert_user_function(cres.entry_point, cres.fndesc, [cres.library])
+
+    def _compile_for_args(self, *args: Any, **kws: Any) -> Any:
+        raise TypeError(f"{self.py_func.__qualname__} is a part of kernels, which alone call it")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class StepsOfKernel(Compiler):
+    """numba's steps, for code whose name follows from the function and its types.
+
+    numba adds how many functions the process has compiled so far. Code on the disk that calls this
+    one would not find it when another process has compiled it again.
+    """
+
+    def _compile_bytecode(self) -> Any:
+        function = self.state.func_id
+        function.unique_id = zlib.crc32(function.code.co_code)
+        self.state.library = Code(self.state.targetctx.codegen(), function.func_qualname)
+        self.state.library.enable_object_caching()
+        return super()._compile_bytecode()
+
+
+class StepsOfPart(Compiler):
+    """numba's steps but the last, which makes the code ready to be run."""
+
+    def _compile_bytecode(self) -> Any:
+        self.state.flags.no_compile = True
+        self.state.library = Text(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        return super()._compile_bytecode()
+
+
+class Code(JITCodeLibrary):
+    """numba's container of the code of a kernel and its parts.
+
+    Nobody links it, so what is kept on the disk for that is the functions' names.
+    """
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        """Nothing, for all is optimized together in the end."""
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _get_module_for_linking(self) -> binding.ModuleRef:
+        self._ensure_finalized()
+        text = str(self._codegen._create_empty_module("names"))
+        for function in self.get_defined_functions():
+            text += f'define void @"{function.name}"() {{ unreachable }}\n'
+        return binding.parse_assembly(text)
+
+
+class Text(JITCodeLibrary):
+    """numba's container of the code of a part: as it was written, for its kernels to optimize."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+class Reference:
+    """What a caller links in place of a kernel's code: nothing, since the code's name is enough.
+
+    The code must be there when the caller's is loaded, so what is kept of the caller on the disk
+    says which kernels it needs.
+    """
+
+    def __init__(self, kernel: Kernel, cres: Any) -> None:
+        self._codegen = cres.library.codegen
+        need = kernel.place, cres.signature.args, cres.fndesc.llvm_func_name
+        self._reload_init = {functools.partial(_bring, *need)}
+
+    def _ensure_finalized(self) -> None:
+        pass
+
+    def _get_module_for_linking(self) -> binding.ModuleRef:
+        return binding.parse_assembly(str(self._codegen._create_empty_module("reference")))
+
+
+KERNELS: dict[str, Kernel] = {}
+"""By module and name: the last of that name."""
+
+
+def _bring(place: str, types: tuple[Any, ...], name: str) -> None:
+    """Loads or compiles a kernel for these types, whose code a caller on the disk calls `name`.
+
+    Raises:
+        LookupError: it has another name. Why now: the process would end where it is not found.
+    """
+    KERNELS[place].compile(types)
+    if KERNELS[place].overloads[types].fndesc.llvm_func_name != name:
+        raise LookupError(f"{place} is another function than it was")
