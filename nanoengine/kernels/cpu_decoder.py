@@ -6,11 +6,9 @@
 Some families have norms behind o and down too, or only there (`LayerPlan.norms`). Where the MLP is
 another than the gated one, the call ends before it.
 
-Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Why
-one function, not one of halves: numba optimizes all code below a function with it, so that each
-level costs seconds at the first start. Each kernel is the one that the layer's parts call by
-themselves, so the results are the same bit for bit; the readable form is `DecoderLayer.forward`,
-`tests/layers/test_cpu_decoder.py` compares them.
+Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each
+kernel is the one that the layer's parts call by themselves, so the results are the same bit for bit;
+the readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` compares them.
 
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
 named ones. A weight is a tuple too, whose form says what it is:
