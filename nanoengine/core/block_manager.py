@@ -289,17 +289,21 @@ class BlockManager:
 
         Right after `may_append`: the block under way is then this sequence's alone. Its last slot
         is left out, because it makes the block full, also where refused drafts have left empty
-        blocks behind it. A window drops blocks as it moves, so it asks; a state that was left
+        blocks behind it. Where steps overlap, a block that is full waits a step for its last token,
+        and is indexed then. A window drops blocks as it moves, so it asks; a state that was left
         behind is dropped once.
         """
         if self._drops_each_step:
+            return 0
+        num_full = seq.num_computed_tokens // self.block_size
+        if num_full > seq.num_registered_blocks and self.prefix_cache.enabled:
             return 0
         if self._has_states:
             group, computed = self.layout.groups[-1], seq.num_computed_tokens
             dropped = num_dropped_blocks(group, computed, self.block_size)
             if dropped > seq.num_dropped_blocks[-1]:
                 return 0
-        num_blocks = seq.num_computed_tokens // self.block_size + 1
+        num_blocks = num_full + 1
         for table in seq.block_tables:  # Perf: 0.1 us less than `min(num_blocks, *map(len, ...))`.
             if len(table) < num_blocks:
                 num_blocks = len(table)

@@ -244,3 +244,19 @@ def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly(
     for left in (9, 8, 7):
         manager.pool.allocate(2)
         assert cached(manager, [*range(20), 30]) == 2 * left
+
+
+def test_a_full_block_whose_last_token_is_not_known_yet_is_asked_for_again():
+    """Where steps overlap. Behind it lay a block that refused drafts had left, so that a decode with
+    the shortcut indexed it as late as when that was full."""
+    manager = make_manager(block_size=4)
+    seq = make_sequence([1, 2, 3])
+    admit(manager, seq)
+    compute(manager, seq)
+    assert manager.may_append(seq, 3)  # a token and two drafts
+    seq.num_computed_tokens = 4
+    manager.prefix_cache.register(seq)
+    assert manager.slots_ready_until(seq) == 0
+    seq.token_ids.append(4)
+    manager.prefix_cache.register(seq)
+    assert manager.slots_ready_until(seq) == 7
