@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from nanoengine.checks import checked, shown
 from nanoengine.errors import RequestError
 from nanoengine.structured_outputs import StructuredOutputs
 from nanoengine.vllm_names import SAMPLING_PARAMS, translate
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 MOST_COMPLETIONS = 16_384
 """Of one prompt: each is a sequence in memory, and a row of a file may ask for any number."""
@@ -42,14 +45,16 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set whose probability reaches p, in (0, 1].
         min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1].
-        repetition_penalty: > 1 discourages tokens of prompt and output (divides positive logits).
+        repetition_penalty: > 1 discourages tokens of prompt and output (divides positive logits);
+            in [1e-9, 1e9].
         presence_penalty: subtracted once for each token of the output so far, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output so far, in [-2, 2].
         seed: in [0, 2**63); makes the result a function of (seed, position, logits) alone. None
             draws one from the engine's seed and the key of the prompt's Row, or its order of
             arrival.
         max_tokens: most tokens to generate; None means up to `max_model_len`.
-        min_tokens: EOS and stop ids can't be sampled before this many tokens.
+        min_tokens: EOS and stop ids can't be sampled before this many tokens; an EOS id behind a
+            complete structured output can.
         stop: strings that end the generation; the text is cut before the match.
         stop_token_ids: further ids that end the generation.
         include_stop_str_in_output: keep the matched stop string in the text.
@@ -151,7 +156,7 @@ class SamplingParams:
             ("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "greater than 0"),
+            ("repetition_penalty", 1e-9 <= self.repetition_penalty <= 1e9, "in [1e-9, 1e9]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None"),
@@ -173,8 +178,12 @@ class SamplingParams:
 
     def _check_texts_and_ids(self) -> None:
         for name in ("stop", "bad_words"):
-            if "" in (getattr(self, name) or ()):
-                raise RequestError(f"{name} must hold non-empty strings, got ''")
+            for text in getattr(self, name) or ():
+                if not text or SURROGATE.search(text):
+                    raise RequestError(
+                        f"{name} must hold non-empty strings without lone surrogates, which no"
+                        f" output has, got {shown(text)}"
+                    )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 if token_id < 0:
