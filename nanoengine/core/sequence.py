@@ -113,7 +113,9 @@ class Sequence:
         self.params = params
         self.order = (request.priority, request.arrival, self.index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        # Why 0: before min_tokens only a grammar lets an EOS id be sampled, behind a complete text.
+        min_tokens = 0 if params.structured_outputs is not None else params.min_tokens
+        self.min_num_tokens = self.num_prompt_tokens + min_tokens
         self.logprobs = [] if params.logprobs is not None else None
         self.follower = request.make_follower(self.index) if request.make_follower else None
 

@@ -358,6 +358,18 @@ def test_a_stop_id_counts_from_the_last_of_min_tokens_on(loop, min_tokens, lengt
     assert (seq.output_token_ids, seq.finish_reason) == ([0] * length, "stop")
 
 
+@LOOPS
+def test_an_eos_id_ends_a_structured_output_before_min_tokens(loop):
+    """It was filled with EOS ids: behind a complete text nothing else can be sampled."""
+    engine = make_engine()
+    fake(engine).sample = lambda prefix, seed: 0  # EOS, always
+    asked = params(9, min_tokens=5, structured_outputs={"choice": ["x"]})
+    request = engine.add_request("a", [1, 2], asked)
+    loop(engine)
+    (seq,) = request.sequences
+    assert (seq.output_token_ids, seq.finish_reason) == ([0], "stop")
+
+
 class StopAfter:
     """A follower that ends its sequence at the n-th token."""
 

@@ -402,6 +402,7 @@ def test_other_parameters_choose_within_the_grammar() -> None:
             assert completion.finish_reason == reason
             assert completion.text == (text or "")
             assert (output.error is not None) == (reason == "error")
+        assert len(outputs[2].outputs[0].token_ids) == len("yes") + 1, "no more EOS ids"
 
 
 # --- no feature shows -----------------------------------------------------------------------------
