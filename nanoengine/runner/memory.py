@@ -182,11 +182,11 @@ def _max_model_len(
     else:  # a window may hold far less than the length: the scheduler judges each request
         tokens = context_len if num_blocks > len(groups) else 0
     if (asked or 2) > tokens:
+        lower = f"the largest that fits is {tokens}: lower max_model_len, or " if tokens > 1 else ""
         raise ConfigError(
             f"max_model_len={asked or context_len} does not fit the KV cache: {num_blocks} blocks"
-            f" of {block_size} tokens (one is the null block); the largest that fits is"
-            f" {max(tokens, 0)}: lower max_model_len, or raise num_kv_blocks, kv_cache_gib or"
-            " memory_fraction"
+            f" of {block_size} tokens (one is the null block); {lower}raise num_kv_blocks,"
+            " kv_cache_gib or memory_fraction"
         )
     return asked or min(context_len, tokens)
 

@@ -120,6 +120,8 @@ def test_too_little_memory_names_the_longest_sequence_that_fits():
     options = {"num_kv_blocks": 5, "block_size": 8}
     with pytest.raises(ConfigError, match="the largest that fits is 32: lower max_model_len"):
         make_engine(checkpoint("qwen3"), max_model_len=33, **options)
+    with pytest.raises(ConfigError, match=r"\(one is the null block\); raise num_kv_blocks"):
+        make_engine(checkpoint("qwen3"), kv_cache_gib=1e-6)
     engine = make_engine(checkpoint("qwen3"), max_model_len=32, **options)
     (request,) = run(engine, [[5] * 20], greedy(12))
     assert len(request.sequences[0].token_ids) == 32
