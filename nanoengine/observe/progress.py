@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from nanoengine.checks import check_value
+from nanoengine.errors import RequestError
+
 if TYPE_CHECKING:
     from nanoengine.core.plan import StepPlan, StepResult
     from nanoengine.core.scheduler import Scheduler
@@ -70,8 +73,11 @@ def showing(
 
     Args:
         progress: True: tqdm's; False: none; else what makes one, with tqdm's keywords.
+
+    Raises:
+        RequestError: it is none of these.
     """
-    if not progress:
+    if not check_value(progress, bool | Callable, "use_tqdm", RequestError):
         yield
         return
     make_bar = progress if callable(progress) else None

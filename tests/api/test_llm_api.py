@@ -358,6 +358,17 @@ def test_the_progress_bar_counts_requests_and_speed(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("wrong", ["no", None, 1])
+def test_what_is_neither_a_flag_nor_a_bar_is_refused(llm: LLM, wrong: Any) -> None:
+    """A "no" was a yes."""
+    told = "use_tqdm must be True, False or a function, got"
+    with pytest.raises(RequestError, match=told):
+        llm.generate("one", LONG, use_tqdm=wrong)
+    with pytest.raises(RequestError, match=told):
+        list(llm.stream("one", LONG, use_tqdm=wrong))
+    assert_idle(llm)
+
+
 # --- chat -----------------------------------------------------------------------------------------
 
 
