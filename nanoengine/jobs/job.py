@@ -172,7 +172,15 @@ class Job:
         return log
 
     def _open_error_log(self) -> Log | PipeLog:
-        return self._log if self.options.errors is None else self._open_log(self.options.errors)
+        name, path = self.options.errors, self._paths.errors_manifest
+        if name is None or path is None:
+            return self._log
+        log = self._open_log(name)
+        owner = manifests.load(path) if isinstance(log, Log) else None
+        # Why: of two jobs that shared one, each took the other's rows for its own.
+        if owner is not None and owner.get("errors_of") != self._paths.errors_of:
+            raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
+        return log
 
     def _survey(self) -> int | None:
         if self.options.strict or all(one.name != STDIN for one in self.inputs):
@@ -222,6 +230,9 @@ class Job:
             now["created"] = self.created = before["created"]
         else:
             paths.runs.unlink(missing_ok=True)  # of another job
+        if len(self._logs) > 1 and not paths.errors_manifest.exists():
+            facts = {"format": manifests.FORMAT, "errors_of": paths.errors_of}
+            manifests.save(paths.errors_manifest, facts)
         if before != now:
             manifests.save(paths.manifest, now)
         if options.retry_errors:

@@ -36,6 +36,8 @@ class Paths:
         table_log: the records of which a table is made.
         manifest: says what job the output is of.
         runs: says which rows run.
+        errors_manifest: says of which output the file of errors is, namely `errors_of`; None: there
+            is no such file.
 
     Raises:
         ConfigError: one of them is a directory.
@@ -48,6 +50,13 @@ class Paths:
             for what in ("jsonl", "json", "runs")
         )
         self._errors = None if errors is None else real_path(errors)
+        self.errors_manifest: Path | None = None
+        if self._errors is not None:
+            self.errors_manifest = self._errors.with_name(f"{self._errors.name}.job.json")
+            # Why from there: both files may be moved together.
+            self.errors_of = os.path.relpath(
+                os.path.realpath(self.output), os.path.realpath(self._errors.parent)
+            )
         named = {"--output": output, "--errors": errors, "--summary-json": summary_json}
         self._named = {
             option: real_path(name)
@@ -58,7 +67,8 @@ class Paths:
     def check(self, inputs: Iterable[Input]) -> None:
         """Raises ConfigError if a file is written that is read, or written for something else."""
         files = [one.name for one in inputs if one.name != STDIN]
-        taken = {os.path.realpath(path) for path in (self.table_log, self.manifest, self.runs)}
+        own = (self.table_log, self.manifest, self.runs, self.errors_manifest)
+        taken = {os.path.realpath(path) for path in own if path is not None}
         for one in files:
             if os.path.realpath(one) in taken:
                 raise ConfigError(f"input {one!r} is a file of the job: name another output")
@@ -72,6 +82,8 @@ class Paths:
     def is_own(self, name: str) -> bool:
         """Whether a file that a glob has found is of this job, or of one that was moved aside."""
         files = [*self._files(), *self._named.values()]
+        if self.errors_manifest is not None:
+            files.append(self.errors_manifest)
         own = [*files, *(path.with_name(f"{path.name}.tmp") for path in files)]
         number = next(filter(str.isdecimal, Path(name).name.split(".")[::-1]), None)
         if number is not None and _numbered(self.manifest, self.output, number).exists():

@@ -175,7 +175,7 @@ def _read(one: Input, max_row_bytes: int) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         if one.form == "parquet":
-            yield from _table_rows(one.name)
+            yield from _table_rows(one.name, max_row_bytes)
             return
         with open_input(one) as file:
             lines = BoundedLines(file, max_row_bytes)
@@ -350,7 +350,8 @@ def _csv_rows(
         yield first, failure
 
 
-def _table_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
+    """Each row; one whose line of JSON would be too long is an error."""
     require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -362,11 +363,18 @@ def _table_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             raise OSError(f"column {twice[0]!r} stands twice")
         try:
             for batch in file.iter_batches(batch_size=TABLE_ROWS):
+                may_be_large = batch.nbytes > max_row_bytes
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    is_large = may_be_large and len(_as_line(row)) > max_row_bytes
+                    yield number, too_large(max_row_bytes) if is_large else row
         except Exception as error:  # Why: a value that Python has not raises anything.
             raise OSError(str(error)) from error
+
+
+def _as_line(row: dict[str, Any]) -> bytes:
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return text.encode(errors="surrogatepass")
 
 
 # --- what is known of the inputs before anything runs ---------------------------------------------

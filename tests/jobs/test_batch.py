@@ -358,6 +358,21 @@ def test_parquet_and_zstd(batch: Batch) -> None:
     assert [texts(r)[0] for r in batch.records()] == [ANSWERS["one"], ANSWERS["dog"]]
 
 
+@pytest.mark.extra
+def test_rows_of_parquet_are_held_to_the_limit_of_lines(batch: Batch) -> None:
+    """They were not measured. A column of categories has all of them in memory with each row."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    texts_ = pyarrow.array(["one", "dog " * 9999, "dog"])
+    table = pyarrow.table({"prompt": texts_.dictionary_encode(), "id": [1, 2, 3]})
+    parquet.write_table(table, batch.directory / "in.parquet")
+    assert batch.run(batch.directory / "in.parquet", "--max-row-mib", "0.03", *GREEDY) == 1
+    found = batch.by_row()
+    assert found[1]["error"]["code"] == "row_too_large"
+    assert [texts(found[row])[0] for row in (0, 2)] == [ANSWERS["one"], ANSWERS["dog"]]
+
+
 def test_what_needs_pyarrow_says_which_extra_has_it(batch: Batch, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     source = batch.write(["one"])
@@ -850,6 +865,18 @@ def test_one_file_is_not_written_for_two_things(batch: Batch, option: str, name:
     assert batch.run(manifest) == 2
     assert "is a file of the job" in batch.told
     assert manifest.read_bytes() == b'"one"\n'
+
+
+def test_two_jobs_share_no_file_of_errors(batch: Batch, monkeypatch: Any) -> None:
+    """The second was taken while it was empty; then each took the other's rows for its own."""
+    monkeypatch.chdir(batch.directory)
+    good, bad = batch.write(["one"], "good.jsonl"), batch.write([{"no": 1}], "bad.jsonl")
+    assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
+    for output in ("b.jsonl", "/dev/null"):
+        assert batch.run(bad, "--errors", "e.jsonl", output=output) == 2
+        assert "--errors 'e.jsonl' is of another job, see e.jsonl.job.json" in batch.told
+    assert not (batch.directory / "b.jsonl").exists()
+    assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
 
 
 def test_errors_beside_a_pipe_need_a_file_of_their_own(batch: Batch) -> None:
