@@ -226,13 +226,10 @@ class DraftModel:
 
     priors = (0.6,)
     always = True  # Why: it follows each plan, whose tokens it must know.
+    only_for = None
 
     def __init__(self, runner: DraftedRunner, manager: BlockManager, k: int) -> None:
         self.runner, self.manager, self.k = runner, manager, k
-
-    def is_idle(self) -> bool:
-        """Never: it follows each plan."""
-        return False
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """A draft model always has something to say."""

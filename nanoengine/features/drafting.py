@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -58,14 +58,13 @@ class Guess(NamedTuple):
 class Drafter(Protocol):
     """Knows what may come next. `priors`: for each kind, how often its guesses are right at first.
 
-    `always`: it must be asked before each step, and be told all tokens.
+    `always`: it must be asked before each step, and be told all tokens. `only_for`: rows that it
+    could guess for, None meaning all; while there are none, nothing need be asked or measured.
     """
 
     priors: SequenceOf[float]
     always: bool
-
-    def is_idle(self) -> bool:
-        """True where it could guess for nobody, so that nothing need be asked or measured."""
+    only_for: Collection[int] | None
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """What it could draft for each sequence."""
@@ -251,7 +250,7 @@ class Drafting:
         nothing for so long that it looks only now and then."""
         if self.drafter.always:
             return True
-        if self.drafter.is_idle():
+        if self.drafter.only_for is not None and not self.drafter.only_for:
             return False
         # Why two in a row: the overlapped loop asks before the last step is committed, and after.
         return not self._is_asleep or self._num_without % MOST_ASLEEP < 2
@@ -368,7 +367,7 @@ class Drafting:
         if getattr(scheduler, "last_finished", None):
             self._tracked = {i: t for i, t in self._tracked.items() if not t.seq.is_finished}
             self.drafter.forget_ended()
-        if self.drafter.is_idle():
+        if self.drafter.only_for is not None and not self.drafter.only_for:
             return
         num_drafts = 0
         if plan.draft_token_ids:

@@ -20,10 +20,7 @@ class NoDrafter:
 
     priors = ()
     always = False
-
-    def is_idle(self) -> bool:
-        """It is."""
-        return True
+    only_for = ()
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """Nothing for anybody."""
@@ -51,11 +48,8 @@ class ForcedTokens:
         self.sampler, self.other = sampler, other
         self.priors = (*other.priors, 0.95)
         self.always = other.always
+        self.only_for = None if other.only_for is None else sampler.forcing
         self._found: dict[int, tuple[int, ...]] = {}  # by row
-
-    def is_idle(self) -> bool:
-        """Where no row has a grammar, and the other one is."""
-        return not self.sampler.forcing and self.other.is_idle()
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """What is forced on each sequence, else the other drafter's guess."""

@@ -82,6 +82,7 @@ class NgramDrafter:
     """
 
     always = False
+    only_for = None
     priors = (0.1, 0.3, 0.55, 0.75, 0.9)
     """Acceptance to begin with, by kind: matches of 1, 2, 4, 8, 16 tokens and more."""
 
@@ -92,10 +93,6 @@ class NgramDrafter:
         self._prompts: dict[Request, NgramIndex] = {}
         self._outputs: dict[int, tuple[Sequence, NgramIndex]] = {}
         self._found: dict[int, int] = {}
-
-    def is_idle(self) -> bool:
-        """Never: any text may repeat."""
-        return False
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """Finds each sequence's last tokens in what stands before them."""

@@ -345,9 +345,11 @@ class ModelRunner:
             if not plan.draft_token_ids:
                 self.rows.keep(lines, sampled.token_ids)
             tensors += self._await_tokens(plan, step, lines, sampled)
-        step.scored_entries, scores = self.prompt_scorer.score(plan, scored, scoring)
+        if len(scoring):
+            step.scored_entries, scores = self.prompt_scorer.score(plan, scored, scoring)
+            tensors += scores
         watch.mark()
-        return tensors + scores
+        return tensors
 
     def _run_decodes(
         self, plan: StepPlan, step: LaunchedStep, started: float
@@ -393,12 +395,13 @@ class ModelRunner:
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.released:
             self.sampler.release(row)
+            self.prompt_scorer.release(row)
         for new in plan.admitted:
             self.sampler.admit(new)
+            self.prompt_scorer.admit(new)
         for fork in plan.forks:
             self.sampler.fork(fork)
         self.rows.update(plan)
-        self.prompt_scorer.update(plan)
         if self._graphed is not None:
             self._graphed.step.update(plan)
         for row, position, _ in plan.chosen_tokens:

@@ -276,15 +276,14 @@ def _wanted_logits(
     num_logits = np.array(plan.num_logits, np.int64)
     skipped, num_scored = scored
     scoring, _ = _ranges(ends - counts + skipped, num_scored)
-    _lend_ends(plan, ends)
+    if plan.forks:
+        _lend_ends(plan, ends)
     sampling, entries = _ranges(ends - num_logits, num_logits)
     return np.concatenate((sampling, scoring)), entries, ends[entries] - sampling
 
 
 def _lend_ends(plan: StepPlan, ends: Ints) -> None:
     """A fork of this step computes nothing: it samples from its parent's last position."""
-    if not plan.forks:
-        return
     entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
     for fork in plan.forks:
         child = entry_of_row.get(fork.row)

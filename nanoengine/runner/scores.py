@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from nanoengine.core.plan import StepPlan, TokenLogprob
+from nanoengine.core.plan import AdmittedSequence, StepPlan, TokenLogprob
 from nanoengine.runner.row_buffers import Ints, RowBuffers
 from nanoengine.runner.sampling_ops import line_chunks, top_candidates, widen
 from nanoengine.runner.transfers import ship
@@ -75,14 +75,16 @@ class PromptScorer:
         # row -> top ones, first position that is scored, prompt tokens
         self._asked: dict[int, tuple[int, int, int]] = {}
 
-    def update(self, plan: StepPlan) -> None:
-        """Notes which rows ask, and forgets those that a plan releases."""
-        for row in plan.released:
-            self._asked.pop(row, None)
-        for new in plan.admitted:
-            num_top, first = new.params.prompt_logprobs, new.params.first_scored_position
-            if num_top is not None:
-                self._asked[new.row] = num_top, first, new.num_prompt_tokens
+    def admit(self, sequence: AdmittedSequence) -> None:
+        """Notes whether a row asks."""
+        params = sequence.params
+        if params.prompt_logprobs is not None:
+            asked = params.prompt_logprobs, params.first_scored_position, sequence.num_prompt_tokens
+            self._asked[sequence.row] = asked
+
+    def release(self, row: int) -> None:
+        """Forgets a row."""
+        self._asked.pop(row, None)
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints]:
         """Which positions of each entry are followed by a prompt token to be scored.

@@ -26,6 +26,7 @@ class Machine:
     """A drafter whose drafts are right with chance `accept`, and a step that takes `cost(rows)`."""
 
     always = False
+    only_for = None
     priors = (0.5, 0.5)
 
     def __init__(
@@ -57,9 +58,6 @@ class Machine:
             for i in range(num_rows)
         ]
         self.drafting = Drafting(drafter=self, overlapped=overlapped, clock=lambda: self.now)
-
-    def is_idle(self):
-        return False
 
     def look(self, sequences):
         self.looks += len(sequences)

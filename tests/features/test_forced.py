@@ -91,10 +91,7 @@ class Marked(Dictation):
 
 def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
     class Other:
-        priors, always = (0.3, 0.4), False
-
-        def is_idle(self):
-            return False
+        priors, always, only_for = (0.3, 0.4), False, None
 
         def look(self, sequences):
             return [Guess(5, 1) for _ in sequences]

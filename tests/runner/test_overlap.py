@@ -391,7 +391,8 @@ def test_streams_and_stop_strings_are_the_same_in_both_loops(kind):
 
 
 def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeypatch):
-    engine = engines.make_engine(checkpoint("qwen3"), overlap=True, block_size=8, num_kv_blocks=40)
+    options = {"block_size": 8, "num_kv_blocks": 40, "long_prefill_threshold": 4}
+    engine = engines.make_engine(checkpoint("qwen3"), overlap=True, **options)
     runner = engine.executor
     expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
     places = (runner, "_run_batch"), (runner.prompt_scorer, "score"), (runner, "_await_tokens")
