@@ -247,8 +247,8 @@ def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly(
 
 
 def test_a_full_block_whose_last_token_is_not_known_yet_is_asked_for_again():
-    """Where steps overlap. Behind it lay a block that refused drafts had left, so that a decode with
-    the shortcut indexed it as late as when that was full."""
+    """Where steps overlap. With a block behind it that refused drafts had left, it was indexed when
+    that one was full too."""
     manager = make_manager(block_size=4)
     seq = make_sequence([1, 2, 3])
     admit(manager, seq)
