@@ -7,8 +7,8 @@ Some families have norms behind o and down too, or only there (`LayerPlan.norms`
 another than the gated one, the call ends before it.
 
 Why one call: each kernel called from Python costs it about 10 us, and a layer is nine of them. Each
-kernel is the one that the layer's parts call by themselves, so the results are the same bit for bit;
-the readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` compares them.
+is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
+readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` compares them.
 
 Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
 named ones. A weight is a tuple too, whose form says what it is:
