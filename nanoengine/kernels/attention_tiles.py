@@ -23,11 +23,10 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from nanoengine.kernels.cpu_linear import rounded
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.emit import I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.tiles import BFloat
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 
@@ -42,18 +41,9 @@ VECTOR_BYTES = CURRENT.vector_bits // 8
 # had another order, and results other bits, for vectors of another width.
 FASTMATH = ("contract", "nsz")
 
-I32 = ir.IntType(32)
-
 
 class CacheTile(Emit):
     """Writes what tiles do with lines of the cache: floats, or words of two bfloat16 numbers."""
-
-    def __init__(self, context, builder, real, bits=CURRENT.vector_bits):
-        super().__init__(context, builder, real, bits)
-        self.words = ir.VectorType(I32, self.width)
-
-    def every(self, number):
-        return ir.Constant(self.words, [number] * self.width)
 
     def line(self, pointer, *, paired, dots, mask):
         """The vectors that a row's numbers are multiplied with, one after the other."""
@@ -64,12 +54,6 @@ class CacheTile(Emit):
             pairs = self.builder.and_(pairs, self.every(mask))
         return [pairs] if dots and HAS_DOTS else self.halves(pairs)
 
-    def halves(self, pairs):
-        """The first and the second number of each pair, as floats."""
-        first = self.builder.and_(pairs, self.every(0xFFFF0000))
-        second = self.builder.shl(pairs, self.every(16))
-        return [self.builder.bitcast(bits, self.vector) for bits in (first, second)]
-
     def numbers(self, pointer, turn, *, paired, dots):
         """A row's numbers of a turn, each in all lanes."""
         if dots:
@@ -79,15 +63,6 @@ class CacheTile(Emit):
         count = 2 if paired else 1
         first = self.builder.mul(turn, turn.type(count))
         return [self.broadcast(self.at(pointer, first, turn.type(j))) for j in range(count)]
-
-    def add_product(self, total, number, numbers):
-        """total + number * numbers: of floats with one rounding, of pairs with one each."""
-        if number.type == self.vector:
-            return self.fma(number, numbers, total)
-        kind = ir.VectorType(BFloat(), 2 * self.width)
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
-        pairs = [self.builder.bitcast(x, kind) for x in (number, numbers)]
-        return self.call(name, self.vector, total, *pairs)
 
     def exp2(self, x):
         """2 ** x for x <= 0, exactly 0 where it is far below normal numbers; NaN stays NaN."""
@@ -105,13 +80,6 @@ class CacheTile(Emit):
             value = self.fma(value, fraction, self.constant(coefficient))
         power = build.shl(build.bitcast(shifted, self.words), self.every(23))
         return build.fmul(value, build.bitcast(power, kind))
-
-    def halved(self, vectors, combine):
-        """One vector of several: the first half with the second, until one is left."""
-        while len(vectors) > 1:
-            half = len(vectors) // 2
-            vectors = [combine(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
-        return vectors[0]
 
     def across_rows(self, rows, combine):
         """A vector of a number a row: of each row's lanes the first half with the second, until one

@@ -27,9 +27,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
-from nanoengine.kernels.tiles import FLOAT, I8, I32, I64, LINE, PANEL, new_function, switched
+from nanoengine.kernels.tiles import FLOAT, I8, I64, LINE, PANEL, new_function, switched
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
 I16 = ir.IntType(16)
@@ -68,23 +68,19 @@ class ByteTile(Emit):
     def __init__(self, builder, isa: ISA):
         super().__init__(None, builder, types.Array(types.float32, 1, "C"), isa.byte_bits)
         self.isa = isa
-        self.sums = ir.VectorType(I32, self.width)
         self.pairs = ir.VectorType(I16, 2 * self.width)
         self.bytes = ir.VectorType(I8, 4 * self.width)
         self.vectors = PANEL // self.width  # of a panel
 
-    def every(self, kind, number):
-        return ir.Constant(kind, [number] * kind.count)
-
     def four(self, pointer, offset=0):
         """Four neighbouring bytes, for all lanes."""
         word = self.get(I32, pointer, offset)
-        return self.builder.bitcast(self.splat(word, self.sums), self.bytes)
+        return self.builder.bitcast(self.splat(word, self.words), self.bytes)
 
     def prepared(self, weight):
         """An int8 weight as `add8` takes it."""
         if self.isa.byte_dots == "vpdpbusd":
-            return self.builder.xor(weight, self.every(self.bytes, -128))
+            return self.builder.xor(weight, self.every(-128, self.bytes))
         if self.isa.byte_dots == "vpmaddubsw":
             name, wraps = f"llvm.abs.v{self.bytes.count}i8", ir.IntType(1)(0)
             return self.call(name, self.bytes, weight, wraps), weight
@@ -102,14 +98,14 @@ class ByteTile(Emit):
 
     def dot(self, total, unsigned, signed):
         name = f"llvm.x86.avx512.vpdpbusd.{self.isa.byte_bits}"
-        return self.call(name, self.sums, total, unsigned, signed)
+        return self.call(name, self.words, total, unsigned, signed)
 
     def pairs_of(self, first, second):
         """Neighbouring products added in 16 bits, which they fit; `first` is not below 0 unless the
         dot products are generic."""
         if self.isa.byte_dots == "vpmaddubsw":
             return self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, first, second)
-        build, eight = self.builder, self.every(self.pairs, 8)
+        build, eight = self.builder, self.every(8, self.pairs)
         first, second = (build.bitcast(value, self.pairs) for value in (first, second))
         odd = build.mul(build.ashr(first, eight), build.ashr(second, eight))
         first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
@@ -118,31 +114,31 @@ class ByteTile(Emit):
     def widen(self, pairs):
         """Neighbouring numbers of 16 bits added in 32."""
         if self.isa.byte_dots == "vpmaddubsw":
-            ones = self.every(self.pairs, 1)
-            return self.call("llvm.x86.avx2.pmadd.wd", self.sums, pairs, ones)
-        build, half = self.builder, self.every(self.sums, 16)
-        pairs = build.bitcast(pairs, self.sums)
+            ones = self.every(1, self.pairs)
+            return self.call("llvm.x86.avx2.pmadd.wd", self.words, pairs, ones)
+        build, half = self.builder, self.every(16)
+        pairs = build.bitcast(pairs, self.words)
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
     def low_nibbles(self, both):
         """The low halves of bytes, each as a byte."""
-        return self.builder.and_(both, self.every(self.bytes, 15))
+        return self.builder.and_(both, self.every(15, self.bytes))
 
     def high_nibbles(self, both):
         """The high halves."""
         words = self.builder.bitcast(both, self.pairs)
-        high = self.builder.lshr(words, self.every(self.pairs, 4))
+        high = self.builder.lshr(words, self.every(4, self.pairs))
         return self.low_nibbles(self.builder.bitcast(high, self.bytes))
 
     def add16(self, total, weight, value):
         """total + neighbouring products of 16-bit numbers."""
         if self.isa.byte_dots == "vpdpbusd":
             name = f"llvm.x86.avx512.vpdpwssd.{self.isa.byte_bits}"
-            return self.call(name, self.sums, total, weight, value)
-        build, half = self.builder, self.every(self.sums, 16)
+            return self.call(name, self.words, total, weight, value)
+        build, half = self.builder, self.every(16)
         if self.isa.byte_dots == "vpmaddubsw":
-            return build.add(total, self.call("llvm.x86.avx2.pmadd.wd", self.sums, weight, value))
-        weight, value = (build.bitcast(number, self.sums) for number in (weight, value))
+            return build.add(total, self.call("llvm.x86.avx2.pmadd.wd", self.words, weight, value))
+        weight, value = (build.bitcast(number, self.words) for number in (weight, value))
         odd = build.mul(build.ashr(weight, half), build.ashr(value, half))
         weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
         return build.add(total, build.add(build.mul(weight, value), odd))
@@ -184,11 +180,11 @@ def tile8(module, isa: ISA, rows: int, panels: int):
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
     # Why: one row of one panel would wait for its own sums.
     chains = max(1, 4 // (rows * panels * tile.vectors))
-    zero = tile.every(tile.sums, 0)
+    zero = tile.every(0)
     cells = [
         [
             [tile.counter(first if c == 0 else zero) for c in range(chains)]
-            for first in [tile.splat(builder.load(start), tile.sums)] * (tile.vectors * panels)
+            for first in [tile.splat(builder.load(start), tile.words)] * (tile.vectors * panels)
         ]
         for start in tile.rows(starts, I64(1), rows)
     ]
@@ -276,7 +272,7 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
         at = builder.mul(unit, I64(UNIT))
 
         def start_of(row):
-            return tile.splat(builder.load(tile.at(row, unit)), tile.sums)
+            return tile.splat(builder.load(tile.at(row, unit)), tile.words)
 
         for _ in range(UNIT // 8):
             for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
@@ -343,10 +339,7 @@ def tile16(module, isa: ISA, rows: int, panels: int):
     short = ir.VectorType(I8, tile.pairs.count)
     inputs = tile.rows(x, x_stride, rows)
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
-    cells = [
-        [tile.counter(tile.every(tile.sums, 0)) for _ in range(tile.vectors * panels)]
-        for _ in inputs
-    ]
+    cells = [[tile.counter(tile.every(0)) for _ in range(tile.vectors * panels)] for _ in inputs]
 
     def turn(index):
         for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
@@ -357,7 +350,7 @@ def tile16(module, isa: ISA, rows: int, panels: int):
             values = []
             for row in inputs:
                 two = builder.bitcast(tile.at(row, first, I64(2 * pair)), I32.as_pointer())
-                value = tile.splat(builder.load(two, align=2), tile.sums)
+                value = tile.splat(builder.load(two, align=2), tile.words)
                 values.append(builder.bitcast(value, tile.pairs))
             for i in range(tile.vectors * panels):
                 at = LINE // 2 * pair + i % tile.vectors * short.count

@@ -13,6 +13,21 @@ from numba.core import cgutils
 
 from nanoengine.kernels.isa import CURRENT
 
+I32 = ir.IntType(32)
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
 
 class Emit:
     """Writes the vector instructions of one register tile, `bits` a vector."""
@@ -22,6 +37,7 @@ class Emit:
         scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
         self.vector = ir.VectorType(scalar, bits // array_type.dtype.bitwidth)
         self.scalar, self.width = self.vector.element, self.vector.count
+        self.words = ir.VectorType(I32, self.width)
         self.suffix = f"v{self.width}f{array_type.dtype.bitwidth}"
         self.align = array_type.dtype.bitwidth // 8
 
@@ -132,17 +148,27 @@ class Emit:
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, [a, b, c])
 
+    def add_product(self, total, a, b):
+        """total + a * b: of floats with one rounding, of pairs of bfloat16 with one each."""
+        if a.type == self.vector:
+            return self.fma(a, b, total)
+        kind = ir.VectorType(BFloat(), 2 * self.width)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
+        return self.call(name, self.vector, total, *(self.builder.bitcast(x, kind) for x in (a, b)))
+
+    def halves(self, pairs):
+        """The first (high) and the second (low) bfloat16 of each word, as floats."""
+        first = self.builder.and_(pairs, self.every(0xFFFF0000))
+        second = self.builder.shl(pairs, self.every(16))
+        return [self.builder.bitcast(bits, self.vector) for bits in (first, second)]
+
     def widen_halves(self, bits):
         """float32 of a vector of float16's bits."""
         if self.isa.halves:
             halves = ir.VectorType(ir.HalfType(), bits.type.count)
             return self.builder.fpext(self.builder.bitcast(bits, halves), self.vector)
         # Why by hand: without an instruction LLVM would call a function for each number.
-        build, wide = self.builder, ir.VectorType(ir.IntType(32), bits.type.count)
-
-        def every(number):
-            return ir.Constant(wide, [number] * wide.count)
-
+        build, wide, every = self.builder, self.words, self.every
         number = build.zext(bits, wide)
         size = build.shl(build.and_(number, every(0x7FFF)), every(13))
         # 2 ** 112 moves the exponent's bias from 15 to 127, and makes subnormal numbers normal.
@@ -156,30 +182,38 @@ class Emit:
     def constant(self, value):
         return ir.Constant(self.vector, [value] * self.width)
 
+    def every(self, number, kind=None):
+        """A whole number in all lanes; of 32 bits and the tile's width if no type is given."""
+        kind = kind or self.words
+        return ir.Constant(kind, [number] * kind.count)
+
     def splat(self, scalar, kind=None):
         """The number in all lanes of a vector; floats of the tile's width if no type is given."""
         undefined = ir.Constant(kind or self.vector, ir.Undefined)
-        first = self.builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+        first = self.builder.insert_element(undefined, scalar, I32(0))
         return self.shuffle(first, first, [0] * first.type.count)
 
     def maximum(self, a, b):
         """The larger of each lane; of a NaN and a number, either."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def across(self, vectors, combine):
-        """One number of all lanes of all vectors: the first half with the second, until one lane
-        is left. So the order is that of the lanes, however many of them a vector has."""
+    def halved(self, vectors, combine):
+        """One vector of several: the first half with the second, until one is left."""
         while len(vectors) > 1:
             half = len(vectors) // 2
             vectors = [combine(a, b) for a, b in zip(vectors[:half], vectors[half:], strict=True)]
-        (vector,) = vectors
-        half = self.width // 2
+        return vectors[0]
+
+    def across(self, vectors, combine):
+        """One number of all lanes of all vectors: the first half with the second, until one lane
+        is left. So the order is that of the lanes, however many of them a vector has."""
+        vector, half = self.halved(vectors, combine), self.width // 2
         while half:
             lanes = [(i + half) % self.width for i in range(self.width)]
             vector = combine(vector, self.shuffle(vector, vector, lanes))
             half //= 2
-        return self.builder.extract_element(vector, ir.IntType(32)(0))
+        return self.builder.extract_element(vector, I32(0))
 
     def shuffle(self, a, b, lanes):
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
         return self.builder.shuffle_vector(a, b, mask)

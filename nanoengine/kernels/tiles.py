@@ -25,13 +25,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 
 PANEL = 16  # outputs side by side
 LINE = 64  # bytes of a panel that a tile reads each turn
 
-I8, I32, I64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I64, FLOAT = ir.IntType(8), ir.IntType(64), ir.FloatType()
 
 
 def tile_rows(isa: ISA) -> int:
@@ -76,26 +76,12 @@ def kind_of(array_type) -> str:
     return names.get(array_type.dtype, "pairs")
 
 
-class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, BFloat)
-
-    def __hash__(self) -> int:
-        return hash(BFloat)
-
-
 class FloatTile(Emit):
     """Writes the turns of a tile: what a line of weights and an input are."""
 
     def __init__(self, builder, isa: ISA, kind: str):
         super().__init__(None, builder, types.Array(types.float32, 1, "C"), isa.vector_bits)
         self.isa, self.kind = isa, kind
-        self.raw = ir.VectorType(I32, self.width)
         self.inputs = 1 if kind in ("float32", "pairs") else 2  # of a row, each turn
 
     def weights(self, line) -> list:
@@ -113,34 +99,17 @@ class FloatTile(Emit):
         step = self.width * 4
         if self.kind == "float32":
             return [[self.get(self.vector, line, v * step) for v in range(vectors)]]
-        pairs = [self.get(self.raw, line, v * step) for v in range(vectors)]
+        pairs = [self.get(self.words, line, v * step) for v in range(vectors)]
         if self.kind == "pairs":
             return [pairs]
-        return [[self.half_of(pair, k) for pair in pairs] for k in range(2)]
+        return [*zip(*map(self.halves, pairs), strict=True)]
 
     def values(self, row, turn) -> list:
         """The inputs of a row for a turn, each in all lanes."""
         if self.kind == "pairs":
-            return [self.splat(self.builder.load(self.at(row, turn)), self.raw)]
+            return [self.splat(self.builder.load(self.at(row, turn)), self.words)]
         first = self.builder.mul(turn, I64(self.inputs))
         return [self.broadcast(self.at(row, first, I64(k))) for k in range(self.inputs)]
-
-    def multiply(self, weight, value, total):
-        """total + weight * value."""
-        if weight.type == self.vector:
-            return self.fma(value, weight, total)
-        kind = ir.VectorType(BFloat(), 2 * self.width)
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.width}"
-        weight, value = (self.builder.bitcast(pair, kind) for pair in (weight, value))
-        return self.call(name, self.vector, total, weight, value)
-
-    def half_of(self, pairs, k: int):
-        """The first (high) or second (low) bfloat16 of each pair, as float32."""
-        if k == 0:
-            bits = self.builder.and_(pairs, ir.Constant(self.raw, [0xFFFF0000] * self.width))
-        else:
-            bits = self.builder.shl(pairs, ir.Constant(self.raw, [16] * self.width))
-        return self.builder.bitcast(bits, self.vector)
 
 
 def new_function(module, name: str, arguments: list):
@@ -213,7 +182,7 @@ def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
             for k, value in enumerate(tile.values(row, turn)):
                 vectors = [vector for of_panel in of_panels for vector in of_panel[k]]
                 for weight, cell in zip(vectors, cells, strict=True):
-                    builder.store(tile.multiply(weight, value, builder.load(cell)), cell)
+                    builder.store(tile.add_product(builder.load(cell), weight, value), cell)
 
     tile.loop(turns, step, unroll=unrolled(isa, kind, rows, panels))
     for line, cells in zip(outputs, sums, strict=True):
