@@ -32,6 +32,7 @@ from numba import prange
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.shares import share_of
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
@@ -117,7 +118,7 @@ def linear(x, w, bias, out, num_workers):
     num_rows, num_outputs = out.shape
     num_panels = num_outputs // PANEL
     for worker in prange(num_workers):
-        lo, hi = num_panels * worker // num_workers, num_panels * (worker + 1) // num_workers
+        lo, hi = share_of(num_panels, worker, num_workers)
         linear_panels(x, w, bias, out, lo, hi)
         if worker == num_workers - 1 and num_outputs % PANEL:
             inputs = x.shape[1] * inputs_in(x)
@@ -265,7 +266,7 @@ def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_wor
         return  # or each panel would be made floats for nobody
     panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
-        lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
+        lo, hi = share_of(panels, worker, num_workers)
         dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
 
 

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.shares import share_of
 
 
 def chains(isa: ISA) -> int:
@@ -166,7 +167,7 @@ def touch(data, num_workers):
     sockets the memory is then its own."""
     pages = len(data) // PAGE
     for worker in prange(num_workers):
-        lo, hi = pages * worker // num_workers, pages * (worker + 1) // num_workers
+        lo, hi = share_of(pages, worker, num_workers)
         data[lo * PAGE : hi * PAGE] = 1
 
 
@@ -175,7 +176,7 @@ def read(data, found, num_workers):
     """Reads whole pages of the int32 numbers `data` once."""
     pages = len(data) // PAGE
     for worker in prange(num_workers):
-        lo, hi = pages * worker // num_workers, pages * (worker + 1) // num_workers
+        lo, hi = share_of(pages, worker, num_workers)
         lines = (hi - lo) * (PAGE // STREAMS // LINE)
         found[worker] = _read(data, lo * PAGE, lines, lines * LINE)
 

@@ -26,6 +26,7 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.shares import share_of
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
@@ -159,7 +160,7 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
 def _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers):
     panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
-        lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
+        lo, hi = share_of(panels, worker, num_workers)
         linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi)
 
 
@@ -229,7 +230,7 @@ def _multiply4(
 ):  # fmt: skip
     panels = -(-out.shape[1] // PANEL)
     for worker in prange(num_workers):
-        lo, hi = panels * worker // num_workers, panels * (worker + 1) // num_workers
+        lo, hi = share_of(panels, worker, num_workers)
         linear4_panels(
             values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi
         )

@@ -48,6 +48,7 @@ from nanoengine.kernels.cpu_quantized import INFINITY
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.shares import share_of
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
@@ -136,7 +137,8 @@ def _estimate(values, copy, out, workers):
     x, w, flat = values.reshape(-1), copy.reshape(-1), out.reshape(-1)
     share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
     for worker in prange(workers):
-        for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
+        lo, hi = share_of(num_panels, worker, workers)
+        for p in range(lo, hi):
             at = p * PANEL * size
             for t in range(tiles):
                 r = num_rows * t // tiles
@@ -202,7 +204,8 @@ def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
     for worker in prange(workers):
         for r in range(num_rows):
             best, row = np.float32(-np.inf), most[r]
-            for p in range(num_panels * worker // workers, num_panels * (worker + 1) // workers):
+            lo, hi = share_of(num_panels, worker, workers)
+            for p in range(lo, hi):
                 at, n = r * num_outputs + p * PANEL, p * PANEL
                 row[p], known = _bounds(
                     flat, at, scales, slack, n, units[r], norms[r], _allowed(masks, r, p)
@@ -252,7 +255,7 @@ def _largest_of_shares(outputs, masks, ids, largest, workers):
     num_rows, num_outputs = outputs.shape
     num_panels = -(-num_outputs // PANEL)
     for worker in prange(workers):
-        start, stop = num_panels * worker // workers, num_panels * (worker + 1) // workers
+        start, stop = share_of(num_panels, worker, workers)
         for r in range(num_rows):
             row, index = outputs[r], np.int64(0)
             best, other = np.float32(-np.inf), np.float32(-np.inf)
@@ -302,7 +305,7 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
     flat = x.reshape(-1)
     for worker in prange(workers):
-        lo, hi = num_panels * worker // workers, num_panels * (worker + 1) // workers
+        lo, hi = share_of(num_panels, worker, workers)
         outputs = empty((num_outputs,), np.float32)
         for r in range(num_rows):
             row, index = most[r], np.int64(0)

@@ -3,6 +3,9 @@
 Why: a step reads every weight once. On pages of 4 KiB the hardware looks up an address every 4 KiB,
 and its prefetchers stop there; numpy asks the kernel for pages of 2 MiB where arrays are large, and
 small tensors get theirs only side by side in one of those.
+
+A page lies on the socket of the thread that first touches it. So those who will read it do that
+here (`kernels/shares.py`), before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def place_parameters(model: nn.Module) -> None:
     """
     parameters = [p for p in model.parameters() if p.device.type == "cpu"]
     for parameter, tensor in zip(parameters, _side_by_side(parameters), strict=True):
-        parameter.data = tensor
+        parameter.data = _touched(tensor)
 
 
 def place_buffers(model: nn.Module) -> None:
@@ -37,7 +40,20 @@ def place_buffers(model: nn.Module) -> None:
     places = _side_by_side([buffer for _, _, buffer in named])
     while named:  # one by one, so that none but the last is there twice
         module, name, buffer = named.pop()
-        setattr(module, name, places.pop().copy_(buffer))
+        setattr(module, name, _touched(places.pop()).copy_(buffer))
+
+
+def _touched(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory lies where the workers are that will read it; `kernels/shares.py`.
+
+    Why not by who writes it: a checkpoint's tensors come one by one, and each is written by all.
+    """
+    # Why here: they bring numba, which no other device needs.
+    from nanoengine.kernels.shares import touch
+    from nanoengine.kernels.threads import num_workers
+
+    touch(tensor.view(-1).view(torch.uint8).numpy(), num_workers())
+    return tensor
 
 
 def _side_by_side(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
