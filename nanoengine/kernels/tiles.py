@@ -174,8 +174,11 @@ def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
     ]
 
     def step(turn):
-        for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
-            tile.prefetch(line, level=2)
+        # Why not for one row: it reads in order at the speed of memory, and asking takes a tenth of
+        # that. Halves made floats take two steps of the chain a line, which leaves time to ask.
+        if rows > 1 or tile.inputs == 2:
+            for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+                tile.prefetch(line, level=2)
         lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
         of_panels = [tile.weights(line) for line in lines]
         for row, cells in zip(inputs, sums, strict=True):
