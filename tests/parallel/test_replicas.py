@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {"model": "scripted", "device": "cpu", "max_num_seqs":
 @pytest.fixture(name="scripted")
 def scripted_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas run the script in place of a model."""
-    monkeypatch.setattr(replicas, "PROGRAM", scripted_replica.PROGRAM)
+    monkeypatch.setattr(replicas, "PROGRAM", scripted_replica.program(replicas.PROGRAM))
 
 
 def make_work(prompts: Iterable[str], **options: Any) -> tuple[Work, dict[int, Any]]:
@@ -249,7 +249,7 @@ from nanoengine.parallel import replicas
 from tests.parallel.test_replicas import OPTIONS, make_work, pids
 from tests.support import scripted_replica
 
-replicas.PROGRAM = scripted_replica.PROGRAM
+replicas.PROGRAM = scripted_replica.program(replicas.PROGRAM)
 engines = replicas.local_replicas(OPTIONS, 2)
 print(*pids(engines), flush=True)
 endless = (f"p{i}" for i in range(10**9))

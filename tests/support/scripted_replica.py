@@ -1,6 +1,8 @@
 """A replica whose LLM is a script: what it answers follows from the row alone, without a model.
 
-    PROGRAM in place of that of `parallel/replicas.py`
+    `program` in place of that of `parallel/replicas.py`
+
+It loads no torch, so a process is there at once.
 
 A prompt is a string: "die" ends the process by SIGKILL while the row runs, "raise" has the stream
 raise, "missing" has it lack a package; anything else is answered with itself and its key, `SLOW_S`
@@ -12,23 +14,27 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import nanoengine.llm
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.inputs import PAUSE
 from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.parallel import replica, replicas
+from nanoengine.parallel import replica
 from nanoengine.stats import EngineInfo, EngineStats
 
-PROGRAM = replicas.PROGRAM.replace("nanoengine.parallel.replica", "tests.support.scripted_replica")
 SLOW_S = 0.002
 AT_ONCE = 4
+
+
+def program(of_replicas: str) -> str:
+    """The program of replicas that runs the script."""
+    return of_replicas.replace(replica.__name__, __name__)
 
 
 class ScriptedLLM:
@@ -99,6 +105,8 @@ def answer(index: int, row: Any) -> RequestOutput:
 
 
 def main(connection: Connection, cores: list[int]) -> None:
-    nanoengine.llm.LLM = ScriptedLLM  # type: ignore[misc, assignment]
+    llm = ModuleType("nanoengine.llm")
+    llm.LLM = ScriptedLLM  # type: ignore[attr-defined]
+    sys.modules[llm.__name__] = llm
     replica.STATS_S = 0.0
     replica.main(connection, cores)
