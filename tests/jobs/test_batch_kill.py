@@ -131,8 +131,9 @@ def test_sigkill_at_twenty_random_moments(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.job.json"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("grace", ["10", "0"])
+@pytest.mark.parametrize(
+    ("number", "code", "grace"), [(signal.SIGTERM, 143, "0"), (signal.SIGINT, 130, "10")]
+)
 def test_a_signal_ends_the_run_and_the_next_one_goes_on(
     server: BatchServer,
     model: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,13 @@ def batch_fixture(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Batch:
-    """Jobs on the scripted LLM, whose tokenizer has a chat template."""
+    """Jobs on the scripted LLM, whose tokenizer has a chat template.
+
+    A command that is given again is parsed once: that takes 60 ms, and some are given hundreds of
+    times.
+    """
+    parse = functools.cache(cli.parse)
+    monkeypatch.setattr(cli, "parse", lambda options, prog, args: parse(options, prog, tuple(args)))
     monkeypatch.setattr(byte_level().backend, "chat_template", CHAT_TEMPLATE)
     return Batch(tmp_path, make_llm, capsys)
 
