@@ -120,15 +120,46 @@ class ByteTile(Emit):
         pairs = build.bitcast(pairs, self.words)
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
-    def low_nibbles(self, both):
-        """The low halves of bytes, each as a byte."""
-        return self.builder.and_(both, self.every(15, self.bytes))
-
-    def high_nibbles(self, both):
-        """The high halves."""
-        words = self.builder.bitcast(both, self.pairs)
+    def nibbles(self, both):
+        """The low halves of bytes, each as a byte, then the high ones."""
+        low, words = self.every(15, self.bytes), self.builder.bitcast(both, self.pairs)
+        yield self.builder.and_(both, low)
         high = self.builder.lshr(words, self.every(4, self.pairs))
-        return self.low_nibbles(self.builder.bitcast(high, self.bytes))
+        yield self.builder.and_(self.builder.bitcast(high, self.bytes), low)
+
+    def of_group(self, numbers):
+        """The float16 numbers that a panel's outputs have of a group, as vectors of float32."""
+        halves = ir.VectorType(I16, self.width)
+        vectors = [self.get(halves, numbers, i) for i in range(0, PANEL, self.width)]
+        return [self.widen_halves(vector) for vector in vectors]
+
+    def start(self, offset):
+        """What the sums of a row and a unit start from."""
+        return self.splat(self.builder.load(offset), self.words)
+
+    def unit_sums(self, lines, inputs, offsets):
+        """Whole numbers [row][vector]: the offset of a row and unit plus the dot products of its
+        UNIT inputs with the weights of these lines, int4 plus 8."""
+        exact = self.isa.byte_dots == "vpdpbusd"
+        sums = [[self.start(offset) if exact else None] * self.vectors for offset in offsets]
+        for eight in range(UNIT // 8):
+            parts = range(eight * LINE, (eight + 1) * LINE, self.bytes.count)
+            both = [self.get(self.bytes, lines, part) for part in parts]
+            for k, weights in enumerate(zip(*map(self.nibbles, both), strict=True)):
+                for row, of_row in zip(inputs, sums, strict=True):
+                    value = self.four(row, 8 * eight + 4 * k)
+                    for i, weight in enumerate(weights):
+                        if exact:
+                            of_row[i] = self.dot(of_row[i], weight, value)
+                            continue
+                        more = self.pairs_of(weight, value)
+                        of_row[i] = more if of_row[i] is None else self.builder.add(of_row[i], more)
+        if exact:
+            return sums
+        return [
+            [self.builder.add(self.widen(total), self.start(offset)) for total in of_row]
+            for of_row, offset in zip(sums, offsets, strict=True)
+        ]
 
     def add16(self, total, weight, value):
         """total + neighbouring products of 16-bit numbers."""
@@ -219,12 +250,12 @@ def tile8(module, isa: ISA, rows: int, panels: int):
     return function
 
 
-def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
-    """The function of one tile of int4 weights:
+def tile4(module, isa: ISA, zeroed: bool, rows: int):
+    """The function of one tile of a panel of int4 weights:
 
-        (byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, w_stride, units,
-         half* scales, half* zeros, scales_stride, units_a_group, float* w_scales, float* bias,
-         float* out, out_stride, ahead, ahead_step)
+        (byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units,
+         half* scales, half* zeros, units_a_group, float* w_scales, float* bias, float* out,
+         out_stride, ahead, ahead_step)
 
     out[r, j] = x_scales[r] * w_scales[j] * sum over groups of scale[j] * (x . w - zero[j] * sum of
     x) + bias[j]. `offsets` holds -8 times the sum of each unit of 32 inputs: w is stored plus 8.
@@ -233,87 +264,52 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int, panels: int):
     """
     at_byte, at_int, real, half = (kind.as_pointer() for kind in (I8, I32, FLOAT, I16))
     arguments = [
-        at_byte, I64, at_int, I64, real, at_byte, I64, I64, half, half, I64, I64, real, real,
-        real, I64, I64, I64,
+        at_byte, I64, at_int, I64, real, at_byte, I64, half, half, I64, real, real, real, I64, I64,
+        I64,
     ]  # fmt: skip
-    name = f"int4_{'zeros_' if zeroed else ''}{rows}x{panels}_{isa.name}"
+    name = f"int4_{'zeros_' if zeroed else ''}{rows}_{isa.name}"
     function, builder = new_function(module, name, arguments)
     if builder is None:
         return function
-    (x, x_stride, offsets, offsets_stride, x_scales, w, w_stride, units, scales, zeros,
-     scales_stride, units_a_group, w_scales, bias, out, out_stride, ahead,
-     ahead_step) = function.args  # fmt: skip
+    (x, x_stride, offsets, offsets_stride, x_scales, w, units, scales, zeros, units_a_group,
+     w_scales, bias, out, out_stride, ahead, ahead_step) = function.args  # fmt: skip
     tile = ByteTile(builder, isa)
-    halves = ir.VectorType(I16, tile.width)
     inputs, outputs = tile.rows(x, x_stride, rows), tile.rows(out, out_stride, rows)
     of_inputs = tile.rows(offsets, offsets_stride, rows)
     for line in outputs:
         tile.prefetch(line, write=True)
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
-    count = tile.vectors * panels
-    # Why in memory where registers are few: LLVM would keep sums there, which are added to often.
-    held = 2 * rows * count + zeroed * rows + OTHERS <= isa.registers
-    results = [
-        [
-            tile.variable(tile.constant(0.0)) if held else tile.at(line, I64(i * tile.width))
-            for i in range(count)
-        ]
-        for line in outputs
-    ]
-    if not held:
-        for cell in itertools.chain(*results):
-            tile.store(tile.constant(0.0), cell)
+    lanes = [I64(lane) for lane in range(0, PANEL, tile.width)]
+    results = [[tile.at(line, lane) for lane in lanes] for line in outputs]
+    # Why not where registers are few: LLVM would keep sums in memory, which are added to often.
+    if 2 * (rows + zeroed) * tile.vectors + OTHERS <= isa.registers:
+        results = [[tile.variable(tile.constant(0.0)) for _ in lanes] for _ in outputs]
+    for cell in itertools.chain(*results):
+        tile.store(tile.constant(0.0), cell)
     # A group's place, and the units left in it: a division in this loop would cost as much as half
     # of its work.
     group, left = tile.counter(I64(0)), tile.counter(units_a_group)
-    exact = isa.byte_dots == "vpdpbusd"
 
     def turn(unit):
-        at = builder.mul(unit, I64(UNIT))
-
-        def start_of(row):
-            return tile.splat(builder.load(tile.at(row, unit)), tile.words)
-
         for _ in range(UNIT // 8):
-            for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
-                tile.prefetch(line)
-        lines = tile.rows(tile.moved(place, I64(LINE * UNIT // 8)), w_stride, panels)
-        sums = [[start_of(row) if exact else None] * count for row in of_inputs]
-        for eight in range(UNIT // 8):
-            both = [
-                tile.get(tile.bytes, line, eight * LINE + v * tile.bytes.count)
-                for line in lines
-                for v in range(tile.vectors)
-            ]
-            for k, nibbles in enumerate((tile.low_nibbles, tile.high_nibbles)):
-                weights = [nibbles(vector) for vector in both]
-                for row, of_row in zip(inputs, sums, strict=True):
-                    value = tile.four(tile.at(row, at), 8 * eight + 4 * k)
-                    for i, weight in enumerate(weights):
-                        if exact:
-                            of_row[i] = tile.dot(of_row[i], weight, value)
-                            continue
-                        more = tile.pairs_of(weight, value)
-                        of_row[i] = more if of_row[i] is None else builder.add(of_row[i], more)
-        for i in range(count):
-            p, v = divmod(i, tile.vectors)
-            numbers = builder.add(builder.load(group), builder.mul(scales_stride, I64(p)))
-            numbers = builder.add(numbers, I64(v * tile.width))
-            scale = tile.widen_halves(tile.get(halves, tile.at(scales, numbers)))
-            if zeroed:
-                zero = tile.widen_halves(tile.get(halves, tile.at(zeros, numbers)))
-                zero = builder.fmul(zero, tile.constant(0.125))
-            for row, of_sums, of_row in zip(of_inputs, sums, results, strict=True):
-                total = of_sums[i] if exact else builder.add(tile.widen(of_sums[i]), start_of(row))
+            tile.prefetch(tile.moved(asked, ahead_step))
+        of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
+        starts = [tile.at(row, unit) for row in of_inputs]
+        sums = tile.unit_sums(tile.moved(place, I64(LINE * UNIT // 8)), of_unit, starts)
+        at = builder.load(group)
+        of_scales = tile.of_group(tile.at(scales, at))
+        of_zeros = tile.of_group(tile.at(zeros, at)) if zeroed else of_scales
+        for start, of_sums, of_row in zip(starts, sums, results, strict=True):
+            offset = builder.sitofp(tile.start(start), tile.vector)
+            for total, scale, zero, cell in zip(of_sums, of_scales, of_zeros, of_row, strict=True):
                 total = builder.sitofp(total, tile.vector)
                 if zeroed:
-                    total = tile.fma(builder.sitofp(start_of(row), tile.vector), zero, total)
-                tile.store(tile.fma(total, scale, tile.load(of_row[i])), of_row[i])
+                    total = tile.fma(offset, builder.fmul(zero, tile.constant(0.125)), total)
+                tile.store(tile.fma(total, scale, tile.load(cell)), cell)
         remaining = builder.sub(builder.load(left), I64(1))
         ended = builder.icmp_signed("==", remaining, I64(0))
         builder.store(builder.select(ended, units_a_group, remaining), left)
-        step = builder.select(ended, I64(PANEL), I64(0))
-        builder.store(builder.add(builder.load(group), step), group)
+        builder.store(builder.add(at, builder.select(ended, I64(PANEL), I64(0))), group)
 
     tile.loop(units, turn)
     totals = [[tile.load(cell) for cell in of_row] for of_row in results]
@@ -398,15 +394,13 @@ def multiply8(typing, x, x_at, x_stride, starts, x_scales, row, w, w_at, w_strid
 
 @intrinsic
 def multiply4(typing, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w,
-              w_at, w_stride, units, scales, zeros, scales_at, scales_stride, units_a_group,
-              w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride, rows,
-              panels):  # fmt: skip
-    """`tile4` for rows from `row` and outputs from `column`; a shape of `shapes4`. There are zeros
-    if they are of 16 bits."""
+              w_at, units, scales, zeros, scales_at, units_a_group, w_scales, bias, column, out,
+              out_at, out_stride, ahead, ahead_stride, rows):  # fmt: skip
+    """`tile4` for rows from `row` and the panel of outputs from `column`. There are zeros if they
+    are of 16 bits."""
     signature = types.void(x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w,
-                           w_at, w_stride, units, scales, zeros, scales_at, scales_stride,
-                           units_a_group, w_scales, bias, column, out, out_at, out_stride, ahead,
-                           ahead_stride, rows, panels)  # fmt: skip
+                           w_at, units, scales, zeros, scales_at, units_a_group, w_scales, bias,
+                           column, out, out_at, out_stride, ahead, ahead_stride, rows)  # fmt: skip
     zeroed = zeros.dtype == types.uint16
 
     def codegen(context, builder, sig, args):
@@ -415,16 +409,16 @@ def multiply4(typing, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_
         operands = [
             emit.pointer(x, args[0], args[1]), args[2], emit.pointer(offsets, args[3], args[4]),
             args[5], emit.pointer(x_scales, args[6], args[7]), emit.pointer(w, args[8], args[9]),
-            args[10], args[11], emit.pointer(scales, args[12], args[14]),
-            builder.bitcast(emit.pointer(zeros, args[13], args[14]), half), args[15], args[16],
-            emit.pointer(w_scales, args[17], args[19]), emit.pointer(bias, args[18], args[19]),
-            emit.pointer(out, args[20], args[21]), args[22], args[23], args[24],
+            args[10], emit.pointer(scales, args[11], args[13]),
+            builder.bitcast(emit.pointer(zeros, args[12], args[13]), half), args[14],
+            emit.pointer(w_scales, args[15], args[17]), emit.pointer(bias, args[16], args[17]),
+            emit.pointer(out, args[18], args[19]), args[20], args[21], args[22],
         ]  # fmt: skip
 
-        def make(count, of_panels):
-            return tile4(builder.module, CURRENT, zeroed, count, of_panels)
+        def make(count, _):
+            return tile4(builder.module, CURRENT, zeroed, count)
 
-        switched(builder, args[25], args[26], shapes4(CURRENT), make, operands)
+        switched(builder, args[23], I64(1), shapes4(CURRENT), make, operands)
         return context.get_dummy_value()
 
     return signature, codegen

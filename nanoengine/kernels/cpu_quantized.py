@@ -193,10 +193,9 @@ def _panel4(rows, row, x, size, offsets, x_scales, w, p, ahead, scales, zeros, g
         r = rows * t // tiles
         first = row + r
         multiply4(x, first * size, size, offsets, first * units, units, x_scales, first,
-                  w, p * step, step, units, scales, zeros, p * groups * PANEL, groups * PANEL,
-                  units_a_group, w_scales, bias, p * PANEL, out, out_at + r * out_step, out_step,
-                  ahead + t * share * units * 4, share, rows * (t + 1) // tiles - r,
-                  1)  # fmt: skip
+                  w, p * step, units, scales, zeros, p * groups * PANEL, units_a_group, w_scales,
+                  bias, p * PANEL, out, out_at + r * out_step, out_step,
+                  ahead + t * share * units * 4, share, rows * (t + 1) // tiles - r)  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)

@@ -69,9 +69,9 @@ def test_int4(name, zeroed):
     offsets = (-8 * sums).astype(np.int32)
     for rows, panels in shapes4(isa):
         out = np.zeros((rows, panels * PANEL), np.float32)
-        tile = Compiled(lambda module, r=rows, p=panels: tile4(module, isa, zeroed, r, p))
-        tile(X, INPUTS, offsets, 3, X_SCALES, w, w[0].nbytes, 3, scales, zeros, 3 * PANEL, 1,
-             W_SCALES, BIAS, out, panels * PANEL, 0, 0)  # fmt: skip
+        tile = Compiled(lambda module, r=rows: tile4(module, isa, zeroed, r))
+        tile(X, INPUTS, offsets, 3, X_SCALES, w, 3, scales, zeros, 1, W_SCALES, BIAS, out, PANEL,
+             0, 0)  # fmt: skip
         np.testing.assert_allclose(out, scaled(exact, rows, panels), rtol=1e-6, atol=1e-6)
 
 
