@@ -365,6 +365,19 @@ def tile16(module, isa: ISA, rows: int, panels: int):
 
 
 @intrinsic
+def unit_sum(typing, values, at):
+    """The sum of UNIT bytes from a place. Why written out: LLVM would add them one by one."""
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, types.Array(types.float32, 1, "C"))
+        numbers = emit.get(ir.VectorType(I8, UNIT), emit.pointer(values, args[0], args[1]))
+        wide = builder.sext(numbers, ir.VectorType(I32, UNIT))
+        return emit.call(f"llvm.vector.reduce.add.v{UNIT}i32", I32, wide)
+
+    return types.int32(values, at), codegen
+
+
+@intrinsic
 def multiply8(typing, x, x_at, x_stride, starts, x_scales, row, w, w_at, w_stride, turns,
               w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride, rows,
               panels):  # fmt: skip

@@ -23,7 +23,14 @@ import numpy as np
 from numba import prange
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8
+from nanoengine.kernels.byte_tiles import (
+    UNIT,
+    multiply4,
+    multiply8,
+    shapes4,
+    shapes8,
+    unit_sum,
+)
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.shares import share_of
@@ -47,9 +54,10 @@ FASTMATH = ("contract", "nsz")
 def _largest(x):
     """max |x|; NaN where x holds NaN or infinity. As whole numbers: the bits of floats without a
     sign have the floats' order, and no rule on NaN keeps the loop from vectors."""
-    most = np.int32(0)
-    for bits in x.view(np.int32):
-        most = max(most, np.int32(bits & np.int32(0x7FFFFFFF)))
+    most, bits = np.int32(0), x.view(np.int32)
+    for i in range(len(bits)):  # Why by index: numba's way to walk an array keeps LLVM from vectors
+        size = np.int32(bits[i] & np.int32(0x7FFFFFFF))
+        most = size if size > most else most
     return np.float32(np.nan) if most >= INFINITY else np.int32(most).view(np.float32)
 
 
@@ -68,10 +76,7 @@ def _quantize_row(x, values, offsets):
     for i in range(len(x)):
         row[i] = np.int8(np.rint(x[i] * inverse))
     for unit in range(len(offsets)):
-        of_unit, total = values[unit * UNIT : unit * UNIT + UNIT], np.int32(0)
-        for i in range(UNIT):
-            total += np.int32(of_unit[i])
-        offsets[unit] = np.int32(-8) * total
+        offsets[unit] = np.int32(-8) * unit_sum(values, unit * UNIT)
     return scale
 
 

@@ -243,9 +243,10 @@ def _ordered(x):
 @compiled(fastmath=FASTMATH, part=True)
 def _highest(row, lo, hi):
     """The largest of `_ordered` outputs lo ... hi - 1."""
-    highest = np.int32(-0x80000000)
-    for output in row[lo:hi]:
-        highest = max(highest, _ordered(output))
+    highest, part = np.int32(-0x80000000), row[lo:hi]
+    for i in range(len(part)):  # Why by index: as in `_largest` of cpu_quantized.py
+        output = _ordered(part[i])
+        highest = output if output > highest else highest
     return highest
 
 
