@@ -187,17 +187,24 @@ class CPUBackend(AttentionBackend):
         return torch.from_numpy(result).to(q.dtype)
 
     def step_arrays(
-        self, rotation: Rotation, batch: Batch, spec: AttentionSpec, dtype: np.dtype
+        self,
+        rotation: Rotation,
+        batch: Batch,
+        spec: AttentionSpec,
+        dtype: np.dtype,
+        rows: np.ndarray | None,
     ) -> tuple[np.ndarray, ...]:
         """What a layer of this kind needs of the step, for a kernel that takes in more than
         attention: angles [T, D], slots [T], block tables, and the tasks' arrays in `_Tasks`' order.
+
+        Where `rows` [L] of the step's tokens go on from attention, others may get no result.
         """
         step: CPUStep = batch.attention
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        key = (id(rotation[0]), spec.group, window)
+        key = (id(rotation[0]), spec.group, window, rows is None)
         if key not in step.arrays:
             shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
-            step.arrays[key] = (*shared, *self._tasks(step, spec, window, dtype))
+            step.arrays[key] = (*shared, *self._tasks(step, spec, window, dtype, rows))
         return step.arrays[key]
 
     def cache_arrays(self, cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
@@ -220,20 +227,47 @@ class CPUBackend(AttentionBackend):
     def _sizes(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return (spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size)
 
-    def _tasks(self, step: CPUStep, spec: AttentionSpec, window: int, dtype: np.dtype) -> _Tasks:
+    def _tasks(
+        self,
+        step: CPUStep,
+        spec: AttentionSpec,
+        window: int,
+        dtype: np.dtype,
+        rows: np.ndarray | None = None,
+    ) -> _Tasks:
         """The step's tasks for layers like this one, planned when the first of them asks."""
-        key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group)
+        key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group, rows is None)
         if key not in step.tasks:
             group_size = spec.num_heads // spec.num_kv_heads
             tasks, bounds, merges, parts, num_partials = plan_tasks(
-                step.query_start, step.seq_lens, step.tables[spec.group], group_size,
-                spec.num_kv_heads, self.block_size, window, step.num_workers,
+                step.query_start, step.seq_lens, wanted(step.query_start, rows),
+                step.tables[spec.group], group_size, spec.num_kv_heads, self.block_size, window,
+                step.num_workers,
             )  # fmt: skip
-            rows = num_partials * max(ROW_TILE, group_size)
-            partial_out = np.empty((rows, spec.head_dim), dtype)
-            partial_stats = np.empty((rows, 2), dtype)
+            num_rows = num_partials * max(ROW_TILE, group_size)
+            partial_out = np.empty((num_rows, spec.head_dim), dtype)
+            partial_stats = np.empty((num_rows, 2), dtype)
             step.tasks[key] = _Tasks(tasks, bounds, merges, parts, partial_out, partial_stats)
         return step.tasks[key]
+
+
+def wanted(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+    """[S, 2]: of each sequence's queries the first that is among the rows, and the one behind the
+    last; None: all queries are wanted.
+
+    >>> wanted(np.array([0, 1, 5, 9]), np.array([0, 3, 2, 3]))
+    array([[0, 1],
+           [1, 3],
+           [4, 0]])
+    """
+    starts, counts = query_start[:-1].astype(np.int64), np.diff(query_start)
+    if rows is None:
+        return np.stack((np.zeros_like(starts), counts), axis=1)
+    found = np.stack((counts, np.zeros_like(starts)), axis=1)
+    seqs = np.searchsorted(query_start, rows, side="right") - 1
+    np.minimum.at(found[:, 0], seqs, rows - starts[seqs])
+    np.maximum.at(found[:, 1], seqs, rows - starts[seqs] + 1)
+    return found
 
 
 def norm_kind(norm: HeadNormWeights | None) -> int:

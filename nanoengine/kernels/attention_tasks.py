@@ -47,22 +47,54 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _chunk_rows(query_start, queries_per_tile, num_heads, num_workers):
+def _chunk_rows(query_start, wanted, queries_per_tile, num_heads, num_workers):
     """Rows of a chunk's tasks: as many as pay, and few enough to share out evenly."""
     total = 0
-    for s in range(len(query_start) - 1):
-        n = query_start[s + 1] - query_start[s]
-        if n > queries_per_tile:
-            total += n * num_heads
+    for s in range(len(wanted)):
+        if query_start[s + 1] - query_start[s] > queries_per_tile:
+            total += max(0, wanted[s, 1] - wanted[s, 0]) * num_heads
     rows = CHUNK_ROWS
     while rows > ROW_TILE and total < TASKS_A_WORKER * rows * num_workers:
         rows //= 2
     return rows
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
+    """How many tasks a step has at most, and splits one of its sequences."""
+    tasks, splits = 0, 1
+    for s in range(len(seq_lens)):
+        tiles, of_context = (
+            -(-(query_start[s + 1] - query_start[s]) // queries_per_tile),
+            seq_lens[s] // SPLIT + 2,
+        )
+        tasks += num_kv_heads * max(tiles, of_context)
+        splits = max(splits, of_context)
+    return tasks, splits
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _share_out(tasks, group_size, num_workers):
+    """Bounds [num_workers + 1] between the workers' tasks, which cost about the same."""
+    costs = zeros((len(tasks) + 1,), np.int64)
+    for i in range(len(tasks)):
+        # Reading a key costs about as much as computing with it for 8 rows.
+        rows = tasks[i, NUM_QUERIES] * group_size
+        work = (tasks[i, KV_STOP] - tasks[i, KV_START] + 16) * (rows + 8)
+        costs[i + 1] = costs[i] + work
+    bounds = empty((num_workers + 1,), np.int64)
+    at = 0  # Why by hand: numba takes two seconds to compile `searchsorted`.
+    for w in range(num_workers):
+        while costs[at] < costs[len(tasks)] * w // num_workers:
+            at += 1
+        bounds[w] = at
+    bounds[num_workers] = len(tasks)
+    return bounds
+
+
 @compiled(fastmath=FASTMATH)
 def plan_tasks(
-    query_start, seq_lens, tables, group_size, num_kv_heads, block_size, window, num_workers
+    query_start, seq_lens, wanted, tables, group_size, num_kv_heads, block_size, window, num_workers
 ):
     """Cuts a step into tasks of equal kind and shares them out by cost.
 
@@ -72,35 +104,35 @@ def plan_tasks(
 
     Source: Juravsky et al., Hydragen (arXiv 2402.05099), for attending a shared prefix at once.
 
+    Args:
+        wanted: [S, 2]: of a chunk's queries, the first that somebody wants and the one behind the
+            last; the others get no result.
+
     Returns:
         tasks [N, 8], bounds [num_workers + 1], merges [M, 5], parts [Q], number of partial results.
         A merge joins the rows of `parts[first : first + count]`, rows of the partial buffers.
     """
     queries_per_tile = max(1, ROW_TILE // group_size)
     room = max(ROW_TILE, group_size)
-    of_chunks = _chunk_rows(query_start, queries_per_tile, group_size * num_kv_heads, num_workers)
-    queries_of_chunks = max(1, of_chunks // group_size)
+    of_chunks = _chunk_rows(
+        query_start, wanted, queries_per_tile, group_size * num_kv_heads, num_workers
+    )
     shared = _shared_splits(query_start, seq_lens, tables, block_size, window)
-    count, most_splits = 0, 1
-    for s in range(len(seq_lens)):
-        n = query_start[s + 1] - query_start[s]
-        tiles = -(-n // queries_per_tile)
-        count += num_kv_heads * max(tiles, seq_lens[s] // SPLIT + 2)
-        most_splits = max(most_splits, seq_lens[s] // SPLIT + 2)
+    count, most_splits = _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads)
     tasks = empty((count, 8), np.int64)
-    costs = empty((count + 1,), np.int64)
     merges = empty((count, 5), np.int64)
     parts = empty((count,), np.int64)
     leader = zeros((most_splits,), np.int64)  # who began the task that is shared now
     begun = zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
     num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
-    costs[0] = 0
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
+        first, last, most = 0, n, queries_per_tile
+        if n > queries_per_tile:
+            first, last, most = wanted[s, 0], wanted[s, 1], max(1, of_chunks // group_size)
         for head in range(num_kv_heads):
-            most = queries_per_tile if n <= queries_per_tile else queries_of_chunks
-            for query in range(0, n, most):
-                num_queries = min(most, n - query)
+            for query in range(first, last, most):
+                num_queries = min(most, last - query)
                 position = seq_lens[s] - n + query
                 start, stop = max(0, position - window + 1), position + num_queries
                 # Why: a lone tile is split over its context, so that one sequence keeps all cores
@@ -121,10 +153,12 @@ def plan_tasks(
                     task = tasks[num_tasks]
                     task[SEQ], task[HEAD] = s, head
                     task[QUERY], task[NUM_QUERIES] = query_start[s] + query, num_queries
-                    task[POSITION] = position
-                    task[KV_START] = max(start, i * split)
-                    task[KV_STOP] = min(stop, (i + 1) * split)
-                    task[PARTIAL] = -1
+                    task[POSITION], task[PARTIAL] = position, -1
+                    task[KV_START], task[KV_STOP] = (
+                        max(start, i * split),
+                        min(stop, (i + 1) * split),
+                    )
+                    num_tasks += 1
                     if num_splits > 1:
                         task[PARTIAL] = num_partials
                         parts[num_parts] = num_partials * room
@@ -137,19 +171,9 @@ def plan_tasks(
                             if together > 1:  # all of the split is before each of the queries
                                 task[NUM_QUERIES], task[POSITION] = together, task[KV_STOP]
                         num_partials += 1
-                    # Reading a key costs about as much as computing with it for 8 rows.
-                    rows = task[NUM_QUERIES] * group_size
-                    work = (task[KV_STOP] - task[KV_START] + 16) * (rows + 8)
-                    costs[num_tasks + 1] = costs[num_tasks] + work
-                    num_tasks += 1
         for i in range(most_splits):  # after all heads, which share one leader
             if i >= shared[s] or s - leader[i] >= queries_per_tile:
                 leader[i] = s
-    bounds = empty((num_workers + 1,), np.int64)
-    at = 0  # Why by hand: numba takes two seconds to compile `searchsorted`.
-    for w in range(num_workers):
-        while costs[at] < costs[num_tasks] * w // num_workers:
-            at += 1
-        bounds[w] = at
-    bounds[num_workers] = num_tasks
-    return tasks[:num_tasks], bounds, merges[:num_merges], parts[:num_parts], num_partials
+    tasks = tasks[:num_tasks]
+    bounds = _share_out(tasks, group_size, num_workers)
+    return tasks, bounds, merges[:num_merges], parts[:num_parts], num_partials

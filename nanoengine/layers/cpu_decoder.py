@@ -126,16 +126,17 @@ class FusedLayer:
         if residual is None:
             x, residual = torch.zeros_like(x), x
         values, attention, workers = x.numpy(), self.attention, batch.attention.num_workers
-        step = (
-            self.backend.step_arrays(rotation, batch, attention.spec, values.dtype),
-            *self.backend.cache_arrays(attention.cache),
-        )
-        before, on, results = residual.numpy(), NO_ROWS, (x, residual)
+        before, on, results = residual.numpy(), None, (x, residual)
         if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
             on, shape = rows.numpy(), (len(rows), x.shape[1])
             results = (torch.empty(shape), torch.empty(shape))
+        step = (
+            self.backend.step_arrays(rotation, batch, attention.spec, values.dtype, on),
+            *self.backend.cache_arrays(attention.cache),
+        )
         decoder_layer(
-            values, before, rows is None, on, *(result.numpy() for result in results), *step,
+            values, before, on is None, NO_ROWS if on is None else on,
+            *(result.numpy() for result in results), *step,
             self.first, self.second, workers,
         )  # fmt: skip
         if self.rest is None:

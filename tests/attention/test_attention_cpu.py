@@ -1,5 +1,6 @@
 """The numba kernels against the naive backend, and bit for bit against themselves."""
 
+import doctest
 import itertools
 from dataclasses import replace
 
@@ -7,7 +8,8 @@ import numba
 import pytest
 import torch
 
-from nanoengine.attention import make_backend
+from nanoengine.attention import cpu, make_backend
+from nanoengine.attention.cpu import wanted
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.attention_tasks import (
     COUNT,
@@ -202,8 +204,9 @@ def test_a_chunk_has_the_same_bits_as_the_whole_prompt():
 def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     lengths, group_size, heads, window = LENGTHS, 2, 3, 100
     paged = Paged(lengths=lengths)
+    starts = paged.batch.query_start_loc.numpy()
     tasks, bounds, merges, parts, num_partials = plan_tasks(
-        paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy(),
+        starts, paged.batch.seq_lens.numpy(), wanted(starts, None),
         paged.batch.block_tables[1].numpy(), group_size, heads, paged.block_size, window, threads,
     )  # fmt: skip
     assert bounds[0] == 0
@@ -229,6 +232,28 @@ def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     assert sum(merges[:, COUNT]) == num_partials == len(parts)
 
 
+def test_queries_that_nobody_wants_are_left_out_of_chunks():
+    """Here of the 33 the middle, of the 40 none; what decodes is attended as ever."""
+    paged = Paged(lengths=LENGTHS)
+    starts, lengths = (x.numpy() for x in (paged.batch.query_start_loc, paged.batch.seq_lens))
+    rows = torch.tensor([0, starts[8] + 20, starts[8] + 9, starts[8] + 20]).numpy()
+    kept = wanted(starts, rows)
+    assert kept[[0, 8]].tolist() == [[0, 1], [9, 21]] and (kept[9, 0] >= kept[9, 1])
+    tables = paged.batch.block_tables[1].numpy()
+    found = []
+    for of_chunks in (wanted(starts, None), kept):
+        tasks, *_ = plan_tasks(starts, lengths, of_chunks, tables, 2, 1, 16, 1 << 62, 2)
+        found.append(tasks)
+    everything, fewer = found
+    assert sorted(set(everything[:, SEQ])) == [*range(10)] and sorted(set(fewer[:, SEQ])) == [
+        *range(9)
+    ]
+    assert fewer[:-1].tolist() == everything[: len(fewer) - 1].tolist()
+    chunk = dict(zip(("query", "count", "position"), fewer[-1, 2:5].tolist(), strict=True))
+    assert chunk == {"query": starts[8] + 9, "count": 12, "position": 9}
+    assert doctest.testmod(cpu) == (0, 1)
+
+
 SHARED = [(1, 700), (1, 530), (1, 512), (1, 513), (1, 900), (1, 300), (1, 40), (9, 600)]
 
 
@@ -239,10 +264,10 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(block_size, 
     shared = {1: (0, blocks), 2: (0, blocks), 3: (2, blocks), 4: (0, blocks // 2)}
     shape = {"block_size": block_size, "group_size": group_size, "dtype": torch.float32}
     paged = Paged(lengths=SHARED, shared=shared, **shape)
-    lengths, tables = paged.batch.seq_lens.numpy(), paged.batch.block_tables[1].numpy()
+    starts, lengths = paged.batch.query_start_loc.numpy(), paged.batch.seq_lens.numpy()
+    tables = paged.batch.block_tables[1].numpy()
     tasks, _, _, parts, _ = plan_tasks(
-        paged.batch.query_start_loc.numpy(), lengths, tables, group_size, 2, block_size,
-        1 << 62, 2,
+        starts, lengths, wanted(starts, None), tables, group_size, 2, block_size, 1 << 62, 2,
     )  # fmt: skip
     together = max(tasks[tasks[:, SEQ] < 7][:, NUM_QUERIES])
     assert together == min(5, max(1, ROW_TILE // group_size))
@@ -359,7 +384,9 @@ def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
     seq_lens = torch.tensor([n for _, n in lengths]).int().numpy()
     tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()
     for workers, most in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
-        tasks, bounds, *_ = plan_tasks(starts, seq_lens, tables, 2, 5, 64, 1 << 62, workers)
+        tasks, bounds, *_ = plan_tasks(
+            starts, seq_lens, wanted(starts, None), tables, 2, 5, 64, 1 << 62, workers
+        )
         rows = 2 * tasks[:, NUM_QUERIES]
         costs = (tasks[:, KV_STOP] - tasks[:, KV_START] + 16) * (rows + 8)
         shares = [costs[lo:hi].sum() for lo, hi in itertools.pairwise(bounds)]
