@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from nanoengine.kernels.arrays import zeros
 from nanoengine.kernels.cpu_linear import rounded
 from nanoengine.kernels.emit import I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
@@ -157,6 +158,49 @@ def bfloat16(x):
     return rounded(np.float32(x).view(np.uint32))
 
 
+class Sums:
+    """The sums of a register tile: c[r, lanes], by rows and vectors of lanes.
+
+    Args:
+        factors: a pointer to what each row of c is multiplied with before; None: c starts from 0.
+        paired: whether lines of the cache hold pairs of bfloat16; dots: and rows as well.
+    """
+
+    def __init__(self, emit, c_rows, lanes, factors, *, paired, dots):
+        self.emit, self.c_rows, self.lanes, self.dots, self.paired = (
+            emit,
+            c_rows,
+            lanes,
+            dots,
+            paired,
+        )
+        self.cells = []
+        for r, line in enumerate(c_rows):
+            starts = [emit.constant(0.0) for _ in lanes]
+            if factors is not None:
+                factor = emit.broadcast(emit.at(factors, ir.IntType(64)(r)))
+                starts = [
+                    emit.builder.fmul(factor, emit.load(emit.at(line, lane))) for lane in lanes
+                ]
+            self.cells.append([emit.variable(start) for start in starts])
+
+    def turn(self, a_rows, i, line, mask=None):
+        """Adds number i of each row, or pair i, times a line of the cache."""
+        emit, kind = self.emit, {"paired": self.paired, "dots": self.dots}
+        of_lanes = [emit.line(emit.at(line, lane), mask=mask, **kind) for lane in self.lanes]
+        for row, cells in zip(a_rows, self.cells, strict=True):
+            for j, number in enumerate(emit.numbers(row, i, **kind)):
+                for numbers, cell in zip(of_lanes, cells, strict=True):
+                    total = emit.add_product(emit.builder.load(cell), number, numbers[j])
+                    emit.builder.store(total, cell)
+
+    def keep(self):
+        """Writes the sums to c."""
+        for line, cells in zip(self.c_rows, self.cells, strict=True):
+            for cell, lane in zip(cells, self.lanes, strict=True):
+                self.emit.store(self.emit.builder.load(cell), self.emit.at(line, lane))
+
+
 @intrinsic(prefer_literal=True)
 def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
           factors, factors_at, asked, asked_stride, rows, vectors):  # fmt: skip
@@ -182,31 +226,17 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
         a_rows = emit.rows(emit.pointer(a, *args[:2]), args[2], num_rows)
         c_rows = emit.rows(emit.pointer(c, *args[7:9]), args[9], num_rows)
         b_lines, ahead = (emit.pointer(b, args[3], at) for at in (args[4], args[12]))
-        cells = []
-        for r, line in enumerate(c_rows):
-            starts = [emit.constant(0.0) for _ in lanes]
-            if not fresh:
-                place = builder.add(args[11], word(r))
-                factor = emit.broadcast(emit.pointer(factors, args[10], place))
-                starts = [builder.fmul(factor, emit.load(emit.at(line, lane))) for lane in lanes]
-            cells.append([emit.variable(start) for start in starts])
+        shrink = None if fresh else emit.pointer(factors, *args[10:12])
+        sums = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
 
         def step(i, mask=None):
             line, asks = (
                 emit.at(pointer, builder.mul(i, stride))
                 for pointer, stride in ((b_lines, args[5]), (ahead, args[13]))
             )
-            of_lanes = [
-                emit.line(emit.at(line, lane), paired=paired, dots=dots, mask=mask)
-                for lane in lanes
-            ]
             for lane in lanes:
                 emit.prefetch(emit.at(asks, lane))
-            for row, sums in zip(a_rows, cells, strict=True):
-                for j, number in enumerate(emit.numbers(row, i, paired=paired, dots=dots)):
-                    for numbers, cell in zip(of_lanes, sums, strict=True):
-                        total = emit.add_product(builder.load(cell), number, numbers[j])
-                        builder.store(total, cell)
+            sums.turn(a_rows, i, line, mask)
 
         turns = builder.lshr(args[6], word(1)) if paired else args[6]
         emit.loop(turns, step)
@@ -215,9 +245,7 @@ def _tile(typing, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride
             odd = builder.trunc(args[6], ir.IntType(1))
             with builder.if_then(odd):
                 step(turns, 0xFFFF0000)
-        for line, sums in zip(c_rows, cells, strict=True):
-            for cell, lane in zip(sums, lanes, strict=True):
-                emit.store(builder.load(cell), emit.at(line, lane))
+        sums.keep()
         return context.get_dummy_value()
 
     return signature, codegen
@@ -265,47 +293,91 @@ def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
 
 
 @intrinsic
-def _weigh(typing, scores, at, weights, weights_at, weights_stride, maximum, total, factors, row):
-    """Turns KV_TILE scores of each of ROWS rows from `at` into weights.
+def _raise_maxima(typing, scores, maximum, factors, row):
+    """maximum[r] grows to the largest of KV_TILE scores of each of ROWS rows from `row` on.
 
-    maximum[r] grows to the row's largest score, and weights are 2 ** (score - maximum[r]): floats,
-    maybe in the scores' own place, or pairs of bfloat16. By factors[r] what was summed with the
-    maximum before shrinks: total[r] becomes total[r] * factors[r] + the sum of the weights. With a
-    NaN among the scores, the total is NaN, and the maximum anything.
+    By factors[r] what was summed with the maximum before shrinks. With a NaN among the scores the
+    maximum is anything.
     """
-    signature = types.void(scores, at, weights, weights_at, weights_stride, maximum, total, factors,
-                           row)  # fmt: skip
-    paired = weights.dtype == types.uint32
+    signature = types.void(scores, maximum, factors, row)
 
     def codegen(context, builder, sig, args):
         emit = CacheTile(context, builder, scores)
         few = CacheTile(context, builder, scores, ROWS * scores.dtype.bitwidth)
-        word = args[1].type
-        lines = emit.rows(emit.pointer(scores, *args[:2]), word(KV_TILE), ROWS)
-        targets = emit.rows(emit.pointer(weights, *args[2:4]), args[4], ROWS)
-        highest_at, total_at, factors_at = (
-            emit.pointer(maximum, array, args[8]) for array in args[5:8]
-        )
-        starts = range(0, KV_TILE, emit.width)
-        values = [[emit.load(emit.at(line, word(i))) for i in starts] for line in lines]
+        word = args[3].type
+        at = builder.mul(args[3], word(KV_TILE))
+        highest_at = emit.pointer(maximum, args[1], args[3])
+        peaks = []
+        for line in emit.rows(emit.pointer(scores, args[0], at), word(KV_TILE), ROWS):
+            values = [emit.load(emit.at(line, word(i))) for i in range(0, KV_TILE, emit.width)]
+            peaks.append(emit.halved(values, emit.maximum))
         old = few.load(highest_at)
-        peaks = [emit.halved(of_row, emit.maximum) for of_row in values]
         new = few.maximum(emit.across_rows(peaks, emit.maximum), old)
-        sums = []
-        for r, (of_row, target) in enumerate(zip(values, targets, strict=True)):
-            lowered = emit.shuffle(new, new, [r] * emit.width)
-            powers = [emit.exp2(builder.fsub(value, lowered)) for value in of_row]
-            for i, power in zip(starts, powers, strict=True):
-                if paired:
-                    emit.store(emit.pairs(power), emit.at(target, word(i // 2)))
-                else:
-                    emit.store(power, emit.at(target, word(i)))
-            sums.append(emit.halved(powers, builder.fadd))
-        added = emit.across_rows(sums, builder.fadd)
-        factor = few.exp2(builder.fsub(old, new))
-        few.store(few.fma(few.load(total_at), factor, added), total_at)
-        few.store(factor, factors_at)
+        few.store(few.exp2(builder.fsub(old, new)), emit.pointer(factors, args[2], args[3]))
         few.store(new, highest_at)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+class Weights:
+    """Writes how scores of ROWS rows become weights; see `_weigh`, whose arguments these are."""
+
+    def __init__(self, context, builder, kinds, args):
+        self.emit = emit = CacheTile(context, builder, kinds[0])
+        self.few = CacheTile(context, builder, kinds[0], ROWS * kinds[0].dtype.bitwidth)
+        self.row, self.word = args[5], args[5].type
+        self.paired = kinds[1].dtype == types.uint32
+        first = builder.mul(self.row, self.word(KV_TILE))
+        in_words = builder.lshr(first, self.word(1)) if self.paired else first
+        self.scores, self.weights = (
+            emit.pointer(kinds[0], args[0], first),
+            emit.pointer(kinds[1], args[1], in_words),
+        )
+        self.maximum, self.total, self.factors = (
+            emit.pointer(kind, array, self.row)
+            for kind, array in zip(kinds[2:5], args[2:5], strict=True)
+        )
+        self.vectors = ROWS * KV_TILE // emit.width
+
+    def write(self, i):
+        """Makes vector i of the scores weights."""
+        emit, build, word = self.emit, self.emit.builder, self.word
+        row = build.udiv(i, word(KV_TILE // emit.width))
+        line = emit.at(self.scores, build.mul(i, word(emit.width)))
+        highest = emit.broadcast(emit.at(self.maximum, row))
+        power = emit.exp2(build.fsub(emit.load(line), highest))
+        emit.store(power, line)
+        if self.paired:
+            pairs = build.mul(i, word(emit.width // 2))
+            emit.store(emit.pairs(power), emit.at(self.weights, pairs))
+
+    def add(self):
+        """total = total * factors + the sums of all weights of a row."""
+        emit, few, build = self.emit, self.few, self.emit.builder
+        sums = []
+        for line in emit.rows(self.scores, self.word(KV_TILE), ROWS):
+            powers = [emit.load(emit.at(line, self.word(i))) for i in range(0, KV_TILE, emit.width)]
+            sums.append(emit.halved(powers, build.fadd))
+        added = emit.across_rows(sums, build.fadd)
+        few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
+
+
+@intrinsic
+def _weigh(typing, scores, weights, maximum, total, factors, row):
+    """Turns KV_TILE scores of each of ROWS rows from `row` on into weights, once their maxima are
+    raised.
+
+    Weights are 2 ** (score - maximum[r]), in the scores' own place. Where they are multiplied as
+    pairs of bfloat16, `weights` gets these. total[r] becomes total[r] * factors[r] + the sum of the
+    weights; NaN with a NaN among the scores.
+    """
+    signature = types.void(scores, weights, maximum, total, factors, row)
+
+    def codegen(context, builder, sig, args):
+        rows = Weights(context, builder, sig.args, args)
+        rows.emit.loop(args[5].type(rows.vectors), rows.write, unroll=4)
+        rows.add()
         return context.get_dummy_value()
 
     return signature, codegen
@@ -313,7 +385,96 @@ def _weigh(typing, scores, at, weights, weights_at, weights_stride, maximum, tot
 
 @compiled(fastmath=FASTMATH)
 def softmax_step(scores, first_row, rows, maximum, total, factors, weights):
-    """Turns the scores of each row into weights; by factors[r] the row's sums so far shrink."""
-    lines, flat, stride = scores.reshape(-1), weights.reshape(-1), weights.shape[1]
+    """Turns the scores of each row into weights, in their own place or, as pairs, in `weights`; by
+    factors[r] the row's sums so far shrink."""
+    lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
-        _weigh(lines, r * KV_TILE, flat, r * stride, stride, maximum, total, factors, r)
+        _raise_maxima(lines, maximum, factors, r)
+        _weigh(lines, flat, maximum, total, factors, r)
+
+
+@intrinsic
+def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_at, sums, size):
+    """Adds values of KV_TILE tokens by the weights of ROWS rows to their `sums` [rows, size], for
+    the first VECTORS vectors of lanes; between its turns it does what `_weigh` does for the ROWS
+    rows behind them.
+
+    Why beside each other: products keep two units of the CPU busy, and powers mostly need others.
+    Why not in `_tile`: here all tokens are there, so that turns and powers have a fixed ratio.
+    """
+    signature = types.void(scores, weights, maximum, total, factors, row, b, b_at, sums, size)
+    paired, dots = b.dtype == types.uint32, weights.dtype == types.uint32
+
+    def codegen(context, builder, sig, args):
+        row, word = args[5], args[5].type
+        after = Weights(context, builder, sig.args, [*args[:5], builder.add(row, word(ROWS))])
+        emit, stride = after.emit, word(KV_TILE // 2 if dots else KV_TILE)
+        a_rows, c_rows = (
+            emit.rows(emit.pointer(kind, array, builder.mul(row, step)), step, ROWS)
+            for kind, array, step in ((weights, args[1], stride), (sums, args[8], args[9]))
+        )
+        lanes = [word(i * emit.width) for i in range(VECTORS)]
+        shrink = emit.pointer(factors, args[4], row)
+        tile = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
+        line = emit.counter(emit.pointer(b, *args[6:8]))
+        turns = KV_TILE // (2 if paired else 1) // after.vectors
+
+        def step(i):
+            for j in range(turns):
+                turn = builder.add(builder.mul(i, word(turns)), word(j))
+                tile.turn(a_rows, turn, emit.moved(line, args[9]))
+            after.write(i)
+
+        emit.loop(word(after.vectors), step)
+        tile.keep()
+        after.add()
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def adds_beside(scores, weights, cache):
+    """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
+    need, and a power is a few steps."""
+    raise TypeError("adds_beside is for compiled code")
+
+
+@overload(adds_beside)
+def _adds_beside(scores, weights, cache):
+    in_halves = cache.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
+    fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and not in_halves
+    return lambda scores, weights, cache: fits
+
+
+@compiled(fastmath=FASTMATH)
+def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums, size):
+    """`softmax_step`, then the values of KV_TILE whole tokens from `b_at` on: sums [rows, size] =
+    sums * factors + weights x values. For more than ROWS rows."""
+    lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
+    lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
+    for r in range(0, rows, ROWS):
+        _raise_maxima(lines, maximum, factors, r)
+    _weigh(lines, flat, maximum, total, factors, 0)
+    for r in range(0, rows, ROWS):
+        done = 0
+        if r + ROWS < rows:
+            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size)
+            done = lanes
+        if done < size:
+            few_rows(
+                flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
+                factors, r, b_at, 0, rows - r, size - done, size - done,
+            )  # fmt: skip
+
+
+def place_of_weights(scores, operand):
+    """Where `softmax_step` leaves the weights that are multiplied: `operand` is an array of their
+    type."""
+    raise TypeError("place_of_weights is for compiled code")
+
+
+@overload(place_of_weights)
+def _place_of_weights(scores, operand):
+    if operand.dtype == types.uint32:
+        return lambda scores, operand: zeros((len(scores), KV_TILE // 2), np.uint32)
+    return lambda scores, operand: scores

@@ -53,11 +53,14 @@ from nanoengine.kernels.attention_tiles import (
     FASTMATH,
     KV_TILE,
     ROWS,
+    adds_beside,
     bfloat16,
     few_rows,
     numbers_a_word,
+    place_of_weights,
     softmax_step,
     stored,
+    weigh_and_add,
     words_of,
 )
 from nanoengine.kernels.exp import exp
@@ -163,6 +166,13 @@ def _run_task(
         last = position + task[NUM_QUERIES] - 1
         if tile_start + KV_TILE - 1 > position or tile_start + window <= last:
             _mask(scores, first_row, rows, group_size, tile_start, position, window)
+        elif (
+            adds_beside(scores, weights, v) and min(lanes, head_dim) >= KV_TILE and rows >= ROW_TILE
+        ):
+            at = table[tile_start // block_size] * of_block + head * of_head
+            at += tile_start % block_size * head_dim // per
+            weigh_and_add(scores, rows, maximum, total, factors, weights, v, at, out, head_dim)
+            continue
         softmax_step(scores, first_row, rows, maximum, total, factors, weights)
         for begin in range(first, end, lanes):
             at = table[begin // block_size] * of_block + head * of_head
@@ -217,7 +227,7 @@ def _attend_tasks(
     per = numbers_a_word(operand)
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
-    weights = zeros((space, KV_TILE // per), operand.dtype)
+    weights = place_of_weights(scores, operand)
     out = empty((space, head_dim), q.dtype)
     maximum = empty((space,), q.dtype)
     total = empty((space,), q.dtype)

@@ -56,6 +56,16 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"a": "uint32", "b": "uint32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
+    "attention beside weights, float32": (
+        "attention_tiles", "_add_and_weigh",
+        {"scores": "float32", "weights": "float32", "maximum": "float32", "total": "float32",
+         "factors": "float32", "b": "float32", "sums": "float32"},
+    ),
+    "attention beside weights, bfloat16 products": (
+        "attention_tiles", "_add_and_weigh",
+        {"scores": "float32", "weights": "uint32", "maximum": "float32", "total": "float32",
+         "factors": "float32", "b": "uint32", "sums": "float32"},
+    ),
 }  # fmt: skip
 
 VECTOR = re.compile(r"%[xyz]mm\d+|\b[qv]\d+\b")
