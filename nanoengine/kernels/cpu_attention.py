@@ -115,6 +115,23 @@ def _take_query(tile, r, q, at, scale):
     return pairs if tile.dtype == types.uint32 else floats
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _place(table, head, token, sizes, per):
+    """Where the run that a token is the first of lies in the flat cache, `per` numbers a word."""
+    _, num_kv_heads, head_dim, block_size = sizes
+    line = (table[token // block_size] * num_kv_heads + head) * block_size + token % block_size
+    return line * head_dim // per
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _next_place(token, lanes, task, table, following, next_table, sizes, per):
+    """The place of the run behind this token's, maybe the first one of the `following` task."""
+    if token + lanes < task[KV_STOP]:
+        return _place(table, task[HEAD], token + lanes, sizes, per)
+    first = following[KV_START] // lanes * lanes
+    return _place(next_table, following[HEAD], first, sizes, per)
+
+
 @compiled(fastmath=FASTMATH)
 def _run_task(
     task, table, following, next_table, q, q_stride, k, v, sizes, scale, softcap, window,
@@ -123,7 +140,8 @@ def _run_task(
     """Attends one task; leaves maximum, total and the unscaled sum [rows, D] in the scratch.
 
     Scores are in units of ln 2, so that weights are powers of 2. While it scores a run, it asks for
-    the run's values; while it adds these up, for the next run's keys, maybe the `following` task's.
+    the next run's keys, and while it adds up values for the next run's, maybe the `following`
+    task's.
     """
     num_heads, num_kv_heads, head_dim, block_size = sizes
     group_size = num_heads // num_kv_heads
@@ -140,8 +158,6 @@ def _run_task(
 
     per, lanes = numbers_a_word(k), min(block_size, KV_TILE)
     per_weight = numbers_a_word(weights)
-    of_head = block_size * head_dim // per
-    of_block = num_kv_heads * of_head
     queries, lines, shares, sums = (
         tile.reshape(-1), scores.reshape(-1), weights.reshape(-1), out.reshape(-1)
     )  # fmt: skip
@@ -152,14 +168,14 @@ def _run_task(
         # Rows of queries before the tile see nothing of it.
         first_row = max(0, tile_start - position) * group_size // ROWS * ROWS
         for begin in range(first, end, lanes):
-            at = table[begin // block_size] * of_block + head * of_head
-            at += begin % block_size * head_dim // per
+            at = _place(table, head, begin, sizes, per)
+            next_at = _next_place(begin, lanes, task, table, following, next_table, sizes, per)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
                     queries, r * tile.shape[1], tile.shape[1], k, at, lanes, head_dim,
                     lines, r * KV_TILE + begin - tile_start, KV_TILE, 0, 0,
-                    at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
+                    next_at, int(r == 0), rows - r, min(seen, end - begin, lanes), lanes,
                 )  # fmt: skip
         if softcap > 0:
             _softcap(scores, first_row, rows, softcap)
@@ -169,21 +185,13 @@ def _run_task(
         elif (
             adds_beside(scores, weights, v) and min(lanes, head_dim) >= KV_TILE and rows >= ROW_TILE
         ):
-            at = table[tile_start // block_size] * of_block + head * of_head
-            at += tile_start % block_size * head_dim // per
+            at = _place(table, head, tile_start, sizes, per)
             weigh_and_add(scores, rows, maximum, total, factors, weights, v, at, out, head_dim)
             continue
         softmax_step(scores, first_row, rows, maximum, total, factors, weights)
         for begin in range(first, end, lanes):
-            at = table[begin // block_size] * of_block + head * of_head
-            at += begin % block_size * head_dim // per
-            after = begin + lanes
-            if after < stop:
-                next_at = table[after // block_size] * of_block + head * of_head
-            else:
-                after = following[KV_START] // lanes * lanes
-                next_at = next_table[after // block_size] * of_block + following[HEAD] * of_head
-            next_at += after % block_size * head_dim // per
+            at = _place(table, head, begin, sizes, per)
+            next_at = _next_place(begin, lanes, task, table, following, next_table, sizes, per)
             for r in range(first_row, rows, ROWS):
                 seen = position + 1 - begin + (r + ROWS - 1) // group_size
                 few_rows(
