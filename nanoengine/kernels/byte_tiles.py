@@ -318,29 +318,28 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int):
     return function
 
 
-def tile16(module, isa: ISA, rows: int, panels: int):
-    """The function of one tile of the screen's estimates:
+def tile16(module, isa: ISA, rows: int):
+    """The function of one tile of a panel of the screen's estimates:
 
-        (short* x, x_stride, byte* w, w_stride, turns, float* out, out_stride, ahead, ahead_step)
+        (short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_step)
 
     out[r, j] = x[r] . w[j] as floats over 4 * turns inputs; the rest as in `tile8`.
     """
     at_byte, at_short, real = (kind.as_pointer() for kind in (I8, I16, FLOAT))
-    arguments = [at_short, I64, at_byte, I64, I64, real, I64, I64, I64]
-    function, builder = new_function(module, f"int16_{rows}x{panels}_{isa.name}", arguments)
+    arguments = [at_short, I64, at_byte, I64, real, I64, I64, I64]
+    function, builder = new_function(module, f"int16_{rows}_{isa.name}", arguments)
     if builder is None:
         return function
-    x, x_stride, w, w_stride, turns, out, out_stride, ahead, ahead_step = function.args
+    x, x_stride, w, turns, out, out_stride, ahead, ahead_step = function.args
     tile = ByteTile(builder, isa)
     short = ir.VectorType(I8, tile.pairs.count)
     inputs = tile.rows(x, x_stride, rows)
     place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
-    cells = [[tile.counter(tile.every(0)) for _ in range(tile.vectors * panels)] for _ in inputs]
+    cells = [[tile.counter(tile.every(0)) for _ in range(tile.vectors)] for _ in inputs]
 
     def turn(index):
-        for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
-            tile.prefetch(line)
-        lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+        tile.prefetch(tile.moved(asked, ahead_step))
+        line = tile.moved(place, I64(LINE))
         first = builder.mul(index, I64(4))
         for pair in range(2):
             values = []
@@ -348,9 +347,9 @@ def tile16(module, isa: ISA, rows: int, panels: int):
                 two = builder.bitcast(tile.at(row, first, I64(2 * pair)), I32.as_pointer())
                 value = tile.splat(builder.load(two, align=2), tile.words)
                 values.append(builder.bitcast(value, tile.pairs))
-            for i in range(tile.vectors * panels):
-                at = LINE // 2 * pair + i % tile.vectors * short.count
-                weight = builder.sext(tile.get(short, lines[i // tile.vectors], at), tile.pairs)
+            for i in range(tile.vectors):
+                at = LINE // 2 * pair + i * short.count
+                weight = builder.sext(tile.get(short, line, at), tile.pairs)
                 for value, of_row in zip(values, cells, strict=True):
                     total = tile.add16(builder.load(of_row[i]), weight, value)
                     builder.store(total, of_row[i])
@@ -447,12 +446,12 @@ def multiply16(typing, x, x_at, x_stride, w, w_at, turns, out, out_at, out_strid
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder, out)
         operands = [
-            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(w, args[3], args[4]), I64(0),
+            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(w, args[3], args[4]),
             args[5], emit.pointer(out, args[6], args[7]), args[8], args[9], args[10],
         ]  # fmt: skip
 
-        def make(count, of_panels):
-            return tile16(builder.module, CURRENT, count, of_panels)
+        def make(count, _):
+            return tile16(builder.module, CURRENT, count)
 
         switched(builder, args[11], I64(1), shapes16(CURRENT), make, operands)
         return context.get_dummy_value()

@@ -136,17 +136,17 @@ def test_tiles_of_linear_layers_multiply_full_vectors_and_keep_their_sums_in_reg
 # --- quantized linear layers, and the head's screen -----------------------------------------------
 
 
-def of_a_panel(module: ir.Module, isa: ISA, rows: int, panels: int, zeroed: bool) -> ir.Function:
-    assert panels == 1
-    return tile4(module, isa, zeroed, rows)
+def of_a_panel(tile):
+    """Writes a tile whose shapes are of one panel."""
+    return lambda module, isa, rows, panels: tile(module, isa, rows=rows)
 
 
 TILES_OF_BYTES = {
     # the shapes, what writes the function, the inputs of a turn, and the bits that are multiplied
     "int8": (shapes8, tile8, 4, 8),
-    "int4": (shapes4, partial(of_a_panel, zeroed=False), 32, 8),
-    "int4, zeros": (shapes4, partial(of_a_panel, zeroed=True), 32, 8),
-    "int16": (shapes16, tile16, 4, 16),
+    "int4": (shapes4, of_a_panel(partial(tile4, zeroed=False)), 32, 8),
+    "int4, zeros": (shapes4, of_a_panel(partial(tile4, zeroed=True)), 32, 8),
+    "int16": (shapes16, of_a_panel(tile16), 4, 16),
 }
 
 MULTIPLIES = {
