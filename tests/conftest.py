@@ -30,11 +30,15 @@ if not has_gpu():
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """One thread, as tiny models gain nothing from more; and no collection walks what was imported,
-    which took a tenth of all time."""
+    """One thread, as tiny models gain nothing from more."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """No collection walks what was there before a file's tests, which took a tenth of all time."""
     gc.collect()
     gc.freeze()
 
