@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
@@ -37,10 +38,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen() -> None:
-    """No collection walks what was there before a file's tests, which took a tenth of all time."""
+def frozen() -> Iterator[None]:
+    """No collection walks what was there before a file's tests, which took a tenth of all time.
+
+    Whoever asks is told so without a count, which takes 20 ms: each LLM and each batch asks.
+    """
     gc.collect()
     gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

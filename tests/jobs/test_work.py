@@ -13,10 +13,13 @@ from nanoengine.jobs.source import Input
 from nanoengine.jobs.work import Work
 from nanoengine.outputs import RequestOutput
 
+COUNT = gc.get_freeze_count
+
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that was just started; the tests' own freezes what was imported."""
+    monkeypatch.setattr(gc, "get_freeze_count", COUNT)
     gc.unfreeze()
     yield
     gc.freeze()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import json
 from collections.abc import Callable
@@ -106,10 +105,9 @@ def batch_fixture(
     """Jobs on the scripted LLM, whose tokenizer has a chat template.
 
     A command that is given again is parsed once: that takes 60 ms, and some are given hundreds of
-    times; a third of it finds where a class begins. To count what tests have frozen takes 20 ms.
+    times; a third of it finds where a class begins.
     """
     monkeypatch.setattr(inspect, "getsource", functools.cache(inspect.getsource))
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
     parse = functools.cache(cli.parse)
     monkeypatch.setattr(cli, "parse", lambda options, prog, args: parse(options, prog, tuple(args)))
     monkeypatch.setattr(byte_level().backend, "chat_template", CHAT_TEMPLATE)
