@@ -1,6 +1,6 @@
 """empty, zeros: new arrays in kernels, without a function of numba's for each shape and type.
 
-Perf: each of numba's own takes 40 ms to compile, and a model's first token needs 24 of them.
+Perf: each of numba's own takes some 50 ms to compile, and a model's first token needs 24 of them.
 """
 
 from __future__ import annotations

@@ -64,10 +64,8 @@ def _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
     """How many tasks a step has at most, and splits one of its sequences."""
     tasks, splits = 0, 1
     for s in range(len(seq_lens)):
-        tiles, of_context = (
-            -(-(query_start[s + 1] - query_start[s]) // queries_per_tile),
-            seq_lens[s] // SPLIT + 2,
-        )
+        tiles = -(-(query_start[s + 1] - query_start[s]) // queries_per_tile)
+        of_context = seq_lens[s] // SPLIT + 2
         tasks += num_kv_heads * max(tiles, of_context)
         splits = max(splits, of_context)
     return tasks, splits
@@ -154,10 +152,8 @@ def plan_tasks(
                     task[SEQ], task[HEAD] = s, head
                     task[QUERY], task[NUM_QUERIES] = query_start[s] + query, num_queries
                     task[POSITION], task[PARTIAL] = position, -1
-                    task[KV_START], task[KV_STOP] = (
-                        max(start, i * split),
-                        min(stop, (i + 1) * split),
-                    )
+                    task[KV_START] = max(start, i * split)
+                    task[KV_STOP] = min(stop, (i + 1) * split)
                     num_tasks += 1
                     if num_splits > 1:
                         task[PARTIAL] = num_partials

@@ -167,13 +167,8 @@ class Sums:
     """
 
     def __init__(self, emit, c_rows, lanes, factors, *, paired, dots):
-        self.emit, self.c_rows, self.lanes, self.dots, self.paired = (
-            emit,
-            c_rows,
-            lanes,
-            dots,
-            paired,
-        )
+        self.emit, self.c_rows, self.lanes = emit, c_rows, lanes
+        self.dots, self.paired = dots, paired
         self.cells = []
         for r, line in enumerate(c_rows):
             starts = [emit.constant(0.0) for _ in lanes]
