@@ -19,14 +19,14 @@ from unittest import mock
 
 from side_by_side import Run, compare, model_options, parser, report
 
-from nanoengine.layers.cpu_decoder import FusedLayer
+from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
 
 
 def plain_layers(**options: Any) -> LLM:
     """An LLM of one rank whose layers are not fused."""
-    with mock.patch.object(FusedLayer, "takes", return_value=False):
+    with mock.patch.object(FusedLayers, "takes", return_value=False):
         return LLM(**options)
 
 

@@ -84,11 +84,11 @@ def phases_apart(llm: LLM) -> str:
 
 
 def unfuse(llm: LLM) -> str:
-    """Runs each layer part by part: `DecoderLayer` in the place of `FusedLayer`."""
+    """Runs each layer part by part: `DecoderLayer` in the place of `FusedLayers`."""
     decoder = llm.engine.executor.model.model  # type: ignore[attr-defined]
-    if list(decoder.stack) == list(decoder.layers):
+    if decoder.stack == decoder.plain_stack():
         return "no layer of this model is fused here"
-    decoder.stack[:] = decoder.layers
+    decoder.stack = decoder.plain_stack()
     return ""
 
 

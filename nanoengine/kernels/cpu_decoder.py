@@ -1,4 +1,4 @@
-"""One decoder layer on the CPU as one call: the kernels of its parts, in order.
+"""Decoder layers on the CPU as one call: the kernels of their parts, in order.
 
     x, residual ─ norm ─ qkv ─ norm, rotate, store ─ attend ─
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
@@ -10,8 +10,7 @@ Why one call: each kernel called from Python costs it about 10 us, and a layer i
 is the one that the layer's parts call by themselves, so the results are the same bit for bit; the
 readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` compares them.
 
-Groups of arguments are plain tuples, which numba takes from Python in a quarter of the time of
-named ones. A weight is a tuple too, whose form says what it is:
+What is the same at each step comes from a `Held`. A weight is a tuple, whose form says what it is:
 
     (panels, bias)                                            floats: `cpu_linear.linear`, or of
                                                               pairs `linear_of_rounded`
@@ -41,6 +40,7 @@ from nanoengine.kernels.cpu_layers import (
 )
 from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
 from nanoengine.kernels.cpu_quantized import linear4, linear8
+from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import compiled
 
 
@@ -114,19 +114,12 @@ def _gated_mlp(x, mlp, eps, behind, factor, workers):
 
 
 @compiled(fastmath=FASTMATH)
-def decoder_layer(
+def _decoder_layer(
     x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, first, second, workers
 ):  # fmt: skip
-    """In place: x becomes what this layer adds last, the residual grows by what came before it.
-
-    In the last layer not all rows go on from attention (`models/decoder.py`), and some go on
-    several times: both results are then in arrays of their own.
+    """One of `decoder_layers`.
 
     Args:
-        x, residual: [T, N], what the layer before added, and what was there before it.
-        all_rows, rows: whether all go on; if not, which: [L] int64.
-        x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
-        step: of `CPUBackend.step_arrays`.
         k_cache, v_cache: contiguous, [B, K, P, D].
         first: three groups: the weights norm [N], qkv, norm of heads [H + K, D], attention's
             operand, and sinks [H], if any; (H, K, D, P), the window, how heads are normed,
@@ -175,3 +168,28 @@ def decoder_layer(
     _leave(x_on, attention_output_norm, mlp_eps, behind, factor, workers)
     _enter(x_on, residual_on, mlp_norm, mlp_eps, before, workers)
     gated_mlp(x_on, mlp, mlp_eps, behind, factor, workers)
+
+
+@compiled(fastmath=FASTMATH)
+def decoder_layers(
+    x, residual, all_rows, rows, x_on, residual_on, step, layers, first, last, workers
+):
+    """In place: x becomes what the last layer adds last, the residual grows by what came before it.
+
+    In a model's last layer not all rows go on from attention (`models/decoder.py`), and some go on
+    several times: both results are then in arrays of their own.
+
+    Args:
+        x, residual: [T, N], what the layer before added, and what was there before it.
+        all_rows, rows: whether all go on; if not, which: [L] int64. Then only one layer runs.
+        x_on, residual_on: [L, N], the results where not all rows go on; else x and residual.
+        step: of `CPUBackend.step_arrays`.
+        layers: a `Held` of each layer's k_cache, v_cache, first and second, see `_decoder_layer`.
+        first, last: the layers from first to last - 1 run.
+    """
+    for i in range(first, last):
+        k_cache, v_cache, attention, mlp = of_place(layers, i)
+        _decoder_layer(
+            x, residual, all_rows, rows, x_on, residual_on, step, k_cache, v_cache, attention, mlp,
+            workers,
+        )  # fmt: skip

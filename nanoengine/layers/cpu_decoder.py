@@ -1,24 +1,30 @@
-"""FusedLayer: a decoder layer that runs as one compiled call on the CPU, or does up to its MLP.
+"""FusedLayers: neighbouring decoder layers that run as one compiled call on the CPU.
 
-Why: one token through a small model is hundreds of calls from Python, and they take a fifth of its
+Why: one token through a small model is hundreds of calls from Python, and they take a third of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
-(`tests/layers/test_cpu_decoder.py`). Made by `models/fuse.py` once the weights are loaded.
+(`tests/layers/test_cpu_decoder.py`). Made by `models/fuse.py` once the weights are loaded. A layer
+whose MLP has no kernel is the last of its call, which ends before that.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
+from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
-from nanoengine.kernels.cpu_decoder import decoder_layer
+from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
+from nanoengine.kernels.held import Held
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
@@ -61,8 +67,12 @@ class LayerParts:
         return [norm for norm in found if norm is not None]
 
 
-class FusedLayer:
-    """Called like a `DecoderLayer`; overwrites both of its inputs."""
+class FusedLayers:
+    """Called like a `DecoderLayer`; overwrites both of its inputs.
+
+    Attributes:
+        rest: what the last layer has behind the kernel; no layer follows it then.
+    """
 
     @staticmethod
     def takes(parts: LayerParts) -> bool:
@@ -75,45 +85,20 @@ class FusedLayer:
             and all(has_kernel(linear.method) for linear in parts.linears)
         )
 
-    def __init__(self, parts: LayerParts) -> None:
-        self.attention, spec = parts.attention, parts.attention.spec
+    def __init__(self, first: LayerParts) -> None:
+        self._layers: list[Attention] = []
+        self._operands: list[tuple[Any, ...]] = []
+        self._caches: list[LayerCache] = []
+        self._calls: list[tuple[AttentionSpec, Held, int]] = []
+        self.append(first)
+
+    def append(self, parts: LayerParts) -> None:
+        """Another layer behind the others."""
         backend = parts.attention.backend
         assert isinstance(backend, CPUBackend)
-        self.backend = backend
-        head_norm, kind, real = parts.head_norm, norm_kind(parts.head_norm), np.float32
-        if head_norm is None:
-            head_norm = HeadNormWeights(
-                weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
-            )
-        qkv, o, *of_mlp = (linear.method.operands(linear.bias) for linear in parts.linears)
-        any_norm = parts.norms[0]
-        before, behind = parts.norm is not None, parts.attention_output_norm is not None
-        self.rest, mlp = parts.rest, ()
-
-        def weight_of(norm: RMSNorm | None) -> np.ndarray:
-            return (norm or any_norm).weight.detach().numpy()
-
-        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
-        self.first: tuple[Any, ...] = (
-            (
-                weight_of(parts.norm),
-                qkv,
-                head_norm.weight.detach().numpy(),
-                backend.operand,
-                backend.sinks(spec),
-            ),
-            (heads_and_dims, window, kind, before),
-            (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
-        )
-        if parts.gate_up is not None:
-            inner = sum(parts.gate_up.parts.values()) // 2
-            mlp = *of_mlp, weight_of(parts.mlp_output_norm), inner, GATES[parts.activation]
-        self.second: tuple[Any, ...] = (
-            (o, weight_of(parts.attention_output_norm), weight_of(parts.mlp_norm)),
-            mlp,
-            (real(any_norm.eps), behind, real(parts.scale)),
-        )
+        self._backend, self.rest = backend, parts.rest
+        self._layers.append(parts.attention)
+        self._operands.append(_operands(parts, backend))
 
     def __call__(
         self,
@@ -125,23 +110,76 @@ class FusedLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = torch.zeros_like(x), x
-        values, attention, workers = x.numpy(), self.attention, batch.attention.num_workers
-        before, on, results = residual.numpy(), None, (x, residual)
+        values, before = x.numpy(), residual.numpy()
+        calls = self._bound()
+
+        def run(i: int, first: int, last: int, results: Any, on: np.ndarray | None) -> None:
+            spec, held, _ = calls[i]
+            step = self._backend.step_arrays(rotation, batch, spec, values.dtype, on)
+            decoder_layers(
+                values, before, on is None, NO_ROWS if on is None else on, *results, step, held,
+                first, last, batch.attention.num_workers,
+            )  # fmt: skip
+
+        for i, (_, _, count) in enumerate(calls):
+            is_last = rows is not None and i == len(calls) - 1
+            run(i, 0, count - is_last, (values, before), None)
         if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
-            on, shape = rows.numpy(), (len(rows), x.shape[1])
-            results = (torch.empty(shape), torch.empty(shape))
-        step = (
-            self.backend.step_arrays(rotation, batch, attention.spec, values.dtype, on),
-            *self.backend.cache_arrays(attention.cache),
+            shape = len(rows), x.shape[1]
+            x, residual = torch.empty(shape), torch.empty(shape)
+            run(-1, count - 1, count, (x.numpy(), residual.numpy()), rows.numpy())
+        return (x if self.rest is None else self.rest(x)), residual
+
+    def _bound(self) -> list[tuple[AttentionSpec, Held, int]]:
+        """The calls that run all layers: the spec they share, their operands, and how many they
+        are. Made when the layers are bound to a cache: layers of one kind may be of several KV
+        groups, and of several kinds of weights."""
+        caches = [layer.cache for layer in self._layers]
+        if len(caches) != len(self._caches) or not all(map(operator.is_, caches, self._caches)):
+            layers = [
+                (cache.spec, (*self._backend.cache_arrays(cache), *operands))
+                for cache, operands in zip(caches, self._operands, strict=True)
+            ]
+            self._caches, self._calls = caches, []
+            for (spec, _), alike in groupby(layers, lambda it: (it[0], numba.typeof(it[1]))):
+                operands = [of_layer for _, of_layer in alike]
+                self._calls.append((spec, Held(operands), len(operands)))
+        return self._calls
+
+
+def _operands(parts: LayerParts, backend: CPUBackend) -> tuple[Any, Any]:
+    """What `decoder_layers` calls first and second."""
+    spec, real = parts.attention.spec, np.float32
+    head_norm, kind = parts.head_norm, norm_kind(parts.head_norm)
+    if head_norm is None:
+        head_norm = HeadNormWeights(
+            weight=torch.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps=0.0
         )
-        decoder_layer(
-            values, before, on is None, NO_ROWS if on is None else on,
-            *(result.numpy() for result in results), *step,
-            self.first, self.second, workers,
-        )  # fmt: skip
-        if self.rest is None:
-            return results
-        return self.rest(results[0]), results[1]
+    qkv, o, *of_mlp = (linear.method.operands(linear.bias) for linear in parts.linears)
+    any_norm = parts.norms[0]
+    before, behind = parts.norm is not None, parts.attention_output_norm is not None
+
+    def weight_of(norm: RMSNorm | None) -> np.ndarray:
+        return (norm or any_norm).weight.detach().numpy()
+
+    window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+    heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
+    of_heads = head_norm.weight.detach().numpy()
+    first = (
+        (weight_of(parts.norm), qkv, of_heads, backend.operand, backend.sinks(spec)),
+        (heads_and_dims, window, kind, before),
+        (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
+    )
+    mlp: tuple[Any, ...] = ()
+    if parts.gate_up is not None:
+        inner = sum(parts.gate_up.parts.values()) // 2
+        mlp = *of_mlp, weight_of(parts.mlp_output_norm), inner, GATES[parts.activation]
+    second = (
+        (o, weight_of(parts.attention_output_norm), weight_of(parts.mlp_norm)),
+        mlp,
+        (real(any_norm.eps), behind, real(parts.scale)),
+    )
+    return first, second
 
 
 def has_kernel(method: LinearMethod) -> bool:

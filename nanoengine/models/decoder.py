@@ -43,6 +43,8 @@ from nanoengine.models.mlp import make_mlp
 from nanoengine.models.states import STATE_LAYERS, StateLayer
 
 Norm = RMSNorm | LayerNorm | None
+Layers = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""A layer, or several: called as `DecoderLayer.forward`."""
 
 
 def model_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
@@ -136,7 +138,8 @@ class Decoder(Layer):
     """The stack of layers between token ids and the last norm.
 
     Attributes:
-        stack: what runs as each layer: the layer itself, or what `fuse_layers` put in its place.
+        stack: what runs, each with its kind of rotation: `plain_stack`, or what `fuse_layers` made
+            of it.
     """
 
     def __init__(
@@ -159,14 +162,15 @@ class Decoder(Layer):
         )
         self.kind_of_layer = [kinds.index(rope) for rope in config.ropes]
         self.layers = nn.ModuleList(layers)
-        self.stack: list[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = list(layers)
+        self.stack = self.plain_stack()
         self.norm = model_norm(config, context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x, residual, last = self.embed(batch.token_ids), None, self.stack[-1]
-        for layer, rotation in zip(self.stack, self.rotations(batch.positions), strict=True):
-            rows = batch.logits_indices if layer is last else None
-            x, residual = layer(x, residual, rotation, batch, rows)
+        x, residual = self.embed(batch.token_ids), None
+        rotations = [rotary(batch.positions) for rotary in self.rotaries]
+        for i, (kind, layers) in enumerate(self.stack, 1):
+            rows = batch.logits_indices if i == len(self.stack) else None
+            x, residual = layers(x, residual, rotations[kind], batch, rows)
         x, _ = self.norm(x, residual)
         return x
 
@@ -175,10 +179,9 @@ class Decoder(Layer):
         x = self.embed_tokens(token_ids)
         return x if self.scale == 1 else x * self.scale
 
-    def rotations(self, positions: torch.Tensor) -> list[Rotation]:
-        """How each layer turns its heads."""
-        kinds = [rotary(positions) for rotary in self.rotaries]
-        return [kinds[kind] for kind in self.kind_of_layer]
+    def plain_stack(self) -> list[tuple[int, Layers]]:
+        """Each layer by itself."""
+        return list(zip(self.kind_of_layer, self.layers, strict=True))
 
 
 class CausalLM(Layer):

@@ -1,4 +1,4 @@
-"""fuse_layers: a loaded model's layers as few compiled calls each, where kernels compute them.
+"""fuse_layers: a loaded model's layers as few compiled calls, where kernels compute them.
 
 Done to a model from outside, once its weights are loaded: `DecoderLayer` and `SparseMLP` are the
 readable forms and know nothing of it.
@@ -6,28 +6,35 @@ readable forms and know nothing of it.
 
 from __future__ import annotations
 
-from nanoengine.layers.cpu_decoder import FusedLayer, LayerParts
+from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
 from nanoengine.layers.cpu_delta import DTYPES, CPUDeltaSteps
 from nanoengine.layers.cpu_experts import CPUExperts
 from nanoengine.models.attention import SelfAttention
-from nanoengine.models.decoder import Decoder, DecoderLayer
+from nanoengine.models.decoder import Decoder, DecoderLayer, Layers
 from nanoengine.models.mlp import GatedMLP, SparseMLP
 from nanoengine.models.states import GatedDeltaNet
 
 
 def fuse_layers(decoder: Decoder) -> None:
-    """Replaces each layer that a kernel computes, with the same results, in `decoder.stack`, and
-    each mixture of experts in its `routed`."""
-    for index, layer in enumerate(decoder.layers):
-        mlp = layer.mlp
+    """Replaces layers that a kernel computes, with the same results, in `decoder.stack`, neighbours
+    by one call, and each mixture of experts in its `routed`."""
+    stack: list[tuple[int, Layers]] = []
+    for kind, layer in decoder.plain_stack():
+        assert isinstance(layer, DecoderLayer)
+        mlp, mixer, parts = layer.mlp, layer.mixer, _parts(layer)
         if isinstance(mlp, SparseMLP) and CPUExperts.takes(mlp.gate, mlp.experts):
             mlp.routed = CPUExperts(mlp.gate, mlp.experts)
-        mixer = layer.mixer
         if isinstance(mixer, GatedDeltaNet) and mixer.conv1d.weight.dtype in DTYPES:
             mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
-        parts = _parts(layer)
-        if parts is not None and FusedLayer.takes(parts):
-            decoder.stack[index] = FusedLayer(parts)
+        if parts is None or not FusedLayers.takes(parts):
+            stack.append((kind, layer))
+            continue
+        before_kind, before = stack[-1] if stack else (kind, None)
+        if kind == before_kind and isinstance(before, FusedLayers) and before.rest is None:
+            before.append(parts)
+        else:
+            stack.append((kind, FusedLayers(parts)))
+    decoder.stack = stack
 
 
 def _parts(layer: DecoderLayer) -> LayerParts | None:

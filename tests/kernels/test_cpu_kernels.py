@@ -246,7 +246,7 @@ def test_kernels_share_torchs_threads_under_any_attention_backend():
 def test_compiled_code_is_kept_until_a_source_of_its_room_changes(tmp_path):
     """A kernel holds the code of those it calls, also of those in other files."""
     room = Path(cpu_decoder.__file__).parent
-    kept = cpu_decoder.decoder_layer._cache._cache_file._source_stamp
+    kept = cpu_decoder.decoder_layers._cache._cache_file._source_stamp
     assert kept == stamp(room)
     for path in room.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -11,7 +11,7 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch
-from nanoengine.layers.cpu_decoder import FusedLayer
+from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.models.decoder import DecoderLayer
 from tests.support.engines import checkpoint, random_prompts
 
@@ -77,12 +77,12 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
         **options,
     ) as llm:
         decoder = llm.engine.executor.model.model
-        assert all(isinstance(layer, FusedLayer) for layer in decoder.stack)
+        assert all(isinstance(layers, FusedLayers) for _, layers in decoder.stack)
         fused = outputs(llm)
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "forward", partial(all_rows, decoder.forward))
             assert fused == outputs(llm)
-        decoder.stack = list(decoder.layers)
+        decoder.stack = decoder.plain_stack()
         assert fused == outputs(llm)
 
 
@@ -99,7 +99,7 @@ def test_a_layer_that_no_kernel_fits_runs_part_by_part(family, options):
     options = {"dtype": "float32", "num_kv_blocks": 16} | options
     with LLM(checkpoint(family), device="cpu", skip_tokenizer_init=True, **options) as llm:
         stack = llm.engine.executor.model.model.stack
-        assert all(isinstance(layer, DecoderLayer) for layer in stack)
+        assert all(isinstance(layer, DecoderLayer) for _, layer in stack)
 
 
 def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
@@ -107,4 +107,4 @@ def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
     directory = checkpoint("qwen3_moe")
     with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         stack = llm.engine.executor.model.model.stack
-        assert [layer.rest is None for layer in stack] == [False, True, False]
+        assert [layers.rest is None for _, layers in stack] == [False, True, False]

@@ -1,0 +1,114 @@
+"""Held: arguments that never change, kept in memory as compiled code has them.
+
+numba takes each array of a call out of its Python object, 0.1 us an array. The layers of a model
+have hundreds, the same ones at each step. They are taken out once here, and a kernel reads them
+from memory:
+
+    Held([arguments of layer 0, of layer 1, ...])  ─ a kernel's argument ─►  of_place(held, i)
+
+Perf: docs/experiments.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.extending import (
+    NativeValue,
+    intrinsic,
+    models,
+    register_model,
+    unbox,
+)
+
+NUMBERS = {
+    types.boolean: ctypes.c_bool,
+    types.int64: ctypes.c_int64,
+    types.float32: ctypes.c_float,
+    types.float64: ctypes.c_double,
+}
+
+
+class HeldType(types.Opaque):
+    """The type of a `Held` whose values are of type `of`: to compiled code, their address."""
+
+    def __init__(self, of: types.Type) -> None:
+        self.of = of
+        super().__init__(f"Held({of})")
+
+
+register_model(HeldType)(models.OpaqueModel)
+
+
+class Held:
+    """Tuples of arrays, numbers and such tuples, all of one type, `numba.typeof`.
+
+    Keeps the arrays alive, but does not see if they get another memory.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values, of = values, numba.typeof(values[0])
+        assert all(numba.typeof(value) == of for value in values), "of several types"
+        kind = _kind(of)
+        target = cpu_target.target_context
+        assert ctypes.sizeof(kind) == target.get_abi_sizeof(target.get_value_type(of)), of
+        self._memory = (kind * len(values))(*(_native(of, value) for value in values))
+        self._numba_type_ = HeldType(of)
+        self.address = ctypes.addressof(self._memory)
+
+
+@functools.cache
+def _kind(of: types.Type) -> Any:
+    """What numba's compiled code has for a type, as a type of C."""
+    fields: list[Any]
+    if isinstance(of, types.Array):  # numba's `arystruct_t`; the first two count references
+        fields = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t]
+        fields += [ctypes.c_void_p, ctypes.c_ssize_t * of.ndim, ctypes.c_ssize_t * of.ndim]
+    elif isinstance(of, types.BaseTuple):
+        fields = [_kind(part) for part in of]
+    else:
+        return NUMBERS[of]
+    names = [(f"part{i}", field) for i, field in enumerate(fields)]
+    return type("Native", (ctypes.Structure,), {"_fields_": names})
+
+
+def _native(of: types.Type, value: Any) -> Any:
+    """The value as `_kind` has it. Nobody counts references to its arrays."""
+    kind = _kind(of)
+    if isinstance(of, types.Array):
+        shape, strides = (dict(kind._fields_)[part] for part in ("part5", "part6"))
+        return kind(
+            None, None, value.size, value.itemsize, value.ctypes.data, shape(*value.shape),
+            strides(*value.strides),
+        )  # fmt: skip
+    if isinstance(of, types.BaseTuple):
+        return kind(*(_native(part, one) for part, one in zip(of, value, strict=True)))
+    return kind(value.item() if isinstance(value, np.generic) else value)
+
+
+@unbox(HeldType)
+def _address_of(of, value, c):
+    address = c.pyapi.object_getattr_string(value, "address")
+    number = c.pyapi.long_as_longlong(address)
+    c.pyapi.decref(address)
+    return NativeValue(c.builder.inttoptr(number, c.context.get_value_type(of)))
+
+
+@intrinsic
+def of_place(typing_context, held, i):
+    """The value at place i of a `Held`."""
+
+    def codegen(context, builder, signature, args):
+        kind = context.get_value_type(held.of)
+        first = builder.bitcast(args[0], kind.as_pointer())
+        return builder.load(builder.gep(first, [builder.sext(args[1], ir.IntType(64))]))
+
+    return held.of(held, i), codegen
