@@ -152,6 +152,18 @@ def _stored(x, cache):
     return lambda x, cache: np.uint16(bfloat16(x))
 
 
+@intrinsic
+def ask_to_write(typing, array, at):
+    """Prefetches the line of a place of a flat array, which will be written."""
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, types.Array(types.float32, 1, "C"))
+        emit.prefetch(emit.pointer(array, args[0], args[1]), write=True)
+        return context.get_dummy_value()
+
+    return types.void(array, at), codegen
+
+
 @compiled(fastmath=(), part=True)
 def bfloat16(x):
     """The bits of a float32 rounded to bfloat16."""

@@ -54,6 +54,7 @@ from nanoengine.kernels.attention_tiles import (
     KV_TILE,
     ROWS,
     adds_beside,
+    ask_to_write,
     bfloat16,
     few_rows,
     numbers_a_word,
@@ -65,6 +66,7 @@ from nanoengine.kernels.attention_tiles import (
 )
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
 LN2 = math.log(2)
@@ -230,8 +232,10 @@ def _attend_tasks(
     group_size = num_heads // num_kv_heads
     q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
     k, v = words_of(k_cache.reshape(-1)), words_of(v_cache.reshape(-1))
-    room = max(ROW_TILE, group_size)
-    space = -(-max(CHUNK_ROWS, group_size) // ROWS) * ROWS
+    room, most = max(ROW_TILE, group_size), 1
+    for i in range(lo, hi):
+        most = max(most, tasks[i, NUM_QUERIES])
+    space = -(-most * group_size // ROWS) * ROWS
     per = numbers_a_word(operand)
     tile = zeros((space, head_dim // per), operand.dtype)
     scores = zeros((space, KV_TILE), q.dtype)
@@ -337,13 +341,38 @@ def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def store_head(key, value, slot, head, k_cache, v_cache, sizes):
-    """Writes the key and value [D] of one head of the token at `slot`."""
+def _lines_of(slot, head, lanes, per, sizes):
+    """Where the key and the value of one head of a token begin in the flat caches."""
     _, num_kv_heads, head_dim, block_size = sizes
-    per, lanes, offset = numbers_a_word(k_cache), min(block_size, KV_TILE), slot % block_size
+    offset = slot % block_size
     first = (slot // block_size * num_kv_heads + head) * block_size * head_dim + per - 1
     k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per
-    v_at = first + offset // per * per * head_dim - offset % per
-    for d in range(head_dim):
+    return k_at, first + offset // per * per * head_dim - offset % per
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def store_head(key, value, slot, head, k_cache, v_cache, sizes):
+    """Writes the key and value [D] of one head of the token at `slot`."""
+    per, lanes = numbers_a_word(k_cache), min(sizes[3], KV_TILE)
+    k_at, v_at = _lines_of(slot, head, lanes, per, sizes)
+    for d in range(len(key)):
         k_cache[k_at + d // per * lanes * per - d % per] = stored(key[d], k_cache)
         v_cache[v_at + d * per] = stored(value[d], v_cache)
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def ask_for_slots(slots, k_blocks, v_blocks, sizes):
+    """Asks for the lines that `store_head` will write for tokens at these slots.
+
+    Why: each number of a key lies in a line of its own, and few of them are in a cache.
+    """
+    _, num_kv_heads, head_dim, block_size = sizes
+    k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
+    per, lanes = numbers_a_word(k_cache), min(block_size, KV_TILE)
+    for slot in slots:
+        for head in range(num_kv_heads):
+            k_at, v_at = _lines_of(slot, head, lanes, per, sizes)
+            for d in range(0, head_dim, per):
+                ask_to_write(k_cache, k_at + d * lanes)
+            for d in range(0, head_dim, LINE // k_cache.itemsize // per):
+                ask_to_write(v_cache, v_at + d * per)

@@ -30,9 +30,10 @@ from numba import types
 from numba.extending import overload
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.cpu_attention import attend, combine
+from nanoengine.kernels.cpu_attention import ask_for_slots, attend, combine
 from nanoengine.kernels.cpu_layers import (
     FASTMATH,
+    SMALL,
     add_rms_norm,
     gate,
     rms_norm,
@@ -137,8 +138,10 @@ def _decoder_layer(
     num_heads, num_kv_heads, head_dim, _ = heads_and_dims
     tokens = len(x)
 
-    _enter(x, residual, norm, eps, before, workers)
     projected = empty((tokens, (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
+    if projected.size <= SMALL:
+        ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
+    _enter(x, residual, norm, eps, before, workers)
     multiply(x, qkv, projected, workers)
     q = empty((tokens, num_heads, head_dim), x.dtype)
     rotate_and_store(

@@ -29,6 +29,8 @@ from numba.extending import (
     unbox,
 )
 
+from nanoengine.kernels.linking import borrowed
+
 NUMBERS = {
     types.boolean: ctypes.c_bool,
     types.int64: ctypes.c_int64,
@@ -109,6 +111,7 @@ def of_place(typing_context, held, i):
     def codegen(context, builder, signature, args):
         kind = context.get_value_type(held.of)
         first = builder.bitcast(args[0], kind.as_pointer())
-        return builder.load(builder.gep(first, [builder.sext(args[1], ir.IntType(64))]))
+        value = builder.load(builder.gep(first, [builder.sext(args[1], ir.IntType(64))]))
+        return borrowed(context, builder, held.of, value)
 
     return held.of(held, i), codegen
