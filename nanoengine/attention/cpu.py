@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -29,7 +28,7 @@ from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
 from nanoengine.kernels.attention_tasks import ROW_TILE, plan_tasks
 from nanoengine.kernels.numpy_views import NumpyViews
-from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+from nanoengine.kernels.threads import call_on, num_workers, share_threads_with_torch
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}
@@ -115,8 +114,7 @@ class CPUBackend(AttentionBackend):
     def prepare(self, batch: Batch) -> CPUStep:
         """Views the step's tensors as numpy arrays; cheap enough for every step."""
         workers = num_workers()
-        # Why: numba keeps the count for each thread, and an engine may be built in another one.
-        numba.set_num_threads(workers)
+        call_on(workers)
         return CPUStep(
             query_start=np.ascontiguousarray(batch.query_start_loc.numpy()),
             seq_lens=np.ascontiguousarray(batch.seq_lens.numpy()),
@@ -260,10 +258,12 @@ def wanted(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
            [1, 3],
            [4, 0]])
     """
-    starts, counts = query_start[:-1].astype(np.int64), np.diff(query_start)
+    starts, found = query_start[:-1], np.zeros((len(query_start) - 1, 2), np.int64)
+    counts = query_start[1:] - starts
     if rows is None:
-        return np.stack((np.zeros_like(starts), counts), axis=1)
-    found = np.stack((counts, np.zeros_like(starts)), axis=1)
+        found[:, 1] = counts
+        return found
+    found[:, 0] = counts
     seqs = np.searchsorted(query_start, rows, side="right") - 1
     np.minimum.at(found[:, 0], seqs, rows - starts[seqs])
     np.maximum.at(found[:, 1], seqs, rows - starts[seqs] + 1)

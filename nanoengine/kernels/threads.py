@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 import warnings
 
 import numba
@@ -20,7 +21,7 @@ def share_threads_with_torch() -> None:
     if importlib.util.find_spec("numba.np.ufunc.omppool") is not None:
         numba.config.THREADING_LAYER = "omp"
     threads = torch.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    call_on(num_workers())
     # Why: numba's start sets OpenMP's thread count, which is torch's too, to all cores.
     torch.set_num_threads(threads)
     if numba.threading_layer() != "omp":
@@ -45,3 +46,17 @@ def why_so_many() -> str:
 def num_workers() -> int:
     """Threads that a kernel may use: as many as torch uses."""
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+def call_on(workers: int) -> None:
+    """The kernels that this thread calls from now on run on so many threads.
+
+    Why for each thread: numba counts so, and an engine may be built in another one. Why kept: it
+    takes numba 10 us to be told the same again.
+    """
+    if getattr(_TOLD, "workers", None) != workers:
+        numba.set_num_threads(workers)
+        _TOLD.workers = workers
+
+
+_TOLD = threading.local()

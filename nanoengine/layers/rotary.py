@@ -67,7 +67,7 @@ class RotaryEmbedding(Layer):
     def forward(self, positions: torch.Tensor) -> Rotation:
         """positions [T] -> cos, sin."""
         rows = positions if self.turns else torch.zeros_like(positions)
-        cos, sin = self.table[rows].unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = self.table.index_select(0, rows).unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
 

@@ -92,16 +92,15 @@ def measure_cpu_peaks(
         kinds: of "float32", "float64", "bfloat16", "int8"; those that the CPU lacks become float32.
             None: all that it has but float64.
     """
-    import numba
     import numpy as np
 
     from nanoengine.kernels import cpu_peak
     from nanoengine.kernels.isa import CURRENT
-    from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+    from nanoengine.kernels.threads import call_on, num_workers, share_threads_with_torch
 
     share_threads_with_torch()
     workers, cpu = num_workers(), torch.device("cpu")
-    numba.set_num_threads(workers)
+    call_on(workers)
     if kinds is None:
         kinds = [kind for kind in cpu_peak.KERNELS if kind != "float64"]
     gflops = {}

@@ -44,7 +44,7 @@ from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.runner.memory import LargestSteps, free_gpu_bytes, plan_memory, require_memory
 from nanoengine.runner.numerics import make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
-from nanoengine.runner.sampler import SampledTokens, Sampler
+from nanoengine.runner.sampler import SampledTokens, Sampler, pack_tokens
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.transfers import Download, Stopwatch
 
@@ -372,7 +372,7 @@ class ModelRunner:
             sampled = self._sample(plan, lines, ours[0])
             decode.held.advance(lines.rows_on_device, sampled.token_ids)
         else:
-            sampled = SampledTokens(token_ids=ours[0], valid=ours[1])
+            sampled = SampledTokens(packed=pack_tokens(*ours))
         tensors = self._await_tokens(plan, step, lines, sampled)
         watch.mark()
         return tensors
@@ -441,7 +441,7 @@ class ModelRunner:
     def _await_tokens(
         self, plan: StepPlan, step: LaunchedStep, lines: SamplingLines, sampled: SampledTokens
     ) -> list[torch.Tensor]:
-        """Notes who waits for the tokens; returns copies of them that no later step overwrites."""
+        """Notes who waits for the tokens; returns what the host wants to see of them."""
         step.lines, step.sampled = lines, sampled
         step.edits = self.sampler.edits_of(plan.rows)
         return sampled.tensors
