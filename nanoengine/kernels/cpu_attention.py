@@ -1,6 +1,6 @@
 """The compiled kernels of `CPUBackend`: paged attention for float32 and float64, by numba.
 
-Called by `attention/cpu.py` and, in a fused layer, `cpu_decoder.py`. Kernels see flat arrays,
+Called by `attention/cpu.py` and, in fused layers, `cpu_decoder.py`. Kernels see flat arrays,
 offsets and ints, never torch. The readable form is `attention/naive.py`.
 
 `attention_tasks.py` cuts a step into tasks: one KV head of one sequence, a tile of its queries,

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -67,11 +67,19 @@ class LayerParts:
         return [norm for norm in found if norm is not None]
 
 
+class _Call(NamedTuple):
+    """Layers that one call runs: what is the same for all of them, what is not, how many."""
+
+    spec: AttentionSpec
+    operands: Held
+    count: int
+
+
 class FusedLayers:
     """Called like a `DecoderLayer`; overwrites both of its inputs.
 
     Attributes:
-        rest: what the last layer has behind the kernel; no layer follows it then.
+        layers: in order. Behind one that has a `rest` there is no other.
     """
 
     @staticmethod
@@ -86,19 +94,24 @@ class FusedLayers:
         )
 
     def __init__(self, first: LayerParts) -> None:
-        self._layers: list[Attention] = []
+        backend = first.attention.backend
+        assert isinstance(backend, CPUBackend)
+        self.backend = backend
+        self.layers: list[LayerParts] = []
         self._operands: list[tuple[Any, ...]] = []
         self._caches: list[LayerCache] = []
-        self._calls: list[tuple[AttentionSpec, Held, int]] = []
+        self._calls: list[_Call] = []
         self.append(first)
+
+    @property
+    def rest(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What the last layer has behind the kernel."""
+        return self.layers[-1].rest
 
     def append(self, parts: LayerParts) -> None:
         """Another layer behind the others."""
-        backend = parts.attention.backend
-        assert isinstance(backend, CPUBackend)
-        self._backend, self.rest = backend, parts.rest
-        self._layers.append(parts.attention)
-        self._operands.append(_operands(parts, backend))
+        self.layers.append(parts)
+        self._operands.append(_operands(parts, self.backend))
 
     def __call__(
         self,
@@ -110,40 +123,50 @@ class FusedLayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = torch.zeros_like(x), x
-        values, before = x.numpy(), residual.numpy()
-        calls = self._bound()
-
-        def run(i: int, first: int, last: int, results: Any, on: np.ndarray | None) -> None:
-            spec, held, _ = calls[i]
-            step = self._backend.step_arrays(rotation, batch, spec, values.dtype, on)
-            decoder_layers(
-                values, before, on is None, NO_ROWS if on is None else on, *results, step, held,
-                first, last, batch.attention.num_workers,
-            )  # fmt: skip
-
-        for i, (_, _, count) in enumerate(calls):
-            is_last = rows is not None and i == len(calls) - 1
-            run(i, 0, count - is_last, (values, before), None)
+        given, calls = (x.numpy(), residual.numpy()), self._bound()
+        for call in calls:
+            apart = rows is not None and call is calls[-1]
+            self._run(call, 0, call.count - apart, given, given, rotation, batch, None)
         if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
-            shape = len(rows), x.shape[1]
+            shape, count = (len(rows), x.shape[1]), calls[-1].count
             x, residual = torch.empty(shape), torch.empty(shape)
-            run(-1, count - 1, count, (x.numpy(), residual.numpy()), rows.numpy())
+            results = x.numpy(), residual.numpy()
+            self._run(
+                calls[-1], count - 1, count, given, results, rotation, batch, rows.numpy()
+            )  # fmt: skip
         return (x if self.rest is None else self.rest(x)), residual
 
-    def _bound(self) -> list[tuple[AttentionSpec, Held, int]]:
-        """The calls that run all layers: the spec they share, their operands, and how many they
-        are. Made when the layers are bound to a cache: layers of one kind may be of several KV
-        groups, and of several kinds of weights."""
-        caches = [layer.cache for layer in self._layers]
+    def _run(
+        self,
+        call: _Call,
+        first: int,
+        last: int,
+        given: tuple[np.ndarray, np.ndarray],
+        results: tuple[np.ndarray, np.ndarray],
+        rotation: Rotation,
+        batch: Batch,
+        rows: np.ndarray | None,
+    ) -> None:
+        """Layers first ... last - 1 of a call."""
+        step = self.backend.step_arrays(rotation, batch, call.spec, given[0].dtype, rows)
+        decoder_layers(
+            *given, rows is None, NO_ROWS if rows is None else rows, *results, step, call.operands,
+            first, last, batch.attention.num_workers,
+        )  # fmt: skip
+
+    def _bound(self) -> list[_Call]:
+        """The calls that run all layers: one, unless they are of several KV groups or have several
+        kinds of weights. Made when the layers are bound to a cache."""
+        caches = [parts.attention.cache for parts in self.layers]
         if len(caches) != len(self._caches) or not all(map(operator.is_, caches, self._caches)):
             layers = [
-                (cache.spec, (*self._backend.cache_arrays(cache), *operands))
+                (cache.spec, (*self.backend.cache_arrays(cache), *operands))
                 for cache, operands in zip(caches, self._operands, strict=True)
             ]
             self._caches, self._calls = caches, []
             for (spec, _), alike in groupby(layers, lambda it: (it[0], numba.typeof(it[1]))):
                 operands = [of_layer for _, of_layer in alike]
-                self._calls.append((spec, Held(operands), len(operands)))
+                self._calls.append(_Call(spec, Held(operands), len(operands)))
         return self._calls
 
 

@@ -8,12 +8,15 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.batch import Batch
 from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.models.decoder import DecoderLayer
+from tests.layers.test_quantized_formats import compressed
 from tests.support.engines import checkpoint, random_prompts
+from tests.support.quantized_checkpoints import pack_quantized, write_quantized
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "granite", "exaone4", "glm4",
             "ernie4_5", "phi3", "seed_oss", "smollm3", "arcee", "gpt_oss",
@@ -107,4 +110,57 @@ def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
     directory = checkpoint("qwen3_moe")
     with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         stack = llm.engine.executor.model.model.stack
-        assert [layers.rest is None for _, layers in stack] == [False, True, False]
+        assert [len(layers.layers) for _, layers in stack] == [1, 2]
+        assert [layers.rest is None for _, layers in stack] == [False, False]
+
+
+@pytest.mark.parametrize(("family", "calls"), [("qwen3", [[2]]), ("gemma3", [[1, 1], [1]])])
+def test_neighbours_that_turn_their_heads_alike_are_one_call(family, calls):
+    """Gemma 3's first two have a window each, and a KV group each."""
+    with LLM(checkpoint(family), dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
+        outputs(llm)
+        stack = llm.engine.executor.model.model.stack
+        assert [[call.count for call in layers._calls] for _, layers in stack] == calls
+
+
+def test_neighbours_with_other_kinds_of_weights_have_calls_of_their_own(tmp_path):
+    """A checkpoint of which one layer is int4 and the next is not quantized."""
+    ignored = {**compressed(), "ignore": ["lm_head", "re:.*layers[.]1[.]"]}
+    pack = partial(pack_quantized, symmetric=True)
+    floats = write_quantized(tmp_path, "llama", ignored, pack, symmetric=True)
+    path = tmp_path / "quantized" / "model.safetensors"
+    mixed, plain = load_file(path), load_file(floats / "model.safetensors")
+    second = "model.layers.1."
+    mixed = {name: value for name, value in mixed.items() if not name.startswith(second)}
+    mixed |= {name: value for name, value in plain.items() if name.startswith(second)}
+    save_file(mixed, path)
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "max_num_seqs": 8}
+    with LLM(path.parent, skip_tokenizer_init=True, **options) as llm:
+        decoder = llm.engine.executor.model.model
+        ((_, layers),) = decoder.stack
+        fused = outputs(llm)
+        assert [call.count for call in layers._calls] == [1, 1]
+        decoder.stack = decoder.plain_stack()
+        assert fused == outputs(llm)
+
+
+def test_layers_that_are_bound_again_read_and_write_the_new_cache():
+    with LLM(checkpoint("qwen3"), dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2, (3, 150))]
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+        def tokens() -> list[list[int]]:
+            llm.reset_prefix_cache()
+            found = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in found]
+
+        before = tokens()
+        old = [attention.cache for attention in llm.engine.executor.model.attention_layers]
+        attentions = llm.engine.executor.model.attention_layers
+        with torch.inference_mode():
+            for attention, (k_cache, v_cache, spec) in zip(attentions, old, strict=True):
+                attention.bind(torch.zeros_like(k_cache), torch.zeros_like(v_cache), spec.group)
+                k_cache.fill_(torch.nan)
+                v_cache.fill_(torch.nan)
+        assert tokens() == before
+        assert all(cache.k_cache.isnan().all() for cache in old)

@@ -1,0 +1,110 @@
+"""What compiled code does not do: count who refers to its arguments, nor take those that are always
+the same from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba.core.runtime import _nrt_python as memory
+from numba.core.runtime import rtsys
+
+from nanoengine.kernels import linking
+from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.held import Held, of_place
+from nanoengine.kernels.linking import Kernel, Part
+
+X, LENGTHS, SUMS = np.arange(12.0).reshape(3, 4), np.array([1, 3, 4]), [0.0, 15.0, 38.0]
+
+
+def options(*, inner: bool = False) -> dict[str, Any]:
+    return {"nopython": True, "error_model": "numpy", "no_cpython_wrapper": inner}
+
+
+def add_rows(x, lengths, out):
+    flat, size = x.reshape(-1), x.shape[1]
+    for i in range(len(x)):
+        for value in flat[i * size : i * size + lengths[i]]:
+            out[i] += value
+
+
+@pytest.fixture
+def counted_memory() -> Iterator[None]:
+    memory.memsys_enable_stats()
+    yield
+    memory.memsys_disable_stats()
+
+
+def counts_references() -> bool:
+    """Whether `add_rows` as a kernel calls what counts, or has its instruction."""
+    kernel = Kernel(add_rows, options(inner=True))
+    kernel.compile(tuple(numba.typeof(value) for value in (X, LENGTHS, np.zeros(3))))
+    (compiled,) = kernel.overloads.values()
+    text = compiled.library.get_llvm_str()
+    body = text[text.index("define ") : text.index("\n}\n")]
+    assert "add_rows" in body
+    return "atomicrmw" in body or "@NRT_incref" in body
+
+
+def test_slices_of_arguments_are_not_counted(monkeypatch):
+    assert not counts_references()
+    monkeypatch.setattr(linking, "OURS", {})
+    assert counts_references()
+
+
+@pytest.mark.parametrize("kind", [Kernel, Part])
+def test_what_was_lent_outlives_the_call_and_is_freed_once(kind, counted_memory):
+    callee = kind(add_rows, options(inner=True))
+
+    def made(x, lengths, turns):
+        kept = empty((turns, len(x)), np.float64)
+        for turn in range(turns):
+            out = empty((len(x),), np.float64)
+            out[:] = 0
+            callee(x, lengths, out)
+            kept[turn] = out
+        return kept
+
+    caller = Kernel(made, options())
+    assert caller(X, LENGTHS, 1).tolist() == [SUMS]
+    before = rtsys.get_allocation_stats()
+    for turns in range(2, 50):
+        assert caller(X, LENGTHS, turns).tolist() == [SUMS] * turns
+    after = rtsys.get_allocation_stats()
+    assert after.alloc > before.alloc + 1000
+    assert after.alloc - before.alloc == after.free - before.free
+
+
+def of_layer(number: int) -> tuple[Any, ...]:
+    """A value of each kind that the layers of a model have."""
+    return (
+        (X + number, (LENGTHS.astype(np.uint16), np.empty(0, np.uint8))),
+        number,
+        np.float32(number / 4),
+        (number % 2 == 1, np.float64(number), ()),
+        np.full((2, 1, 2, 3), number, np.float32)[1:],
+    )
+
+
+def test_held_arguments_are_those_that_were_given():
+    @numba.njit
+    def taken(held, i):
+        (x, (lengths, none)), number, quarter, (odd, real, nothing), cache = of_place(held, i)
+        numbers = (number, quarter, odd, real, len(nothing), len(none), cache.size, cache[0, 0, 1, 2])
+        return numbers, x.copy(), lengths.copy()
+
+    held = Held([of_layer(number) for number in range(5)])
+    for i in (0, 3, 4):
+        (*numbers, last), x, lengths = taken(held, i)
+        assert numbers == [i, i / 4, i % 2 == 1, i, 0, 0, 6]
+        assert last == i
+        assert x.tolist() == (X + i).tolist()
+        assert lengths.tolist() == LENGTHS.tolist()
+
+
+def test_what_is_held_together_is_of_one_type():
+    with pytest.raises(AssertionError, match="several types"):
+        Held([(X,), (X.astype(np.float32),)])
