@@ -33,7 +33,6 @@ from numba.extending import overload
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.attention_tasks import (
-    CHUNK_ROWS,
     COUNT,
     FIRST,
     HEAD,

@@ -5,9 +5,10 @@ that name. A part is written into each kernel that calls it. numba by itself doe
 function: it writes and optimizes machine code for it, and puts a copy into each caller, which is
 optimized again with the caller, and with the caller's callers.
 
-Either borrows its arrays: callers keep them until it returns. So who refers to them, or to slices of
-them, is not counted; that takes an instruction that locks a line of memory each time, a fifth of
-the time of one row's attention. Neither may return an array that it was given, nor a slice of it.
+Either borrows its arrays: callers keep them until it returns. So nobody counts who refers to them,
+or to slices of them; each time that takes an instruction which locks a line of memory, in all a
+fifth of the time of one row's attention. Neither may return an array that it was given, nor a slice
+of it.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def test_held_arguments_are_those_that_were_given():
     @numba.njit
     def taken(held, i):
         (x, (lengths, none)), number, quarter, (odd, real, nothing), cache = of_place(held, i)
-        numbers = (number, quarter, odd, real, len(nothing), len(none), cache.size, cache[0, 0, 1, 2])
-        return numbers, x.copy(), lengths.copy()
+        sizes = len(nothing), len(none), cache.size
+        return (number, quarter, odd, real, *sizes, cache[0, 0, 1, 2]), x.copy(), lengths.copy()
 
     held = Held([of_layer(number) for number in range(5)])
     for i in (0, 3, 4):
