@@ -224,7 +224,7 @@ def tile8(module, isa: ISA, rows: int, panels: int):
         at = builder.mul(index, I64(4 * chains))
         for c in range(chains):
             for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
-                tile.prefetch(line, once=rows == 1)
+                tile.prefetch(line, level=1 if rows > 1 else 0)
             lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
             weights = [
                 tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
@@ -292,7 +292,7 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int):
 
     def turn(unit):
         for _ in range(UNIT // 8):
-            tile.prefetch(tile.moved(asked, ahead_step), once=rows == 1)
+            tile.prefetch(tile.moved(asked, ahead_step), level=1 if rows > 1 else 0)
         of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
         starts = [tile.at(row, unit) for row in of_inputs]
         sums = tile.unit_sums(tile.moved(place, I64(LINE * UNIT // 8)), of_unit, starts)

@@ -139,7 +139,7 @@ def _decoder_layer(
     tokens = len(x)
 
     projected = empty((tokens, (num_heads + 2 * num_kv_heads) * head_dim), x.dtype)
-    if projected.size <= SMALL:
+    if projected.size <= SMALL:  # This thread will write them, see `rotate_and_store`.
         ask_for_slots(slots, k_cache, v_cache, heads_and_dims)
     _enter(x, residual, norm, eps, before, workers)
     multiply(x, qkv, projected, workers)

@@ -112,13 +112,13 @@ class Emit:
         node.operands = (node, module.add_metadata(["llvm.loop.unroll.disable"]))
         return node
 
-    def prefetch(self, pointer, *, level=1, write=False, once=False):
+    def prefetch(self, pointer, *, level=1, write=False):
         """Asks for the cache line at an address, down to the L1 or L2 cache; harmless where there
-        is no memory. once: it is read once, and then need not lie in any cache."""
+        is no memory. Level 0: to read it once, after which it need not lie in any cache."""
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        access, keep, data = number(int(write)), number(0 if once else 4 - level), number(1)
+        access, keep, data = number(int(write)), number(4 - level if level else 0), number(1)
         self.builder.call(function, [self.builder.bitcast(pointer, byte), access, keep, data])
 
     def variable(self, value):

@@ -66,6 +66,9 @@ class Held:
         self._numba_type_ = HeldType(of)
         self.address = ctypes.addressof(self._memory)
 
+    def __len__(self) -> int:
+        return len(self._values)
+
 
 @functools.cache
 def _kind(of: types.Type) -> Any:

@@ -5,10 +5,9 @@ that name. A part is written into each kernel that calls it. numba by itself doe
 function: it writes and optimizes machine code for it, and puts a copy into each caller, which is
 optimized again with the caller, and with the caller's callers.
 
-Either borrows its arrays: callers keep them until it returns. So nobody counts who refers to them,
-or to slices of them; each time that takes an instruction which locks a line of memory, in all a
-fifth of the time of one row's attention. Neither may return an array that it was given, nor a slice
-of it.
+Either borrows its arrays: callers keep them until it returns. So nobody counts who refers to them
+or to their slices. Counting is an instruction that locks a line of memory; it took a fifth of the
+time of one row's attention. An array that a kernel returns must therefore be one that it has made.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 from llvmlite import binding
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, ir
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_machinery import register_pass
@@ -115,7 +114,7 @@ def borrowed(context: Any, builder: Any, of: types.Type, value: Any) -> Any:
 
 
 class Borrowing:
-    """What is written for a function's arguments."""
+    """What is written for a function's arguments, and where it returns."""
 
     def extract_function_arguments(self) -> list[Any]:
         given = super().extract_function_arguments()
@@ -125,6 +124,22 @@ class Borrowing:
             for kind, value in zip(kinds, given, strict=True)
         ]
         return self.fnargs
+
+    def lower_inst(self, inst: Any) -> None:
+        if isinstance(inst, ir.Return):
+            self._require_own(self.fndesc.restype, self.loadvar(inst.value.name))
+        super().lower_inst(inst)
+
+    def _require_own(self, of: types.Type, value: Any) -> None:
+        """Has the function raise where it would return a borrowed array, which may be gone."""
+        if isinstance(of, types.BaseTuple):
+            for i, kind in enumerate(of):
+                self._require_own(kind, self.builder.extract_value(value, i))
+        if isinstance(of, types.Array):
+            array = self.context.make_array(of)(self.context, self.builder, value)
+            with self.builder.if_then(cgutils.is_null(self.builder, array.meminfo), likely=False):
+                reason = ("a kernel returns an array that it has borrowed",)
+                self.call_conv.return_user_exc(self.builder, AssertionError, reason, self.loc)
 
 
 class BorrowingLower(Borrowing, Lower):

@@ -10,6 +10,9 @@ import warnings
 import numba
 import torch
 
+_TOLD = threading.local()
+"""`workers`: what this thread has told numba."""
+
 
 def share_threads_with_torch() -> None:
     """Runs numba's kernels on torch's OpenMP threads, as many as torch uses.
@@ -51,12 +54,9 @@ def num_workers() -> int:
 def call_on(workers: int) -> None:
     """The kernels that this thread calls from now on run on so many threads.
 
-    Why for each thread: numba counts so, and an engine may be built in another one. Why kept: it
-    takes numba 10 us to be told the same again.
+    Why for each thread: numba counts so, and an engine may be built in another one. Why noted here:
+    within a step it takes numba 10 us to be told the same again. What others tell it is not seen.
     """
     if getattr(_TOLD, "workers", None) != workers:
         numba.set_num_threads(workers)
         _TOLD.workers = workers
-
-
-_TOLD = threading.local()

@@ -178,7 +178,7 @@ def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
         # that. Halves made floats take two steps of the chain a line, which leaves time to ask.
         if rows > 1 or tile.inputs == 2:
             for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
-                tile.prefetch(line, level=2, once=rows == 1)
+                tile.prefetch(line, level=2 if rows > 1 else 0)
         lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
         of_panels = [tile.weights(line) for line in lines]
         for row, cells in zip(inputs, sums, strict=True):

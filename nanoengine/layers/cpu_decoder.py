@@ -68,11 +68,10 @@ class LayerParts:
 
 
 class _Call(NamedTuple):
-    """Layers that one call runs: what is the same for all of them, what is not, how many."""
+    """Layers that one call runs: what is the same for all of them, and what each has of its own."""
 
     spec: AttentionSpec
     operands: Held
-    count: int
 
 
 class FusedLayers:
@@ -125,10 +124,11 @@ class FusedLayers:
             x, residual = torch.zeros_like(x), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()
         for call in calls:
-            apart = rows is not None and call is calls[-1]
-            self._run(call, 0, call.count - apart, given, given, rotation, batch, None)
+            last = len(call.operands) - (rows is not None and call is calls[-1])
+            if last:
+                self._run(call, 0, last, given, given, rotation, batch, None)
         if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
-            shape, count = (len(rows), x.shape[1]), calls[-1].count
+            shape, count = (len(rows), x.shape[1]), len(calls[-1].operands)
             x, residual = torch.empty(shape), torch.empty(shape)
             results = x.numpy(), residual.numpy()
             self._run(
@@ -155,8 +155,8 @@ class FusedLayers:
         )  # fmt: skip
 
     def _bound(self) -> list[_Call]:
-        """The calls that run all layers: one, unless they are of several KV groups or have several
-        kinds of weights. Made when the layers are bound to a cache."""
+        """The calls that run all layers: one, unless their attention differs (the KV group, the
+        window) or the types of their weights. Made when the layers are bound to a cache."""
         caches = [parts.attention.cache for parts in self.layers]
         if len(caches) != len(self._caches) or not all(map(operator.is_, caches, self._caches)):
             layers = [
@@ -166,7 +166,7 @@ class FusedLayers:
             self._caches, self._calls = caches, []
             for (spec, _), alike in groupby(layers, lambda it: (it[0], numba.typeof(it[1]))):
                 operands = [of_layer for _, of_layer in alike]
-                self._calls.append(_Call(spec, Held(operands), len(operands)))
+                self._calls.append(_Call(spec, Held(operands)))
         return self._calls
 
 

@@ -96,11 +96,10 @@ def measure_cpu_peaks(
 
     from nanoengine.kernels import cpu_peak
     from nanoengine.kernels.isa import CURRENT
-    from nanoengine.kernels.threads import call_on, num_workers, share_threads_with_torch
+    from nanoengine.kernels.threads import num_workers, share_threads_with_torch
 
     share_threads_with_torch()
     workers, cpu = num_workers(), torch.device("cpu")
-    call_on(workers)
     if kinds is None:
         kinds = [kind for kind in cpu_peak.KERNELS if kind != "float64"]
     gflops = {}

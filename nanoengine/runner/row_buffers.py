@@ -294,8 +294,9 @@ def _lend_ends(plan: StepPlan, ends: Ints) -> None:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """start, start + 1, ... of each range, range after range; and which range each belongs to."""
-    if (lengths == 1).all():  # what most steps ask for, in a third of the time
+    """start, start + 1, ... of each range, range after range, maybe in `starts` itself; and which
+    range each belongs to."""
+    if (lengths == 1).all():  # what most steps ask for
         return starts, np.arange(len(starts))
     ranges = np.repeat(np.arange(len(starts)), lengths)
     shifts = starts - (np.cumsum(lengths) - lengths)

@@ -108,3 +108,21 @@ def test_held_arguments_are_those_that_were_given():
 def test_what_is_held_together_is_of_one_type():
     with pytest.raises(AssertionError, match="several types"):
         Held([(X,), (X.astype(np.float32),)])
+
+
+@pytest.mark.parametrize("kind", [Kernel, Part])
+def test_a_borrowed_array_is_not_returned(kind):
+    def either(x, lengths, turns):
+        row = empty((4,), np.float64)
+        row[:] = turns
+        return (x[0] if lengths[0] > turns else row), turns
+
+    def first(x, lengths, turns):
+        row, _ = callee(x, lengths, turns)
+        return row[0]
+
+    callee = kind(either, options(inner=True))
+    caller = Kernel(first, options())
+    assert caller(X, LENGTHS, 2) == 2
+    with pytest.raises(AssertionError, match="borrowed"):
+        caller(X, LENGTHS, 0)
