@@ -50,15 +50,20 @@ class HeldType(types.Opaque):
 register_model(HeldType)(models.OpaqueModel)
 
 
+def type_of(value: Any) -> types.Type:
+    """What compiled code takes a value for: of an array dtype, dimensions and layout."""
+    return numba.typeof(value)
+
+
 class Held:
-    """Tuples of arrays, numbers and such tuples, all of one type, `numba.typeof`.
+    """Tuples of arrays, numbers and such tuples, all of one `type_of`.
 
     Keeps the arrays alive, but does not see if they get another memory.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._values, of = values, numba.typeof(values[0])
-        assert all(numba.typeof(value) == of for value in values), "of several types"
+        self._values, of = values, type_of(values[0])
+        assert all(type_of(value) == of for value in values), "of several types"
         kind = _kind(of)
         target = cpu_target.target_context
         assert ctypes.sizeof(kind) == target.get_abi_sizeof(target.get_value_type(of)), of

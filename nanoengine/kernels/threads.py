@@ -10,6 +10,8 @@ import warnings
 import numba
 import torch
 
+from nanoengine.kernels import BINDING
+
 _TOLD = threading.local()
 """`workers`: what this thread has told numba."""
 
@@ -42,6 +44,8 @@ def why_so_many() -> str:
         return "NUMBA_NUM_THREADS, or as many as numba finds cores"
     if "OMP_NUM_THREADS" in os.environ:
         return f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+    if BINDING & os.environ.keys():  # and has left this thread one core of those it may use
+        return "torch's choice; OpenMP binds each to its cores"
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"torch's choice, of {allowed} cores that this process may use; OMP_NUM_THREADS sets it"
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 
@@ -24,7 +23,7 @@ from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.batch import Batch
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
-from nanoengine.kernels.held import Held
+from nanoengine.kernels.held import Held, type_of
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
@@ -164,7 +163,7 @@ class FusedLayers:
                 for cache, operands in zip(caches, self._operands, strict=True)
             ]
             self._caches, self._calls = caches, []
-            for (spec, _), alike in groupby(layers, lambda it: (it[0], numba.typeof(it[1]))):
+            for (spec, _), alike in groupby(layers, lambda it: (it[0], type_of(it[1]))):
                 operands = [of_layer for _, of_layer in alike]
                 self._calls.append(_Call(spec, Held(operands)))
         return self._calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import weakref
@@ -241,6 +242,26 @@ def test_kernels_share_torchs_threads_under_any_attention_backend():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split()[-3:] == ["omp", "1", "1"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("bound", [{}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
+def test_threads_that_are_bound_to_cores_are_as_many_as_others(bound):
+    """torch's OpenMP then leaves the main thread one core, which says nothing of how many work."""
+    code = (
+        "import torch; from nanoengine.kernels.threads import num_workers, why_so_many;"
+        "print(torch.get_num_threads(), num_workers(), why_so_many())"
+    )
+    names = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "OMP_NUM_THREADS": "2", **bound},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    workers = min(2, os.cpu_count() or 1)
+    assert done.stdout == f"2 {workers} OMP_NUM_THREADS=2\n", done.stderr
 
 
 def test_compiled_code_is_kept_until_a_source_of_its_room_changes(tmp_path):
