@@ -21,13 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
-from numba.extending import (
-    NativeValue,
-    intrinsic,
-    models,
-    register_model,
-    unbox,
-)
+from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from nanoengine.kernels.linking import borrowed
 

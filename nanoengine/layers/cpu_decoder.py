@@ -130,9 +130,7 @@ class FusedLayers:
             shape, count = (len(rows), x.shape[1]), len(calls[-1].operands)
             x, residual = torch.empty(shape), torch.empty(shape)
             results = x.numpy(), residual.numpy()
-            self._run(
-                calls[-1], count - 1, count, given, results, rotation, batch, rows.numpy()
-            )  # fmt: skip
+            self._run(calls[-1], count - 1, count, given, results, rotation, batch, rows.numpy())
         return (x if self.rest is None else self.rest(x)), residual
 
     def _run(
