@@ -36,14 +36,14 @@ from no_model import BLOCK_SIZE, NoExecutor, make_engine
 import nanoengine.build
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
-from nanoengine.inputs import Row
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.config import EngineConfig
+from nanoengine.text.prompt_forms import Row
+from nanoengine.text.tokenizer import Tokenizer
 
 NAMES = (
     "Anna",

@@ -20,7 +20,7 @@ from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine.features.beam import BeamSearchParams
 from nanoengine.llm import LLM
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 Beams = list[tuple[float, list[int]]]
 """Sums of log-probabilities with the output tokens, best first."""

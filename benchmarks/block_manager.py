@@ -26,7 +26,7 @@ from typing import Any
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 256

@@ -22,7 +22,7 @@ from torch.ao.quantization import quantize_dynamic
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
-from nanoengine.batch import Batch
+from nanoengine.attention.batch import Batch
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.linear_method import LinearMethod
 from nanoengine.layers.packed import PackedLinear

@@ -23,13 +23,13 @@ from no_model import BLOCK_SIZE, VOCAB_SIZE, Answered, NoExecutor, make_engine
 
 from nanoengine.build import build_engine
 from nanoengine.cli.workload import SHAPES, write_shape
-from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepPlan, StepTimes
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.metrics import Metrics
 from nanoengine.observe.trace import trace_engine
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 
 PROMPT_LEN = 128
 IN_TURN = 32  # twice a block, so that every round has as many steps in which blocks fill

@@ -21,7 +21,7 @@ from typing import Any
 from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine import LLM, DiskTier, HostTier, SamplingParams
-from nanoengine.tier_config import Tier
+from nanoengine.settings.tiers import Tier
 
 
 def timed(

@@ -7,11 +7,11 @@ The real scheduler and block manager plan; an executor answers every plan with t
 from __future__ import annotations
 
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.engine import LLMEngine
-from nanoengine.stats import EngineInfo
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 2**17

@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 
 from nanoengine.assets import demo_model_path
-from nanoengine.batch import Batch
+from nanoengine.attention.batch import Batch
 from nanoengine.build import build_engine
 from nanoengine.cli.bench_report import hardware, versions
 from nanoengine.cli.workload import SHAPES, write_shape
-from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.config import EngineConfig
+from nanoengine.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from demo_text import EOS, make_story, plain_prompt, recall_questions

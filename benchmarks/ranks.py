@@ -21,7 +21,7 @@ from side_by_side import Run, compare, model_options, parser, report
 
 from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.llm import LLM
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 
 def plain_layers(**options: Any) -> LLM:

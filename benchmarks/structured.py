@@ -23,8 +23,8 @@ from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine.cli.workload import SHAPES
 from nanoengine.llm import LLM
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.structured_outputs import StructuredOutputs
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.structured import StructuredOutputs
 
 sys.path.insert(0, str(Path(__file__).parent / "cpu_peers"))
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from nanoengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from nanoengine.config import EngineConfig as EngineConfig
     from nanoengine.errors import CapacityError as CapacityError
     from nanoengine.errors import ConfigError as ConfigError
     from nanoengine.errors import EngineDeadError as EngineDeadError
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from nanoengine.features.beam import BeamSearchOutput as BeamSearchOutput
     from nanoengine.features.beam import BeamSearchParams as BeamSearchParams
     from nanoengine.features.beam import BeamSequence as BeamSequence
-    from nanoengine.inputs import Row as Row
-    from nanoengine.inputs import TextPrompt as TextPrompt
-    from nanoengine.inputs import TokensPrompt as TokensPrompt
     from nanoengine.llm import LLM as LLM
     from nanoengine.outputs import CompletionOutput as CompletionOutput
     from nanoengine.outputs import Logprob as Logprob
@@ -36,26 +32,30 @@ if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput as RequestOutput
     from nanoengine.runner.logits import LogitsProcessor as LogitsProcessor
     from nanoengine.runner.logits import RowState as RowState
-    from nanoengine.sampling_params import SamplingParams as SamplingParams
-    from nanoengine.structured_outputs import StructuredOutputs as StructuredOutputs
-    from nanoengine.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
-    from nanoengine.tier_config import DiskTier as DiskTier
-    from nanoengine.tier_config import HostTier as HostTier
+    from nanoengine.settings.config import EngineConfig as EngineConfig
+    from nanoengine.settings.params import SamplingParams as SamplingParams
+    from nanoengine.settings.structured import StructuredOutputs as StructuredOutputs
+    from nanoengine.settings.structured import StructuredOutputsParams as StructuredOutputsParams
+    from nanoengine.settings.tiers import DiskTier as DiskTier
+    from nanoengine.settings.tiers import HostTier as HostTier
+    from nanoengine.text.prompt_forms import Row as Row
+    from nanoengine.text.prompt_forms import TextPrompt as TextPrompt
+    from nanoengine.text.prompt_forms import TokensPrompt as TokensPrompt
 
 
 _HOME = {
     "LLM": "llm",
-    "EngineConfig": "config",
-    "HostTier": "tier_config",
-    "DiskTier": "tier_config",
-    "SamplingParams": "sampling_params",
-    "StructuredOutputs": "structured_outputs",
-    "StructuredOutputsParams": "structured_outputs",
+    "EngineConfig": "settings.config",
+    "HostTier": "settings.tiers",
+    "DiskTier": "settings.tiers",
+    "SamplingParams": "settings.params",
+    "StructuredOutputs": "settings.structured",
+    "StructuredOutputsParams": "settings.structured",
     "LogitsProcessor": "runner.logits",
     "RowState": "runner.logits",
-    "Row": "inputs",
-    "TextPrompt": "inputs",
-    "TokensPrompt": "inputs",
+    "Row": "text.prompt_forms",
+    "TextPrompt": "text.prompt_forms",
+    "TokensPrompt": "text.prompt_forms",
     "BeamSearchOutput": "features.beam",
     "BeamSearchParams": "features.beam",
     "BeamSequence": "features.beam",

@@ -20,13 +20,12 @@ from nanoengine.attention import resolve_backend
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
 from nanoengine.checkpoint.files import checkpoint_files
 from nanoengine.checkpoint.quantization import resolve_quantization
-from nanoengine.config import EngineConfig
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.policies import make_policy
 from nanoengine.core.prefix_cache import PrefixCache
-from nanoengine.draft_config import ModelDrafts, NgramDrafts, parse_speculative
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
@@ -40,9 +39,10 @@ from nanoengine.observe.trace import trace_engine
 from nanoengine.parallel.executor import RankedExecutor, require_sendable
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import use_isa
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo
-from nanoengine.vllm_names import warn_idle
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import warn_idle
 
 logger = logging.getLogger(__name__)
 

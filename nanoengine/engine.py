@@ -25,13 +25,13 @@ from typing import NamedTuple
 import xxhash
 
 from nanoengine.core.doors import Executor, Launched, Observer, Proposer
+from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.requests import CheckedRequest, RequestChecker
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import OutputFollower, Request, Sequence, TokenChooser
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.requests import CheckedRequest, RequestChecker
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo, EngineStats
+from nanoengine.settings.params import SamplingParams
 from nanoengine.turns import Turns, one_at_a_time
 
 

@@ -31,12 +31,12 @@ except ImportError as error:
         "evaluation needs lm-evaluation-harness 0.4.13 or newer: pip install 'nanoengine[eval]'"
     ) from error
 
-from nanoengine.checks import shown
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.vllm_names import warn_idle
+from nanoengine.settings.checks import shown
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import warn_idle
 
 __all__ = ["NanoEngineLM"]
 

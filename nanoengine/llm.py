@@ -20,12 +20,17 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn, Self, get_args
 
 from nanoengine.calls import Calls
-from nanoengine.config import EngineConfig
+from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
-from nanoengine.inputs import (
+from nanoengine.observe.progress import showing
+from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import LLM_METHODS
+from nanoengine.text.prompt_forms import (
     PAUSE,
     Pause,
     Row,
@@ -34,15 +39,10 @@ from nanoengine.inputs import (
     plain_column,
     prompt_list,
 )
-from nanoengine.observe.progress import showing
-from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
-from nanoengine.prompts import CheckedPrompt, OnError, PromptReader
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo, EngineStats
-from nanoengine.text_stream import TextStream
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader
+from nanoengine.text.stream import TextStream
+from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import require_unforked
-from nanoengine.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Row
-"""One prompt; `inputs.py` lists the forms."""
+"""One prompt; `text/prompt_forms.py` lists the forms."""
 
 
 class LLM:
@@ -199,7 +199,7 @@ class LLM:
 
         Args:
             prompts: one or many; a string, a list of token ids, a dict, or a Row, whose parameters
-                and priority win over these (see `inputs.py`).
+                and priority win over these (see `text/prompt_forms.py`).
             sampling_params: one for all or one each; None: `default_sampling_params`.
             use_tqdm: show a progress bar; or what makes one, with tqdm's keywords.
             lora_request: None; there for scripts that say so.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, cast
 if TYPE_CHECKING:
     from nanoengine.core.plan import TokenLogprob
     from nanoengine.core.sequence import Request, Sequence
-    from nanoengine.tokenizer import Tokenizer
+    from nanoengine.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: EOS, a stop id or a stop string; length: max_tokens or max_model_len; abort: the

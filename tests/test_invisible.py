@@ -13,7 +13,7 @@ import torch
 
 from nanoengine import DiskTier, HostTier, StructuredOutputs
 from nanoengine.features import structured
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.grammars import any_text

@@ -14,9 +14,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
-from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
 
 KVLayoutName = Literal["PKD", "KPD"]

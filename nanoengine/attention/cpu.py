@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers

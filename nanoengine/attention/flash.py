@@ -24,8 +24,8 @@ from typing import ClassVar
 import torch
 
 from nanoengine.attention.base import AttentionBackend, KVLayoutName, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton import store_kv
-from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError, MissingDependencyError
 
 FA2_BLOCK_MULTIPLE = 256

@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.fp8 import FP8, from_fp8, to_fp8
-from nanoengine.batch import Batch
 
 
 class NaiveBackend(AttentionBackend):

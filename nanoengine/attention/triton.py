@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.fp8 import FP8
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.batch import Batch
 from nanoengine.errors import ConfigError, MissingDependencyError
 
 try:

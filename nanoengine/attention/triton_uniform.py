@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 
 from nanoengine.attention.base import LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile, sink_share
 from nanoengine.attention.triton_splits import counted_last
-from nanoengine.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
 from nanoengine.checkpoint.readers import FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_rotary_dim
-from nanoengine.checks import check_value, shown
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from nanoengine.json_file import read_object
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.checks import check_value, shown
+from nanoengine.settings.json_file import read_object
+from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

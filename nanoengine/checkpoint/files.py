@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanoengine.checks import MOST_SHOWN, check_value, shown
 from nanoengine.errors import WeightLoadError
-from nanoengine.json_file import read_object
+from nanoengine.settings.checks import MOST_SHOWN, check_value, shown
+from nanoengine.settings.json_file import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanoengine.checks import check_value, shown
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import check_value, shown
 
 Json = Mapping[str, Any]
 

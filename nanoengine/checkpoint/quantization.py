@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanoengine.checks import check_value, shown
 from nanoengine.errors import ConfigError, UnsupportedModelError
+from nanoengine.settings.checks import check_value, shown
 
 Json = Mapping[str, Any]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.checkpoint.keys import Json, Keys, checked, refuse_unless
-from nanoengine.checks import check_value, shown
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import check_value, shown
 
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),

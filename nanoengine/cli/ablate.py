@@ -20,15 +20,15 @@ from nanoengine.cli import bench_report, workload
 from nanoengine.cli.bench_report import Round
 from nanoengine.cli.rounds import config_options, timed_round, warm_up
 from nanoengine.cli.workload import WorkItem
-from nanoengine.config import EngineConfig
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
+    from nanoengine.core.engine_stats import EngineInfo
     from nanoengine.llm import LLM
-    from nanoengine.stats import EngineInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.log import OutputLostError, lost
@@ -31,6 +30,7 @@ from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Form
 from nanoengine.jobs.work import TooManyErrorsError, Work
+from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM

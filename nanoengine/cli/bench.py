@@ -27,8 +27,8 @@ from nanoengine.cli.bench_report import Round
 from nanoengine.cli.options import EngineArgs
 from nanoengine.cli.rounds import config_options, limits, timed_round, warm_up, warm_up_items
 from nanoengine.cli.workload import WorkItem
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from nanoengine.cli.hf_baseline import HFBaseline

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from nanoengine.checks import nearest
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.settings.checks import nearest
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
-    from nanoengine.sampling_params import SamplingParams
+    from nanoengine.settings.params import SamplingParams
 
 PROMPT = "> "
 

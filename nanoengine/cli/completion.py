@@ -15,10 +15,10 @@ from typing import Literal, get_args
 
 import tyro
 
-from nanoengine.checks import nearest
 from nanoengine.cli import groups
 from nanoengine.cli import main as program
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import nearest
 
 Shell = Literal["bash", "zsh", "fish"]
 

@@ -17,11 +17,11 @@ from tyro.conf import Positional, UseAppendAction, arg
 from nanoengine.cli import batch
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError
-from nanoengine.inputs import Row
 from nanoengine.jobs.paths import STDOUT
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line, RowError
+from nanoengine.text.prompt_forms import Row
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM

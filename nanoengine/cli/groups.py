@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hin
 
 import tyro
 
-from nanoengine.config import EngineConfig
+from nanoengine.settings.config import EngineConfig
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from tyro.conf import Positional, arg
 
 from nanoengine import __version__
 from nanoengine.cli.options import DEMO, EngineArgs, engine_options
-from nanoengine.config import EngineConfig
 from nanoengine.errors import NanoEngineError
+from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from nanoengine.cli import bench_report, workload
 from nanoengine.cli.workload import WorkItem
 from nanoengine.errors import NanoEngineError
 from nanoengine.llm import LLM
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from nanoengine.small.block_manager import BlockManager
 from nanoengine.small.engine import LLMEngine as SmallEngine
 from nanoengine.small.runner import ModelRunner as SmallRunner

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
-from nanoengine.config import EngineConfig, LogitsStage
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.tier_config import DiskTier, HostTier, Tier
+from nanoengine.settings.config import EngineConfig, LogitsStage
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
 OBJECTS = ("structured_outputs", "logits_processors", "extra_args")

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.cli import workload
 from nanoengine.cli.bench_report import Round
 from nanoengine.cli.workload import WorkItem
-from nanoengine.config import EngineConfig
 from nanoengine.errors import NanoEngineError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanoengine.core.engine_stats import EngineInfo
     from nanoengine.llm import LLM
     from nanoengine.observe.cost import ModelCost
     from nanoengine.observe.metrics import Metrics
     from nanoengine.observe.peak import Peaks
     from nanoengine.outputs import RequestOutput
-    from nanoengine.stats import EngineInfo
 
 COUNTERS = (
     "prefill_tokens",

@@ -17,10 +17,10 @@ from typing import Literal
 
 from nanoengine.cli import workload
 from nanoengine.cli.workload import WorkItem
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.observe.simulator import SimulationReport, TimeModel, make_scheduler, simulate
 from nanoengine.observe.trace import Trace
+from nanoengine.settings.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.cli import bench_report, workload
 from nanoengine.cli.rounds import config_options, limits, params_of, timed_round, warm_up
 from nanoengine.cli.workload import WorkItem
-from nanoengine.config import EngineConfig
 from nanoengine.core.policies import make_policy
 from nanoengine.errors import ConfigError
 from nanoengine.observe.metrics import percentiles, summarize
 from nanoengine.observe.simulator import make_scheduler, simulate
+from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM

@@ -12,11 +12,11 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.observe.viewer.page import page
 from nanoengine.observe.viewer.page_data import page_data
+from nanoengine.settings.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], st
     name = str(tokenizer or config.get("tokenizer") or config.get("model"))
     if not Path(name).is_dir():
         return None
-    from nanoengine.tokenizer import Tokenizer
+    from nanoengine.text.tokenizer import Tokenizer
 
     try:
         return Tokenizer.load(name).token_text

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from nanoengine.core.plan import TokenLogprob, TokenLogprobs
 from nanoengine.core.prefixes import Prefix
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 NO_ROW = -1
 

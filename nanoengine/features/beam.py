@@ -23,14 +23,14 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 from nanoengine.calls import Call
-from nanoengine.checks import checked, shown
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.errors import RequestError
-from nanoengine.prompts import CheckedPrompt
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo
-from nanoengine.tokenizer import Tokenizer
-from nanoengine.vllm_names import BEAM_SEARCH_PARAMS, translate
+from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
+from nanoengine.text.prompts import CheckedPrompt
+from nanoengine.text.tokenizer import Tokenizer
 
 
 @checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))

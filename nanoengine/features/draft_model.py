@@ -31,7 +31,7 @@ from nanoengine.features.drafting import Guess
 from nanoengine.runner import kv_cache
 from nanoengine.runner.launched_step import LaunchedStep
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 
 class DraftedRunner(ModelRunner):

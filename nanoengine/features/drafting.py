@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Sequence
-from nanoengine.draft_config import MOST_DRAFTS
 from nanoengine.observe.metrics import step_seconds
+from nanoengine.settings.drafts import MOST_DRAFTS
 
 MARGIN = 1.02
 """Expected speed-up below which nothing is drafted: timings are not more exact than this."""

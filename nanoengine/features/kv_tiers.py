@@ -49,7 +49,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import zeros
 from nanoengine.runner.memory import GIB, require_memory
 from nanoengine.runner.transfers import ship, staging_blocks
-from nanoengine.tier_config import DiskTier, HostTier, Tier
+from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 FORMAT_VERSION = 1
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION

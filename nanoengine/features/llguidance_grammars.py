@@ -16,8 +16,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from nanoengine.errors import RequestError
-from nanoengine.structured_outputs import StructuredOutputs
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.text.tokenizer import Tokenizer
 
 LIMITS = LLParserLimits(verbose_errors=False)
 MOST_EXACT = 2**53

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.draft_config import NgramDrafts
 from nanoengine.features.drafting import Guess
+from nanoengine.settings.drafts import NgramDrafts
 
 TOKEN_BITS = 20
 """Of one token id in a key: the sampler takes vocabularies up to 2**19."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from nanoengine.config import LogitsStage
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.runner.logits import LogitsProcessor
+from nanoengine.settings.config import LogitsStage
 
 LogitsFunction = Callable[..., torch.Tensor]
 

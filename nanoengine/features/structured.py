@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.config import EngineConfig
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import MissingDependencyError, RequestError
 from nanoengine.runner.transfers import ship
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.structured_outputs import StructuredOutputs
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.text.tokenizer import Tokenizer
 
 MOST_GRAMMARS = 1024
 """Compiled grammars that are kept, the latest used ones; one that has gone is compiled again."""

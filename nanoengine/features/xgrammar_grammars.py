@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from nanoengine.checks import shown
 from nanoengine.errors import RequestError
-from nanoengine.structured_outputs import StructuredOutputs
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.checks import shown
+from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.text.tokenizer import Tokenizer
 
 
 class XGrammar:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nanoengine.inputs import PAUSE, Pause
+from nanoengine.text.prompt_forms import PAUSE, Pause
 
 if TYPE_CHECKING:
     from nanoengine.jobs.source import Line

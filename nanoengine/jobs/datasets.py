@@ -18,8 +18,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.checks import plain, shown
-from nanoengine.config import EngineConfig
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.manifest import describe_engine
@@ -28,7 +26,9 @@ from nanoengine.jobs.records import Recorder, json_line
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.jobs.work import Stream, Work
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.checks import plain, shown
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError
-from nanoengine.inputs import PAUSE, Pause
 from nanoengine.jobs import manifest as manifests
 from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.deaths import Deaths, last_process
@@ -42,6 +41,7 @@ from nanoengine.jobs.source import (
     survey,
 )
 from nanoengine.jobs.work import Work
+from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
 
 if TYPE_CHECKING:

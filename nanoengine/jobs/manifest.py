@@ -10,10 +10,10 @@ from typing import Any
 
 import xxhash
 
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.log import lost, sync_directory
 from nanoengine.jobs.source import STDIN, Input, digest
+from nanoengine.settings.config import EngineConfig
 
 FORMAT = 1
 NOT_COMPARED = ("created", "inputs")

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nanoengine.inputs import PAUSE, Pause
 from nanoengine.jobs.rows import Task
+from nanoengine.text.prompt_forms import PAUSE, Pause
 
 WINDOW_ROWS = 4096
 WINDOW_BYTES = 64 << 20

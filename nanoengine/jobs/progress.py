@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from nanoengine.jobs.work import Counts
 
 if TYPE_CHECKING:
-    from nanoengine.stats import EngineStats
+    from nanoengine.core.engine_stats import EngineStats
 
 LIVE_S, LOGGED_S = 0.25, 30.0
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.checks import plain
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
+from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
     from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput

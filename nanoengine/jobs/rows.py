@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nanoengine.checks import nearest, plain, shown
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.inputs import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.jobs.source import Input, Line, RowError
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
+from nanoengine.settings.checks import nearest, plain, shown
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
+from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 
 Kind = Literal["chat", "completion", "simple"]
 

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import xxhash
 
-from nanoengine.checks import nearest
 from nanoengine.errors import ConfigError, MissingDependencyError, RequestError
+from nanoengine.settings.checks import nearest
 
 STDIN = "-"
 Form = Literal["jsonl", "txt", "csv", "parquet"]

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import EngineDeadError, NanoEngineError
-from nanoengine.inputs import PAUSE, Pause, Row
 from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
+from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
 if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.batch import Batch
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.layers.layer import Layer

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from nanoengine.batch import Span
+from nanoengine.attention.batch import Span
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer, empty_parameter

@@ -14,7 +14,7 @@ import torch
 
 from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.ops import LayerOps, TorchOps
-from nanoengine.parallel.shard import Shard
+from nanoengine.layers.shard import Shard
 
 if TYPE_CHECKING:
     from nanoengine.attention.base import AttentionBackend

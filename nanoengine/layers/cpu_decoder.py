@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from nanoengine.attention.base import AttentionSpec, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.batch import Batch
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.held import Held, type_of

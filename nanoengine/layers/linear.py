@@ -18,7 +18,7 @@ from nanoengine.layers.context import ModelContext
 from nanoengine.layers.layer import Layer, empty_parameter
 from nanoengine.layers.linear_method import ordered
 from nanoengine.layers.ops import LayerOps
-from nanoengine.parallel.shard import Shard
+from nanoengine.layers.shard import Shard
 
 
 class MergedLinear(Layer):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from nanoengine.attention.base import AttentionSpec
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
-from nanoengine.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.attention import Attention

@@ -27,8 +27,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.rotate import Rotation
-from nanoengine.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention

@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from nanoengine.attention.batch import Batch, Span
 from nanoengine.attention.rotate import Rotation
-from nanoengine.batch import Batch, Span
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import WeightSlot
@@ -28,8 +28,8 @@ from nanoengine.layers.context import ModelContext
 from nanoengine.layers.delta_rule import DeltaInputs, scan, step, through_chunks
 from nanoengine.layers.layer import Layer, empty_parameter
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.shard import Shard
 from nanoengine.models.attention import taken
-from nanoengine.parallel.shard import Shard
 
 
 class StateLayer(Layer):

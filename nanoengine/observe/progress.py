@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from nanoengine.checks import check_value
 from nanoengine.errors import RequestError
+from nanoengine.settings.checks import check_value
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import StepPlan, StepResult

@@ -29,7 +29,7 @@ from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
 from nanoengine.observe.trace import Trace
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 FILL, STOP = 1, 0
 """The token that every step samples, and the one that ends a sequence of hidden length."""

@@ -27,7 +27,6 @@ from operator import add
 from os import PathLike, fspath
 from typing import Any, TextIO
 
-from nanoengine.config import EngineConfig
 from nanoengine.core.block_pool import Block, BlockPool
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
@@ -35,6 +34,7 @@ from nanoengine.core.sequence import Request, Sequence
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
 
 FORMAT = (1, 0)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import IO, Any, NamedTuple
 
-from nanoengine.checks import shown
 from nanoengine.core.plan import (
     BlockCopy,
     ChosenToken,
@@ -29,6 +28,7 @@ from nanoengine.core.plan import (
 )
 from nanoengine.errors import TraceError
 from nanoengine.observe.trace import FORMAT, TIMES
+from nanoengine.settings.checks import shown
 
 
 class Group(NamedTuple):

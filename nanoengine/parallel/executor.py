@@ -41,15 +41,15 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.config import EngineConfig
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError
+from nanoengine.layers.collectives import LOOPBACK
 from nanoengine.layers.quantized_weight import GROUP_SIZE
 from nanoengine.models.decoder import CausalLM
-from nanoengine.parallel.collectives import LOOPBACK
 from nanoengine.parallel.rank import Answer, Failure, Order, Setup, Started, pickled
 from nanoengine.runner.logits import LogitsProcessor
+from nanoengine.settings.config import EngineConfig
 
 PROGRAM = (
     "import sys; fixed, sys.path[:] = sys.argv[1:4], sys.argv[4:];"

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from nanoengine.inputs import PAUSE, Pause
+from nanoengine.text.prompt_forms import PAUSE, Pause
 
 T = TypeVar("T")
 

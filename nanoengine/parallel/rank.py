@@ -130,8 +130,8 @@ def _start(rank: int, connection: Connection) -> ModelRunner:
     setup: Setup = _next(connection)
     import torch
 
-    from nanoengine.parallel.collectives import Collectives
-    from nanoengine.parallel.shard import Shard
+    from nanoengine.layers.collectives import Collectives
+    from nanoengine.layers.shard import Shard
     from nanoengine.runner.model_runner import ModelRunner
 
     torch.set_num_threads(setup.num_threads)

@@ -19,10 +19,10 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.parallel import replica
 from nanoengine.parallel.replicas import Launch, Replicas
+from nanoengine.settings.config import EngineConfig
 
 try:
     import ray  # type: ignore[import-not-found]

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from nanoengine.errors import RequestError
-from nanoengine.inputs import PAUSE, Pause
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.jobs.work import Work
 from nanoengine.parallel.feed import Feed
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.prompt_forms import PAUSE, Pause
 
 if TYPE_CHECKING:
     from nanoengine.outputs import RequestOutput

@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import MissingDependencyError, NanoEngineError
-from nanoengine.inputs import Row
 from nanoengine.parallel.feed import Feed
+from nanoengine.text.prompt_forms import Row
 
 if TYPE_CHECKING:
+    from nanoengine.core.engine_stats import EngineInfo, EngineStats
     from nanoengine.llm import LLM
-    from nanoengine.stats import EngineInfo, EngineStats
 
 STATS_S = 0.25
 """How often a replica tells its counters; as often as a live line is written."""

@@ -29,15 +29,15 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, Self
 
-from nanoengine.config import EngineConfig
 from nanoengine.core.doors import Observer
+from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.errors import ConfigError, EngineDeadError, NanoEngineError
-from nanoengine.inputs import PAUSE, Pause, Row
 from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
 from nanoengine.parallel.replica import Failed, Refused, Started
-from nanoengine.stats import EngineInfo, EngineStats
+from nanoengine.settings.config import EngineConfig
+from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
 PROGRAM = (
     "import sys; pipe, cores, sys.path[:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:];"

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanoengine.batch import Batch
+from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.device_rows import DeviceRows
 from nanoengine.runner.device_sampling import (

@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoengine.batch import Batch, Span, StateWave
-from nanoengine.config import EngineConfig
+from nanoengine.attention.batch import Batch, Span, StateWave
 from nanoengine.core.layout import KVGroup
 from nanoengine.errors import ConfigError
+from nanoengine.layers.collectives import Collectives
 from nanoengine.models.decoder import CausalLM
-from nanoengine.parallel.collectives import Collectives
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.transfers import staging_size
+from nanoengine.settings.config import EngineConfig
 
 GIB = 2**30
 CPU_DEFAULT_FRAC = 0.3

@@ -28,13 +28,12 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.config import EngineConfig
 from nanoengine.core.doors import TierStorage
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import ConfigError
+from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
-from nanoengine.parallel.collectives import Collectives
 from nanoengine.runner import kv_cache
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, graph_bytes
@@ -47,6 +46,7 @@ from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.runner.sampler import SampledTokens, Sampler, pack_tokens
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.transfers import Download, Stopwatch
+from nanoengine.settings.config import EngineConfig
 
 SAMPLER_BYTES = 64
 """What the Sampler keeps of a row at least: eight numbers."""

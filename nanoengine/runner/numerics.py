@@ -12,13 +12,13 @@ import torch
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.choose import linear_method_for, make_ops
+from nanoengine.layers.collectives import Collectives
 from nanoengine.layers.context import ModelContext, one_rank
 from nanoengine.layers.linear_method import LinearMethod
-from nanoengine.parallel.collectives import Collectives
-from nanoengine.parallel.shard import Shard
+from nanoengine.layers.shard import Shard
+from nanoengine.settings.config import EngineConfig
 
 
 def make_context(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoengine.batch import Batch, Span, StateWave
+from nanoengine.attention.batch import Batch, Span, StateWave
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.transfers import ship
 

@@ -12,7 +12,7 @@ import tyro
 
 from nanoengine.assets import demo_model_path
 from nanoengine.core.plan import StepPlan
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from nanoengine.small.llm import LLM
 
 

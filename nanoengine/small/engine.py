@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from nanoengine.core.doors import Executor
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from nanoengine.small.scheduler import Scheduler
 from nanoengine.small.sequence import Sequence
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from nanoengine.core.plan import StepPlan
 from nanoengine.errors import ConfigError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from nanoengine.small.block_manager import BlockManager
 from nanoengine.small.engine import LLMEngine
 from nanoengine.small.runner import ModelRunner

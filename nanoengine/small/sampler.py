@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 BITS = 2**64 - 1
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 NO_ROW = -1
 

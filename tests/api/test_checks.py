@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from nanoengine.checks import MOST_SHOWN, check_value, checked
+from nanoengine.settings.checks import MOST_SHOWN, check_value, checked
 
 
 def nested(depth: int) -> list[Any]:

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 
-from nanoengine import BeamSearchParams, DiskTier, HostTier, vllm_names
-from nanoengine.config import EngineConfig
+from nanoengine import BeamSearchParams, DiskTier, HostTier
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.settings import vllm_names
+from nanoengine.settings.config import EngineConfig
 
 WRONG: dict[Any, tuple[object, ...]] = {
     bool: ("false", "no", "", 0, 1, 0.0, [True]),

@@ -12,8 +12,8 @@ import pytest
 
 from nanoengine.assets import demo_model_path
 from nanoengine.cli.main import main
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.settings.config import EngineConfig
 
 pytestmark = pytest.mark.eval
 lm_eval = pytest.importorskip("lm_eval", reason="needs pip install 'nanoengine[eval]'")

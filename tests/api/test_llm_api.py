@@ -24,9 +24,9 @@ from nanoengine import (
     RequestError,
     SamplingParams,
 )
-from nanoengine.inputs import PAUSE
 from nanoengine.llm import LOOK_AHEAD
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.prompt_forms import PAUSE
+from nanoengine.text.tokenizer import Tokenizer
 from tests.support.fake_llm import (
     ANSWERS,
     LONG,

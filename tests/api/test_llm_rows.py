@@ -285,7 +285,7 @@ def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
 
 def test_prompts_of_vllms_classes_are_plain_dicts(llm: LLM) -> None:
     """4: TextPrompt and TokensPrompt, and keys of media that hold nothing."""
-    assert nanoengine.inputs.TextPrompt is TextPrompt
+    assert nanoengine.text.prompt_forms.TextPrompt is TextPrompt
     prompts = [
         TextPrompt(prompt="one"),
         TokensPrompt(prompt_token_ids=ids("one")),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.sampling_params import GREEDY_BELOW, SamplingParams
+from nanoengine.settings.params import GREEDY_BELOW, SamplingParams
 
 NUMBERS = (
     "temperature",

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.text_stream import MAX_OPEN_TOKENS, TextStream
-from nanoengine.time_limit import call_within
-from nanoengine.tokenizer import REPLACEMENT, Tokenizer
+from nanoengine.text.stream import MAX_OPEN_TOKENS, TextStream
+from nanoengine.text.time_limit import call_within
+from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -329,7 +329,7 @@ ENDLESS = {
 def test_a_chat_template_without_an_end_is_ended(
     how: str, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoengine.chat_template.RENDER_S", 0.3)
+    monkeypatch.setattr("nanoengine.text.chat_template.RENDER_S", 0.3)
     tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
     row = ENDLESS[how] if whose == "row" else None
     if whose == "model":

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from nanoengine import SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.tokenizer import Tokenizer
-from nanoengine.tokenizer_file import MODEL_TYPES, TokenizerFile
+from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tokenizer_file import MODEL_TYPES, TokenizerFile
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_level
 
 TALK = [{"role": "user", "content": "go home"}, {"role": "assistant", "content": "it is late"}]

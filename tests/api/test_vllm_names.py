@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine import BeamSearchParams, SamplingParams, vllm_names
+from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.build import build_engine, share_of_memory
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.vllm_names import Alias, Idle, Refused, Values
+from nanoengine.settings import vllm_names
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.vllm_names import Alias, Idle, Refused, Values
 from tests.support.engines import checkpoint, random_prompts, run
 
 DEFAULT = EngineConfig(model="m")

@@ -9,10 +9,10 @@ from nanoengine.attention import make_backend
 from nanoengine.attention.fp8 import FP8, LARGEST, from_fp8, to_fp8
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.attention.triton import TritonBackend
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, WeightLoadError
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.tier_config import HostTier
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.tiers import HostTier
 from tests.support.attention_cases import DEVICE, make_case
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens

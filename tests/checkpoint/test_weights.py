@@ -18,10 +18,10 @@ from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
+from nanoengine.layers.shard import Shard
 from nanoengine.models import loader
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.loader import weight_slots
-from nanoengine.parallel.shard import Shard
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_helpers import all_logits, build, make_context, random_prompts
 

@@ -24,13 +24,13 @@ from nanoengine.cli.bench_report import format_report
 from nanoengine.cli.hf_baseline import HFBaseline
 from nanoengine.cli.workload import SHAPES, WorkItem
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.observe.peak import Peaks
-from nanoengine.stats import EngineInfo
 from tests.support.fake_executor import Ready
 
 

@@ -20,7 +20,7 @@ from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
 from nanoengine.cli.options import OBJECTS, engine_options, sampling_fields
-from nanoengine.config import EngineConfig
+from nanoengine.settings.config import EngineConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
 

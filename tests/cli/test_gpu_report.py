@@ -21,12 +21,12 @@ from nanoengine.cli.gpu.summary import format_report, standard_roofline, summari
 from nanoengine.cli.gpu.timing import Seam, Seams, kernel_table, kernel_times
 from nanoengine.cli.gpu_report import GpuReportArgs, launch
 from nanoengine.cli.main import main
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, MissingDependencyError
 from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.peak import Peaks
 from nanoengine.observe.roofline import H200_MEASURABLE
 from nanoengine.runner import numerics
+from nanoengine.settings.config import EngineConfig
 
 CPU = torch.device("cpu")
 TINY = Heads(num_heads=4, num_kv_heads=2, head_dim=32)

@@ -18,8 +18,8 @@ import pytest
 from nanoengine.cli import groups
 from nanoengine.cli import main as cli
 from nanoengine.cli.batch import BatchArgs
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
+from nanoengine.settings.config import EngineConfig
 
 COMMANDS = [name for name, (options, _) in cli.COMMANDS.items() if options is not None]
 

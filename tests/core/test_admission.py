@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.config import EngineConfig
 from nanoengine.core.admission import WatermarkOnly
 from nanoengine.core.policies import Hysteresis, Predictive, make_policy
 from nanoengine.core.waiting import MAX_OVERTAKEN
 from nanoengine.errors import ConfigError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_engine, run
 
 

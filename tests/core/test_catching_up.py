@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import expected_output, make_engine, run, run_late
 
 PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(66)]

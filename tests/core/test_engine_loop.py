@@ -15,7 +15,7 @@ from nanoengine.errors import (
     PromptTooLongError,
     RequestError,
 )
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import (
     ExecutorFailure,
     FakeExecutor,

@@ -42,7 +42,7 @@ from nanoengine.core.sequence import NO_ROW, Request
 from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import (
     ExecutorFailure,

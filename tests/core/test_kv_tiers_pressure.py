@@ -11,7 +11,7 @@ import pytest
 
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, run
 

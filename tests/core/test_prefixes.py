@@ -10,7 +10,7 @@ import pytest
 from nanoengine.core import prefixes as module
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.prefixes import Prefixes, root_name
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import expected_output, make_engine, run
 
 WEAK_HASHES = {

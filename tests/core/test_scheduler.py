@@ -9,7 +9,7 @@ from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.waiting import MAX_LOOK_AHEAD, MAX_OVERTAKEN
 from nanoengine.engine import LLMEngine
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, run, run_late
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoengine.errors import CapacityError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import expected_output, make_engine, run, run_late
 
 GREEDY = {"ignore_eos": True}

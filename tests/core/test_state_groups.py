@@ -6,7 +6,7 @@ import pytest
 
 from nanoengine.core.block_pool import BlockPool
 from nanoengine.core.prefixes import Prefix, pack
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import expected_output, make_engine, run, run_late
 
 PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(60)]

@@ -13,7 +13,7 @@ from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.found import Content, Level
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.block_managers import admit, compute, make_sequence
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, make_layout, run

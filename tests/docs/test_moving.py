@@ -20,12 +20,12 @@ from nanoengine import (
     NanoEngineError,
     SamplingParams,
     StructuredOutputs,
-    vllm_names,
 )
 from nanoengine.assets import demo_model_path
 from nanoengine.build import share_of_memory
-from nanoengine.config import EngineConfig
-from nanoengine.vllm_names import Alias, Idle, Refused, Values
+from nanoengine.settings import vllm_names
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.vllm_names import Alias, Idle, Refused, Values
 
 PAGE = (Path(__file__).parents[2] / "docs" / "moving_from_vllm.md").read_text(encoding="utf-8")
 

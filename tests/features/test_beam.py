@@ -12,7 +12,7 @@ import torch
 from nanoengine.errors import RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.llm import LLM
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.engines import checkpoint, random_prompts, reference
 from tests.support.fake_executor import (
     EOS,

@@ -15,7 +15,7 @@ import torch
 from nanoengine import HostTier
 from nanoengine.errors import ConfigError
 from nanoengine.features.drafting import Drafting
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 

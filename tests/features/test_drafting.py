@@ -19,7 +19,7 @@ from nanoengine.features.drafting import (
     StepCost,
     best_counts,
 )
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 
 class Machine:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.config import EngineConfig
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.draft_config import ModelDrafts, NgramDrafts, parse_speculative
 from nanoengine.errors import ConfigError
 from nanoengine.features.ngram import NgramDrafter, NgramIndex, continuation, match_length
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.settings.params import SamplingParams
 
 FEW_IDS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.processors import as_they_are, either, force, forced_text, forced_token
 

@@ -10,7 +10,7 @@ import pytest
 from nanoengine import DiskTier, HostTier
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.llm import LLM
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 

@@ -28,8 +28,8 @@ from nanoengine.core.sequence import Request
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.layers import packed
-from nanoengine.prompts import PromptReader
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.prompts import PromptReader
+from nanoengine.text.tokenizer import Tokenizer
 from tests.support.engines import make_engine, random_prompts, run, tokens
 from tests.support.grammars import (
     EOS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.engines import make_engine, reference, run
 
 Scores = list[torch.Tensor]

@@ -14,7 +14,7 @@ from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner.transfers import Download, ship
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 MIB = 2**20

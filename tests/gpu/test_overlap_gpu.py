@@ -6,7 +6,7 @@ In float32, where a batch's neighbours and padding change nothing that shows in 
 import pytest
 import torch
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
 
 PARAMS = [

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nanoengine.inputs import PAUSE
 from nanoengine.jobs import ahead
 from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.log import PipeLog
 from nanoengine.jobs.source import Input, Line
 from nanoengine.llm import LLM
+from nanoengine.text.prompt_forms import PAUSE
 from tests.support.batch_jobs import Batch, batch_fixture, chat, completion, row_of
 from tests.support.fake_llm import ANSWERS, make_llm_fixture
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanoengine.inputs import Pause, Row
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import Input
 from nanoengine.jobs.work import Work
 from nanoengine.outputs import RequestOutput
+from nanoengine.text.prompt_forms import Pause, Row
 
 COUNT = gc.get_freeze_count
 

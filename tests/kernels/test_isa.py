@@ -12,10 +12,10 @@ import torch
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.cli.info import device_lines
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.isa import CURRENT, ISAS, choose, cpu_features, target_features
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.settings.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.batch import Batch
+from nanoengine.attention.batch import Batch
 from nanoengine.kernels import cpu_decoder
 from nanoengine.layers.cpu_decoder import FusedLayers
 from nanoengine.models.decoder import DecoderLayer

@@ -40,9 +40,9 @@ from nanoengine.layers.quantized_weight import (
     quantize,
     unpack_pairs,
 )
+from nanoengine.layers.shard import Shard
 from nanoengine.models import loader
 from nanoengine.models.loader import model_size
-from nanoengine.parallel.shard import Shard
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build

@@ -22,8 +22,8 @@ from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadErro
 from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import unpack_words
+from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
-from nanoengine.parallel.shard import Shard
 from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.model_helpers import all_logits, build, random_prompts
 from tests.support.quantized_checkpoints import (

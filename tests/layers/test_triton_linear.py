@@ -22,7 +22,7 @@ from nanoengine.layers.triton_linear import (
 )
 from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.runner import numerics
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.attention_cases import DEVICE
 from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
 from tests.support.row_products import row_products  # noqa: F401

@@ -20,8 +20,8 @@ from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
+from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
-from nanoengine.parallel.shard import Shard
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_helpers import (
     all_logits,

@@ -23,7 +23,7 @@ from nanoengine.observe.chrome import ENGINE, chrome_events
 from nanoengine.observe.explain import Story
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import Recording, read_trace
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, make_engine, run
 

@@ -10,7 +10,7 @@ from nanoengine.core.prefixes import Prefix, pack
 from nanoengine.errors import RequestError
 from nanoengine.observe.kv_events import AllCleared, BlockRemoved, BlockStored, KVEvents
 from nanoengine.observe.residency import Residency
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import ExecutorFailure, make_engine, run
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

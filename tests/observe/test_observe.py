@@ -23,7 +23,7 @@ from nanoengine.observe import metrics
 from nanoengine.observe.cost import ModelCost
 from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, summarize
 from nanoengine.observe.peak import measure_cpu_peaks, measure_peaks
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 SCHEDULER = SimpleNamespace(num_waiting=3, num_running=2)
 

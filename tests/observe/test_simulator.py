@@ -13,7 +13,7 @@ from nanoengine.core.plan import StepPlan
 from nanoengine.core.policies import Predictive
 from nanoengine.core.sequence import Request
 from nanoengine.observe.simulator import TimeModel, make_scheduler, simulate
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_engine, run
 
 SMALL = list(random_workload(24, (5, 40), (5, 40), seed=1))

@@ -17,14 +17,14 @@ from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.build import build_engine
 from nanoengine.cli.bench import BenchArgs
-from nanoengine.config import EngineConfig
 from nanoengine.core.sequence import Request, SequenceMoves
 from nanoengine.errors import ConfigError, TraceError
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_fold import Fold
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.parallel.replicas import local_replicas
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_engine, run, run_late
 
 SAMPLE = Path(__file__).parent / "sample.trace.gz"

@@ -15,7 +15,7 @@ from rich.console import Console
 from nanoengine.cli import main as cli
 from nanoengine.observe import watch
 from nanoengine.observe.watch import Watch
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_engine, run
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.config import EngineConfig
-from nanoengine.parallel.collectives import LOOPBACK, Collectives
-from nanoengine.parallel.shard import Shard
+from nanoengine.layers.collectives import LOOPBACK, Collectives
+from nanoengine.layers.shard import Shard
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint
 
 CPU = torch.device("cpu")

@@ -19,11 +19,11 @@ import torch
 
 from nanoengine import HostTier
 from nanoengine.build import build_engine
-from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
 from nanoengine.parallel.executor import why_dead
 from nanoengine.parallel.rank import Failure
+from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 ROOT = Path(__file__).parents[2]

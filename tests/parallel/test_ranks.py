@@ -11,7 +11,7 @@ import pytest
 from nanoengine import StructuredOutputs
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features import structured
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.grammars import VOCAB_SIZE, even_text, text_checkpoint

@@ -22,8 +22,8 @@ import torch  # noqa: F401  # Why: what is loaded at collection runs on one thre
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.cli import main as cli
-from nanoengine.inputs import Row
 from nanoengine.parallel.ray_data import ERROR_COLUMN, Attempts, Generate
+from nanoengine.text.prompt_forms import Row
 from tests.support.batch_server import wait_for_lines
 from tests.support.fake_llm import ANSWERS, LONG, MakeLLM, make_llm_fixture
 from tests.support.text_fixtures import byte_level

@@ -21,13 +21,13 @@ import pytest
 
 from nanoengine.cli import main as cli
 from nanoengine.errors import ConfigError, EngineDeadError, MissingDependencyError
-from nanoengine.inputs import PAUSE, Pause, Row
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import Input, RowError
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.outputs import RequestOutput
 from nanoengine.parallel import replicas
 from nanoengine.parallel.replicas import Replicas, local_replicas
+from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 from tests.support import scripted_replica
 from tests.support.batch_server import wait_for_lines
 from tests.support.checkpoints import make_checkpoint

@@ -20,7 +20,7 @@ from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.sampling_ops import FIRST_WIDTH, DrawParams, draw_all_sorted, uniforms
 from nanoengine.runner.scores import token_logprobs
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits
 
 NUM_LINES = 12

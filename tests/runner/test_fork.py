@@ -12,7 +12,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.llm import LLM
 from nanoengine.runner.kv_cache import KVCache
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support import engines
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, make_layout, run
 

@@ -14,7 +14,7 @@ import nanoengine.runner.transfers as transfers
 from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
 from nanoengine.runner.device_sampling import SamplingKind
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.emulated_gpu import CUDA, NODE_BYTES, EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.late_device import make_graph_safe

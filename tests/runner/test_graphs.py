@@ -21,7 +21,7 @@ from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.runner.sampler import Sampler
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.late_device import make_graph_safe
 from tests.support.recorded_graphs import RecordedGraphs

@@ -7,7 +7,7 @@ there gives the same tokens: at each position its most likely token must be the 
 import pytest
 import torch
 
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.engines import (
     checkpoint,
     greedy,

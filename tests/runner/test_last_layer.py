@@ -12,7 +12,7 @@ from nanoengine.core.plan import Fork, StepPlan
 from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import build, prefill_batch

@@ -13,14 +13,14 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
-from nanoengine.config import EngineConfig
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 from tests.support import engines
 from tests.support.engines import checkpoint, greedy, random_prompts, tokens
 from tests.support.fake_executor import expected_output, make_engine, run

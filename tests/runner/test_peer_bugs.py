@@ -11,13 +11,13 @@ import torch
 from nanoengine.attention import make_backend
 from nanoengine.build import build_engine
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.config import EngineConfig
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import capture_sizes
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.transfers import ship
+from nanoengine.settings.config import EngineConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 

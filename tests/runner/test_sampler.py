@@ -26,7 +26,7 @@ from nanoengine.runner.sampling_ops import (
     uniforms,
 )
 from nanoengine.runner.scores import to_records, token_logprobs
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits
 
 EOS = (2, 3)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanoengine import ConfigError, DiskTier, HostTier, SamplingParams
-from nanoengine.batch import Span
+from nanoengine.attention.batch import Span
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.cpu_delta import CPUDeltaSteps
 from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_layout
 
 _next_id = iter(range(10**9))

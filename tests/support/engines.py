@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoengine.build import build_engine
-from nanoengine.config import EngineConfig
 from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.late_device import LateDownload
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.doors import Proposer
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
@@ -24,7 +25,6 @@ from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
-from nanoengine.stats import EngineInfo
 
 VOCAB_SIZE = 50
 EOS = 0

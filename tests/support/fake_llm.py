@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from nanoengine import LLM
-from nanoengine.config import EngineConfig
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.engine import LLMEngine
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.tokenizer import Tokenizer
 from tests.support.fake_executor import Ready
 from tests.support.text_fixtures import byte_level
 

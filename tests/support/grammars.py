@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.features.structured import Structured, library_of
 from nanoengine.runner.sampler import Sampler, accept_tokens
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.structured_outputs import StructuredOutputs
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.text.tokenizer import Tokenizer
 from tests.support.engines import checkpoint
 
 SPECIAL = ("<unk>", "<s>", "</s>")

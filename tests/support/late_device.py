@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from nanoengine.attention.base import LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.naive import NaiveBackend
-from nanoengine.batch import Batch
 
 
 class LateDownload:

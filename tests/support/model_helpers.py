@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanoengine.attention.base import AttentionBackend, LayerCache
-from nanoengine.batch import Batch, Span, StateWave
+from nanoengine.attention.batch import Batch, Span, StateWave
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.layers.context import ModelContext
 from nanoengine.models.decoder import CausalLM

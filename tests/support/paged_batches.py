@@ -8,7 +8,7 @@ import torch
 
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
-from nanoengine.batch import Batch
+from nanoengine.attention.batch import Batch
 
 CPU = torch.device("cpu")
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.inputs import PAUSE
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.parallel import replica
-from nanoengine.stats import EngineInfo, EngineStats
+from nanoengine.text.prompt_forms import PAUSE
 
 SLOW_S = 0.002
 AT_ONCE = 4

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 CORPUS = [
     "Once upon a time there was a little dog who lived in a big house.",

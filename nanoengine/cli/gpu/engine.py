@@ -33,13 +33,13 @@ from nanoengine.cli.gpu.timing import (
     kernel_table,
     kernel_times,
 )
-from nanoengine.config import EngineConfig
 from nanoengine.core.plan import StepTimes
 from nanoengine.layers.linear_method import UnquantizedLinear
 from nanoengine.layers.ops import TorchOps
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner import numerics
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM

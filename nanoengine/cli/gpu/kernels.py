@@ -17,7 +17,7 @@ import torch
 
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCache
-from nanoengine.batch import Batch
+from nanoengine.attention.batch import Batch
 from nanoengine.cli.gpu.parts import Case, Row
 
 Timer = Callable[[Callable[[], object]], float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 SIZE = 4
 

@@ -7,7 +7,7 @@ from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 REQUESTS = (("a", 11, 9), ("b", 7, 8), ("c", 6, 4), ("d", 3, 3))
 """Name, tokens of the prompt, tokens to sample."""

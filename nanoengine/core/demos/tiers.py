@@ -8,7 +8,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.params import SamplingParams
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import functools
 import torch
 
 from nanoengine.attention.base import AttentionSpec, LayerCache
+from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton import TritonBackend
-from nanoengine.batch import Batch
 
 BLOCK = 64
 """Dense keys are laid out in blocks of so many tokens."""

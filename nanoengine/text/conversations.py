@@ -1,7 +1,7 @@
 """Conversations: lists of messages, whose contents are strings or lists of parts.
 
-Called by `inputs.py`, which finds a conversation in a prompt, and by `prompts.py`, which gives its
-parts to the template in the form that the template takes.
+Called by `prompt_forms.py`, which finds a conversation in a prompt, and by `prompts.py`, which
+gives its parts to the template in the form that the template takes.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar
 
-from nanoengine.checks import checked
-from nanoengine.conversations import parse_messages
 from nanoengine.errors import RequestError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.settings.checks import checked
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.conversations import parse_messages
 
 T = TypeVar("T")
 

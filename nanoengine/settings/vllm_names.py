@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from nanoengine.checks import plain, shown
+from nanoengine.settings.checks import plain, shown
 
 
 class Alias(NamedTuple):

@@ -17,9 +17,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.checks import checked, shown
 from nanoengine.errors import RequestError
-from nanoengine.vllm_names import STRUCTURED_OUTPUTS, translate
+from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.vllm_names import STRUCTURED_OUTPUTS, translate
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.stats import EngineInfo
+from nanoengine.settings.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

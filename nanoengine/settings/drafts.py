@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from nanoengine.checks import shown
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import shown
 
 MOST_DRAFTS = 32
 LONGEST_NGRAM = 16

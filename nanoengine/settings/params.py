@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanoengine.checks import checked, shown
 from nanoengine.errors import RequestError
-from nanoengine.structured_outputs import StructuredOutputs
-from nanoengine.vllm_names import SAMPLING_PARAMS, translate
+from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.settings.vllm_names import SAMPLING_PARAMS, translate
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -1,6 +1,6 @@
 """PromptReader: what a caller gives as prompts, rendered, encoded and checked.
 
-    Row or plain prompt ── parse (inputs.py) ── render, encode (tokenizer) ── check ── CheckedPrompt
+    Row or plain prompt ── parse (forms) ── render, encode (tokenizer) ── check ── CheckedPrompt
                               └────────────── a bad one raises with its index, or is its own output
 
 `LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nanoengine.conversations import has_parts, join_parts, takes_parts
+from nanoengine.core.requests import CheckedRequest, RequestChecker
 from nanoengine.errors import MissingDependencyError, NanoEngineError, RequestError
-from nanoengine.inputs import (
+from nanoengine.outputs import RequestOutput, error_output
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.conversations import has_parts, join_parts, takes_parts
+from nanoengine.text.prompt_forms import (
     PAUSE,
     Pause,
     PromptInput,
@@ -24,10 +27,7 @@ from nanoengine.inputs import (
     each_priority,
     parse_prompt,
 )
-from nanoengine.outputs import RequestOutput, error_output
-from nanoengine.requests import CheckedRequest, RequestChecker
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 MAX_TEMPLATES = 64
 """Chat templates for which a reader remembers whether they take lists of parts."""

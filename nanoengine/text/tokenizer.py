@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, whole; `text_stream.py` has text that grows.
+"""Tokenizer: text to token ids and back, whole; `text/stream.py` has text that grows.
 
 Called by `llm.py` alone; the engine below sees token ids and an `OutputFollower`. No other file
 imports transformers, and this one only where `tokenizer_file.py` is not enough: for chat templates,
@@ -20,14 +20,14 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.chat_template import render_conversation
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.tokenizer_file import TokenizerFile
+from nanoengine.text.chat_template import render_conversation
+from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoengine.sampling_params import SamplingParams
+    from nanoengine.settings.params import SamplingParams
 
 Message = dict[str, Any]
 """One turn of a conversation: {"role": ..., "content": ...}."""

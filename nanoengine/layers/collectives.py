@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoengine.parallel.shard import Shard
+from nanoengine.layers.shard import Shard
 
 LOOPBACK = "127.0.0.1"
 

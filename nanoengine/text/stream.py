@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.tokenizer import REPLACEMENT, Tokenizer
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 
 MAX_OPEN_TOKENS = 8
 """Longest window that waits for a character; one has at most 4 bytes, so at most 4 tokens."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import ConfigError
-from nanoengine.json_file import read_object
+from nanoengine.settings.json_file import read_object
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

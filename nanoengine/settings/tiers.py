@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Literal
 
-from nanoengine.checks import checked
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import checked
 
 Policy = Literal["auto", "load", "recompute"]
 Store = Literal["eager", "lazy"]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from nanoengine.checks import checked, shown
-from nanoengine.draft_config import ModelDrafts, parse_speculative
 from nanoengine.errors import ConfigError
-from nanoengine.tier_config import Tier, check_tiers
-from nanoengine.vllm_names import LLM_OPTIONS, translate
+from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.drafts import ModelDrafts, parse_speculative
+from nanoengine.settings.tiers import Tier, check_tiers
+from nanoengine.settings.vllm_names import LLM_OPTIONS, translate
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
-from nanoengine.time_limit import call_within
+from nanoengine.text.time_limit import call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

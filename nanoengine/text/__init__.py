@@ -1,0 +1,1 @@
+"""From what a caller gives to token ids, and from token ids back to text."""
