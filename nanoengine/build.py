@@ -22,10 +22,11 @@ from nanoengine.checkpoint.files import checkpoint_files
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVLayout
+from nanoengine.core.make import make_block_manager
 from nanoengine.core.policies import make_policy
 from nanoengine.core.prefix_cache import PrefixCache
+from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
@@ -142,19 +143,20 @@ def _engine_on(
             f"without chunked prefill a prompt runs in one step: max_num_batched_tokens="
             f"{budget} must be at least max_model_len={memory.max_model_len}"
         )
-    prefix_cache = PrefixCache(layout, enabled=config.enable_prefix_caching)
+    prefix_cache: PrefixCache | None = None
     if config.kv_tiers:
         assert isinstance(runner, ModelRunner), "refused with ranks"
         prefix_cache = _tiered_cache(runner, config, layout, backend, directory)
     try:
-        manager = BlockManager(
+        manager = make_block_manager(
             layout,
             prefix_cache=prefix_cache,
+            enable_prefix_caching=config.enable_prefix_caching,
             watermark_frac=config.watermark_frac,
             max_chunk=budget,
             chunked=config.enable_chunked_prefill,
         )
-        scheduler = FastScheduler(
+        scheduler = Scheduler(
             manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
@@ -178,7 +180,8 @@ def _engine_on(
         )
     except BaseException:
         # Why: the error may live on, say in a notebook, and with it the disk's lock.
-        prefix_cache.close()
+        if prefix_cache is not None and prefix_cache.tiers is not None:
+            prefix_cache.tiers.close()
         raise
 
 

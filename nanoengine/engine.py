@@ -145,6 +145,8 @@ class LLMEngine:
         """
         if plan.draft_token_ids or (self.proposer is not None and self.proposer.needs_tokens()):
             return True
+        if self.scheduler.special is None:
+            return False
         return any(seq.request.chooser is not None for seq in self.scheduler.running)
 
     def _take_in(self) -> None:
@@ -176,15 +178,12 @@ class LLMEngine:
     def _launch(self) -> UnderWay:
         started = time.perf_counter()
         if self.proposer is not None and self.proposer.needs_tokens():
-            self._ask_for_drafts(self.proposer)
+            from nanoengine.core.extras import propose_drafts
+
+            propose_drafts(self.scheduler, self.proposer)
         plan = self.scheduler.schedule()
         schedule_s = time.perf_counter() - started
         return UnderWay(plan, self.executor.launch(plan), schedule_s)
-
-    def _ask_for_drafts(self, proposer: Proposer) -> None:
-        sequences = [seq for seq in self.scheduler.running if seq.may_draft]
-        for seq, drafts in zip(sequences, proposer.propose(sequences), strict=True):
-            seq.draft_token_ids = drafts
 
     def _commit(self, step: UnderWay) -> None:
         """Commits what a step has sampled; `step` returns the requests that end by it."""
@@ -199,7 +198,9 @@ class LLMEngine:
         for observer in list(self.observers):  # Why last: it may abort what has not finished.
             observer.on_step(step.plan, result, self.scheduler)
         if self._debug_checks:
-            self.scheduler.check()
+            from nanoengine.core.checks import check
+
+            check(self.scheduler)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -275,6 +276,10 @@ class LLMEngine:
             make_follower=make_follower,
             chooser=chooser,
         )
+        if request.is_special:
+            from nanoengine.core.extras import enlist
+
+            enlist(self.scheduler)
         seed = checked.params.seed
         self.scheduler.add(
             request,
@@ -325,7 +330,9 @@ class LLMEngine:
             self.checker.check_fork(parent, next_token_id)
             if next_token_id == parent.token_ids[-1]:
                 next_token_id = None
-        return self.scheduler.fork(parent, next_token_id)
+        from nanoengine.core.extras import enlist
+
+        return enlist(self.scheduler).fork(parent, next_token_id)
 
     @one_at_a_time
     def abort(self, request_id: str) -> Request | None:
@@ -397,7 +404,9 @@ class LLMEngine:
                 self.abort_all()  # waits for a step under way, which may fail
             finally:
                 self.turns.why_over = "the engine is closed: build a new one"
-                self.scheduler.block_manager.prefix_cache.close()
+                tiers = self.scheduler.block_manager.prefix_cache.tiers
+                if tiers is not None:
+                    tiers.close()
                 self.executor.shutdown()
                 for observer in self.observers:
                     getattr(observer, "close", lambda: None)()

@@ -20,8 +20,8 @@ from nanoengine.cli import bench_report, workload
 from nanoengine.cli.bench_report import Round
 from nanoengine.cli.rounds import config_options, timed_round, warm_up
 from nanoengine.cli.workload import WorkItem
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.settings.config import EngineConfig
@@ -50,7 +50,7 @@ class Switch:
     same_tokens: bool = True
 
 
-class PhasesApart(FastScheduler):
+class PhasesApart(Scheduler):
     """Computes prompts or decodes in a step, never both; prompts go first.
 
     So did engines before steps were mixed: each prompt that comes makes all decodes wait.

@@ -164,7 +164,8 @@ class RequestChecker:
                 "next_token_id replaces the last output token, and there is none yet: fork after"
                 " the step that samples the first"
             )
-        known = [entry.token_id for entry in parent.logprobs[-1]] if parent.logprobs else []
+        logprobs = None if parent.extras is None else parent.extras.logprobs
+        known = [entry.token_id for entry in logprobs[-1]] if logprobs else []
         if known and next_token_id not in known:
             raise RequestError(
                 f"next_token_id={next_token_id} has no known log-probability: the request reports"

@@ -18,7 +18,7 @@ class RowAllocator:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._free = list(range(num_rows - 1, -1, -1))
+        self.free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []
         # Since the last plan: parent (None if it has lost its row), child, its computed tokens.
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
@@ -27,11 +27,11 @@ class RowAllocator:
     @property
     def num_free(self) -> int:
         """Rows that no sequence holds."""
-        return len(self._free)
+        return len(self.free)
 
     def take(self, seq: Sequence) -> None:
         """Gives a sequence a row, in a plan that admits it."""
-        seq.row = self._free.pop()
+        seq.row = self.free.pop()
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Gives a child a row; the next plan says that it starts as a copy of its parent's."""
@@ -46,7 +46,7 @@ class RowAllocator:
 
     def release(self, seq: Sequence) -> None:
         """Takes a sequence's row back, and drops what the next plan was to say of it."""
-        self._free.append(seq.row)
+        self.free.append(seq.row)
         # Why: the executor does not know yet of a child forked since the last plan.
         if all(child is not seq for _, child, _ in self._forked):
             self._released.append(seq.row)
@@ -76,11 +76,6 @@ class RowAllocator:
             else:
                 plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
         self._forked = []
-
-    def check(self, running: list[Sequence]) -> None:
-        """Raises AssertionError unless each row is free or held by one of these sequences."""
-        held = [seq.row for seq in running]
-        assert sorted(held + self._free) == list(range(self.num_rows)), held
 
 
 def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:

@@ -1,6 +1,6 @@
 """Beam search: the continuations of a prompt with the best scores, found a token a step.
 
-    step       beams await a choice, each with its likeliest next tokens .... `Sequence.choices`
+    step       beams await a choice, each with its likeliest next tokens .... `Extras.choices`
     choose     all continuations of all beams, best first
                  ends in EOS, or is long enough ── a hypothesis, if among the first beam_width
                  the beam_width best others ────── give a token, fork, drop
@@ -190,9 +190,10 @@ class BeamSearch:
     def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
         """The most likely continuations of all beams; among equals those of earlier beams first."""
         found = [
-            Candidate(beam.cumulative_logprob + entry.logprob, beam, entry.token_id)
+            Candidate(beam.extras.cumulative_logprob + entry.logprob, beam, entry.token_id)
             for beam in beams
-            for entry in beam.choices or ()
+            if beam.extras is not None
+            for entry in beam.extras.choices or ()
         ]
         found.sort(key=lambda candidate: -candidate.logprob)
         return found[: self.num_candidates]

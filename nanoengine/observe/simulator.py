@@ -21,11 +21,9 @@ from typing import Protocol
 import numpy as np
 
 from nanoengine.core.admission import AdmissionPolicy
-from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
 from nanoengine.observe.trace import Trace
@@ -265,14 +263,14 @@ def make_scheduler(
     """A scheduler over an imagined pool; the names are those of `EngineConfig`."""
     groups = (KVGroup(layers=(0,)),)
     layout = KVLayout(num_blocks=num_blocks, block_size=block_size, block_bytes=1, groups=groups)
-    manager = BlockManager(
+    manager = make_block_manager(
         layout,
-        prefix_cache=PrefixCache(layout, enabled=enable_prefix_caching),
+        enable_prefix_caching=enable_prefix_caching,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
         chunked=chunked_prefill,
     )
-    return FastScheduler(
+    return Scheduler(
         manager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -23,7 +23,7 @@ from nanoengine.attention.base import KVLayoutName
 from nanoengine.attention.fp8 import FP8
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
-from nanoengine.core.kv_groups import make_kv_groups
+from nanoengine.core.groups.rules import make_kv_groups
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention

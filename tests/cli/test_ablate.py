@@ -15,6 +15,7 @@ from nanoengine.cli import ablate, bench
 from nanoengine.cli.ablate import PhasesApart, Switch
 from nanoengine.cli.bench import BenchArgs
 from nanoengine.core.block_manager import BlockManager
+from nanoengine.core.checks import check
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepResult
 from nanoengine.core.sequence import Request
@@ -123,7 +124,7 @@ def test_phases_apart_mixes_no_step_and_finishes_all(num_blocks: int) -> None:
         preempted += len(plan.preempted)
         tokens = [[1] if logits else [] for logits in plan.num_logits]
         finished += scheduler.commit(plan, StepResult(token_ids=tokens))
-        scheduler.check()
+        check(scheduler)
     assert {(True, False), (False, True)} <= kinds
     assert bool(preempted) == (num_blocks == 14)
     assert sorted(request.request_id for request in finished) == list("01234")

@@ -25,9 +25,9 @@ from nanoengine.cli.hf_baseline import HFBaseline
 from nanoengine.cli.workload import SHAPES, WorkItem
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.observe.peak import Peaks
@@ -192,7 +192,7 @@ class FakeLLM:
         layout = KVLayout(
             num_blocks=100, block_size=16, block_bytes=1024, groups=(KVGroup(layers=(0,)),)
         )
-        scheduler = FastScheduler(
+        scheduler = Scheduler(
             BlockManager(layout), max_num_seqs=max_num_seqs, max_num_batched_tokens=8192
         )
         info = EngineInfo(

@@ -23,6 +23,7 @@ from nanoengine import (
     SamplingParams,
     StructuredOutputs,
 )
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.core.sequence import Request
 from nanoengine.jobs.rows import RowOptions, RowReader
@@ -514,7 +515,7 @@ def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -
                 forced = engine.executor.sampler.forced_tokens(seq.row)
                 if seq.num_output_tokens % 3 == 1:
                     forced = [*forced, 7]  # a wrong one
-                seq.draft_token_ids = tuple(forced[:room])
+                set_drafts(engine.scheduler, seq, tuple(forced[:room]))
                 num_drafted += len(seq.draft_token_ids)
     assert tokens(requests) == tokens(expected)
     assert num_drafted > 30

@@ -13,6 +13,8 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
+from nanoengine.core.checks import check
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
@@ -105,7 +107,7 @@ def test_drafts_are_verified_before_the_next_step_is_planned():
     request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
     engine.step()
     engine.settle()
-    request.sequences[0].draft_token_ids = (1, 2)
+    set_drafts(engine.scheduler, request.sequences[0], (1, 2))
     run(engine)
     at = log.events.index("launch 1")
     assert engine.executor.plans[1].draft_token_ids
@@ -161,7 +163,7 @@ def test_an_abort_between_two_steps_leaves_nothing(after, which):
         engine.step()
     for request_id in which:
         assert engine.abort(request_id) is not None
-    engine.scheduler.check()
+    check(engine.scheduler)
     if len(which) == 3:
         assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
     else:
@@ -343,7 +345,7 @@ def test_aborts_beside_others_and_rows_that_pass_on():
             if engine.has_unfinished():
                 engine.step()
         _all_of(engine)
-        engine.scheduler.check()
+        check(engine.scheduler)
         assert engine.stats().active_blocks == 0
         for request in requests:
             (seq,) = request.sequences

@@ -134,7 +134,3 @@ def make_kv_groups(
         )
         groups.append(states)
     return tuple(groups)
-
-
-if __name__ == "__main__":
-    __import__("runpy").run_module("nanoengine.core.demos.kv_groups")["main"]()
