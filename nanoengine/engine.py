@@ -55,7 +55,7 @@ class LLMEngine:
         debug_checks: check all invariants after each step.
         observers: told of each step; they may abort requests. One with a `close` is closed with
             the engine.
-        proposer: drafts tokens; None: nobody does.
+        make_proposer: makes what drafts tokens, asked for by `draft`.
         check_params: raises RequestError for parameters that the executor can't obey.
 
     Attributes:
@@ -73,6 +73,7 @@ class LLMEngine:
         debug_checks: bool = False,
         observers: Iterable[Observer] = (),
         proposer: Proposer | None = None,
+        make_proposer: Callable[[], Proposer | None] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
     ) -> None:
         self.executor = executor
@@ -81,6 +82,7 @@ class LLMEngine:
         self.observers = list(observers)
         self.on_queued: list[Callable[[Request], object]] = []
         self.proposer = proposer
+        self._make_proposer = make_proposer
         self.overlap = overlap
         self.checker = RequestChecker(info, scheduler.block_manager, check_params)
         self.turns = Turns()
@@ -202,6 +204,13 @@ class LLMEngine:
 
             check(self.scheduler)
 
+    def draft(self) -> None:
+        """Has tokens drafted from now on, where anything can draft them."""
+        if self._make_proposer is not None and self.proposer is None:
+            self.proposer, self._make_proposer = self._make_proposer(), None
+            if isinstance(self.proposer, Observer):
+                self.observers.append(self.proposer)
+
     # --- requests -----------------------------------------------------------------------------
 
     @one_at_a_time
@@ -276,6 +285,8 @@ class LLMEngine:
             make_follower=make_follower,
             chooser=chooser,
         )
+        if checked.params.structured_outputs is not None:
+            self.draft()  # Why: what a grammar forces is worth a draft.
         if request.is_special:
             from nanoengine.core.extras import enlist
 

@@ -173,7 +173,7 @@ class LLM:
         return self.engine.evict(block_ids)
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        from nanoengine.build import resolve_model
+        from nanoengine.checkpoint.find import resolve_model
 
         config = self.config
         if config.skip_tokenizer_init:
@@ -336,7 +336,7 @@ class LLM:
         Raises:
             RequestError, ConfigError: the source is of no such kind; `output` is of another job.
         """
-        from nanoengine.build import resolve_model
+        from nanoengine.checkpoint.find import resolve_model
         from nanoengine.jobs.datasets import Answering, generate_dataset
 
         answering = Answering(

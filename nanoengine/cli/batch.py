@@ -138,7 +138,7 @@ def job_facts(options: dict[str, Any], name: str) -> dict[str, Any]:
     config = EngineConfig.from_kwargs(**options)
     directory = Path(config.model)
     if not directory.is_dir():
-        from nanoengine.build import resolve_model
+        from nanoengine.checkpoint.find import resolve_model
 
         directory = resolve_model(config)
     return describe_engine(config, directory, name)

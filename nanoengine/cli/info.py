@@ -40,8 +40,8 @@ def main(args: InfoArgs) -> None:
     Raises:
         ConfigError, ModelError: the model can't be found or read.
     """
-    from nanoengine.build import resolve_device, resolve_dtype, resolve_model
     from nanoengine.checkpoint.config import load_model_config
+    from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.numerics import use_isa
 

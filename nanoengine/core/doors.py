@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from nanoengine.core.layout import KVLayout
@@ -50,6 +50,7 @@ class Proposer(Protocol):
         """False if the next step may be planned without asking for drafts."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Watches steps; it may not change anything."""
 

@@ -47,7 +47,7 @@ class RequestChecker:
     Args:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
-        further: raises RequestError for parameters that what runs the model can't obey.
+        further: raises RequestError for grammars and stages that can't be had.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RequestChecker:
             count = getattr(params, name)
             if count is not None and count > size:
                 raise RequestError(f"{name} must be at most {size}, got {count}")
-        if self._further is not None:
+        if params.edits_by_stages and self._further is not None:
             self._further(params)
 
     def check_fork(self, parent: Sequence, next_token_id: int) -> None:

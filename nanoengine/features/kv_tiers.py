@@ -38,6 +38,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from nanoengine.checkpoint.files import checkpoint_files
 from nanoengine.core.doors import TierStorage
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
@@ -47,8 +48,10 @@ from nanoengine.core.tiers.found import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import zeros
-from nanoengine.runner.memory import GIB, require_memory
-from nanoengine.runner.transfers import ship, staging_blocks
+from nanoengine.runner.memory import GIB, require_memory, staging_blocks
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.transfers import ship
+from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 FORMAT_VERSION = 1
@@ -697,3 +700,34 @@ def num_blocks(tier: Tier, block_bytes: int, taken: int = 0) -> int:
             f"{type(tier).__name__} gib={tier.gib} holds no block of {block_bytes} bytes: raise it"
         )
     return count
+
+
+def tiered_cache(
+    runner: ModelRunner, config: EngineConfig, layout: KVLayout, backend: str, directory: Path
+) -> TieredPrefixCache:
+    """The cache that `kv_tiers` asks for; the runner learns what moves its blocks."""
+    files = [directory / "config.json"]
+    if config.load_format == "auto":
+        files += checkpoint_files(directory)
+    cache, runner.tier_storage = make_tiers(
+        config.kv_tiers,
+        layout,
+        runner.kv_cache.kv,
+        files,
+        states=runner.kv_cache.states,
+        # Why: whatever changes the bytes of a block must be named here.
+        facts={
+            "weights": config.load_format,
+            "seed": config.seed if config.load_format == "dummy" else None,
+            "dtype": runner.dtype,
+            "quantization": runner.quantization,
+            "kv_dtype": runner.kv_dtype,
+            "deterministic": config.deterministic,
+            "attention_backend": backend,
+            "layout": runner.backend.kv_layout,
+            "block_size": layout.block_size,
+            "groups": layout.groups,
+        },
+    )
+    assert cache is not None
+    return cache

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -150,7 +150,7 @@ class RankedExecutor:
         dtype: torch.dtype,
         backend: str,
         quantization: Quantization | None = None,
-        processors: Sequence[LogitsProcessor] = (),
+        processors: Callable[[], Sequence[LogitsProcessor]] = tuple,
     ) -> None:
         require_ranks(config, model_config, device=device, quantization=quantization)
         self.model_config, self.quantization = model_config, quantization
@@ -163,7 +163,7 @@ class RankedExecutor:
             "dtype": dtype,
             "backend": backend,
             "quantization": quantization,
-            "processors": tuple(processors),
+            "processors": processors,
         }
         self._num_launched = 0
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.runner.launched_step import LaunchedStep
     from nanoengine.runner.model_runner import MemoryPlan, ModelRunner
+    from nanoengine.runner.step import LaunchedStep
 
 Order = tuple[int, "StepPlan | None"]
 """To a rank: a step's number, and its plan to launch, or None to ask for its result."""

@@ -23,12 +23,18 @@ from __future__ import annotations
 
 import bisect
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from nanoengine.core.plan import StepPlan
 from nanoengine.runner.device_sampling import SamplingKind
+from nanoengine.runner.row_options import RowOptions
+from nanoengine.runner.sampled import SampledTokens, pack_tokens
+from nanoengine.runner.step import LaunchedStep
+from nanoengine.runner.transfers import mark
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]
@@ -127,6 +133,33 @@ class GraphedDecode:
             replay, outputs = self._captured[size, part]
             replay()
         return outputs
+
+    def run(
+        self,
+        plan: StepPlan,
+        launched: LaunchedStep,
+        started: float,
+        options: RowOptions,
+        latest: LaunchedStep | None,
+    ) -> list[torch.Tensor]:
+        """A step of decodes, its inputs being on the device; returns what the host wants to see."""
+        decode, size = self.step, self.size_for(len(plan.rows))
+        lines = decode.load(plan, size)
+        by_host = options.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
+        device = lines.rows_on_device.device
+        launched.times.prepare_s = time.perf_counter() - started - launched.times.load_s
+        launched.marks.append(mark(device))
+        outputs = self(size, None if by_host else options.sampler.kind(lines.rows))
+        launched.marks.append(mark(device))
+        ours = [output[: len(plan.rows)] for output in outputs]
+        if by_host:
+            sampled = options.sample(plan, lines, ours[0], latest)
+            decode.held.advance(lines.rows_on_device, sampled.token_ids)
+        else:
+            sampled = SampledTokens(packed=pack_tokens(*ours))
+        tensors = options.await_tokens(plan, launched, lines, sampled)
+        launched.marks.append(mark(device))
+        return tensors
 
 
 def graph_bytes(make: Callable[[], GraphedDecode], free_bytes: Callable[[], int]) -> int:

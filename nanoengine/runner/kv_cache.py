@@ -29,7 +29,6 @@ from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
 from nanoengine.models.states import StateLayer
 from nanoengine.runner.memory import GIB, blocks_between_snapshots
-from nanoengine.runner.row_buffers import state_slots
 from nanoengine.runner.transfers import ship
 
 
@@ -140,6 +139,8 @@ class KVCache:
             found = [copy for copy in copies if copy.src >= self.num_blocks]
             copies = [copy for copy in copies if copy.src < self.num_blocks]
             if found:
+                from nanoengine.runner.states import state_slots
+
                 slots = state_slots(np.array(found, np.int64), self.num_blocks)
                 src, dst = ship(self.kv.device, slots)[0].unbind(1)
                 self.states.index_copy_(1, dst, self.states.index_select(1, src))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nanoengine import BeamSearchParams, SamplingParams
-from nanoengine.build import build_engine, share_of_memory
+from nanoengine.build import build_engine
+from nanoengine.checkpoint.find import share_of_memory
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings import vllm_names
 from nanoengine.settings.config import EngineConfig

@@ -121,7 +121,8 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             return LLMEngine(executor, scheduler, info, debug_checks=True)
 
         monkeypatch.setattr("nanoengine.build.build_engine", build)
-        monkeypatch.setattr("nanoengine.build.resolve_model", lambda config: Path(config.model))
+        find = "nanoengine.checkpoint.find.resolve_model"
+        monkeypatch.setattr(find, lambda config: Path(config.model))
         monkeypatch.setattr(Tokenizer, "load", lambda *args, **kwargs: tokens)
         return LLM("scripted", **options)
 
