@@ -330,20 +330,13 @@ class LLMEngine:
                 "a step is under way, so the sequence has a token more than can be seen: call"
                 " settle(), look at the outputs, then fork"
             )
-        request = self._requests.get(request_id)
-        of_index = request.sequences if request is not None else []
-        parent = next((s for s in of_index if s.index == index and not s.is_finished), None)
-        if parent is None:
-            raise RequestError(
-                f"request {request_id!r} has no unfinished sequence of index {index} to fork"
-            )
-        if next_token_id is not None:
-            self.checker.check_fork(parent, next_token_id)
-            if next_token_id == parent.token_ids[-1]:
-                next_token_id = None
         from nanoengine.core.extras import enlist
+        from nanoengine.core.request_options import parent_of_fork
 
-        return enlist(self.scheduler).fork(parent, next_token_id)
+        request, size = self._requests.get(request_id), self.info.vocab_size
+        parent = parent_of_fork(request_id, request, index, next_token_id, size)
+        is_same = next_token_id == parent.token_ids[-1]
+        return enlist(self.scheduler).fork(parent, None if is_same else next_token_id)
 
     @one_at_a_time
     def abort(self, request_id: str) -> Request | None:
@@ -396,9 +389,10 @@ class LLMEngine:
         Raises:
             RequestError: an id is not one of the pool's blocks.
         """
-        return self.scheduler.block_manager.prefix_cache.evict(
-            self.checker.check_block_ids(block_ids)
-        )
+        from nanoengine.core.request_options import check_block_ids
+
+        found = check_block_ids(block_ids, self.info.num_kv_blocks)
+        return self.scheduler.block_manager.prefix_cache.evict(found)
 
     # --- the rest -----------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
-from nanoengine.observe.progress import showing
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
@@ -215,9 +214,7 @@ class LLM:
         """
         _check_lora(lora_request)
         with self._calls.alone():
-            read = self._open_reader().read_all(
-                prompt_list(prompts), sampling_params, priority, on_error
-            )
+            read = self._open_reader().read_all(prompts, sampling_params, priority, on_error)
             outputs: list[RequestOutput | None] = [None] * len(read)
             with contextlib.closing(self._run(read, kind="final", progress=use_tqdm)) as running:
                 for output in running:
@@ -303,13 +300,13 @@ class LLM:
         if kind not in get_args(OutputKind):
             allowed = ", ".join(map(repr, get_args(OutputKind)))
             raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
+
         prompts = plain_column(prompts)  # type: ignore[assignment]
-        if is_single_prompt(prompts) or isinstance(prompts, Sequence):
-            read: Iterable[CheckedPrompt | RequestOutput | Pause] = self._open_reader().read_all(
-                prompt_list(prompts), sampling_params, priority, on_error
-            )
-        else:
-            read = self._open_reader().read_lazily(prompts, sampling_params, priority, on_error)
+        is_list = is_single_prompt(prompts) or isinstance(prompts, Sequence)
+        reader = self._open_reader()
+        read = (reader.read_all if is_list else reader.read_lazily)(
+            prompts, sampling_params, priority, on_error
+        )
         return self._run(read, kind=kind, progress=use_tqdm)
 
     def generate_dataset(
@@ -393,7 +390,7 @@ class LLM:
                 )
             read = self._open_reader().read_all(given, shared, None, "raise")
             call = self._calls.begin()
-            with showing(use_tqdm, call.engine, len(read)), call:
+            with _bar(use_tqdm, call.engine, len(read)), call:
                 return search_all(
                     call,
                     [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
@@ -421,7 +418,7 @@ class LLM:
         if isinstance(read, list):
             limit, total = len(read), sum(isinstance(one, CheckedPrompt) for one in read)
         waiting, running = iter(read), dict[str, OutputBuilder]()
-        with showing(progress, call.engine, total), call:
+        with _bar(progress, call.engine, total), call:
             while True:
                 # Why outside of the turn: an iterator of the caller's may do anything.
                 pulled = itertools.islice(waiting, limit - len(running))
@@ -486,6 +483,17 @@ def _no_collections() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def _bar(
+    progress: bool | Callable[..., Any], engine: LLMEngine, total: int | None
+) -> contextlib.AbstractContextManager[object]:
+    """A progress bar of the engine's steps, if one is wanted."""
+    if progress is False:
+        return contextlib.nullcontext()
+    from nanoengine.observe.progress import showing
+
+    return showing(progress, engine, total)
 
 
 def _check_lora(lora_request: object) -> None:

@@ -289,8 +289,10 @@ class OutputBuilder:
     def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """None until all of them are known; converted once."""
         known, num_tokens = self.request.prompt_logprobs, len(self.request.prompt_token_ids)
+        if known is None:
+            return None
         num_before = min(self.request.params.first_scored_position + 1, num_tokens)
-        if known is None or num_before + len(known) < num_tokens:
+        if num_before + len(known) < num_tokens:
             return None
         if self._prompt_logprobs is None:
             found = logprob_dicts(known, self._token_text)

@@ -13,20 +13,29 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
 
 
+@dataclass(slots=True)
+class Ended:
+    """What has ended in a scheduler: `count` sequences; of the latest that ended by themselves, the
+    `lengths` of their outputs [tokens]."""
+
+    count: int = 0
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=256))
+
+
 class AdmissionPolicy(Protocol):
     """May hold back a sequence that fits."""
 
-    def learn(self, lengths: Collection[int], num_ended: int) -> None:
-        """What has ended, before the first question of a step: the lengths of the latest outputs
-        [tokens] that ended by themselves, and how many sequences ended since the start."""
+    def watch(self, ended: Ended) -> None:
+        """Called once, with what the scheduler keeps up to date."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """Which of the last few waiting sequences, given in order, is tried next."""

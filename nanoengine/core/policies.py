@@ -10,13 +10,12 @@ Chosen by build.py, asked by the Scheduler.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoengine.core.admission import AdmissionPolicy
+from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.groups.rules import num_needed_blocks
 from nanoengine.core.sequence import Sequence
@@ -39,7 +38,7 @@ class Hysteresis:
         self.admit_below = admit_below
         self._closed = False
 
-    def learn(self, lengths: Collection[int], num_ended: int) -> None:
+    def watch(self, ended: Ended) -> None:
         """Learns nothing."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
@@ -79,19 +78,22 @@ class Predictive:
 
     def __init__(self, spread: float = 0.0) -> None:
         self.spread = spread
-        self._num_ended = 0
+        self._ended, self._num_seen = Ended(), 0
         self._sorted: list[int] = []
         self._lengths: dict[int, int | None] = {}
         self._refused: int | None = None
         # Priority -> the last arrival of those that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
 
-    def learn(self, lengths: Collection[int], num_ended: int) -> None:
-        """Takes the lengths, where any sequence has ended since the last time."""
-        if num_ended != self._num_ended:
-            self._num_ended, self._refused = num_ended, None
+    def watch(self, ended: Ended) -> None:
+        """Learns from what ends, when it is asked next."""
+        self._ended = ended
+
+    def _learn(self) -> None:
+        if self._ended.count != self._num_seen:
+            self._num_seen, self._refused = self._ended.count, None
             self._lengths.clear()
-            self._sorted = sorted(lengths)
+            self._sorted = sorted(self._ended.lengths)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The one expected to run longest of those that waited when the first of them was chosen.
@@ -114,6 +116,7 @@ class Predictive:
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
         """Whether the peak fits."""
+        self._learn()
         # Why: until a sequence ends, the prediction only comes true; asking again is wasted time.
         if seq.seq_id == self._refused:
             return False
@@ -123,6 +126,7 @@ class Predictive:
 
     def num_expected_tokens(self, seq: Sequence) -> int:
         """Tokens that the sequence is expected to generate from now on, at least one."""
+        self._learn()
         at_most = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
             done = seq.num_tokens - seq.num_prompt_tokens

@@ -24,10 +24,9 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable
 
-from nanoengine.core.admission import AdmissionPolicy
+from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.doors import SpecialSequences
 from nanoengine.core.plan import Preemption, StepPlan, StepResult
@@ -35,9 +34,6 @@ from nanoengine.core.row_allocator import RowAllocator, admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 from nanoengine.core.stats import SchedulerStats
 from nanoengine.core.waiting import LookAhead, WaitingQueue
-
-NUM_LENGTHS = 256
-"""Finished sequences whose lengths are remembered, for policies that predict others by them."""
 
 
 class Scheduler:
@@ -55,7 +51,7 @@ class Scheduler:
         running: sequences that hold a row, by priority and arrival.
         special: None until `extras.enlist` is called, for the first sequence with `Extras`.
         last_finished: requests that the latest commit finished, for observers.
-        lengths: tokens of the latest outputs that ended by themselves; `num_ended`, of any end.
+        ended: what has ended, for policies that predict others by it.
     """
 
     def __init__(
@@ -76,8 +72,9 @@ class Scheduler:
         self.policy = policy
         self.special: SpecialSequences | None = None
         self.stats = SchedulerStats()
-        self.lengths: deque[int] = deque(maxlen=NUM_LENGTHS)
-        self.num_ended = 0
+        self.ended = Ended()
+        if policy is not None:
+            policy.watch(self.ended)
         self.seq_ids = itertools.count()
         self._block_size = block_manager.block_size
         self._clear()
@@ -150,7 +147,7 @@ class Scheduler:
                     self.block_manager.forget(seq)
                     seq.row = NO_ROW
                     seq.finish("abort")
-                    self.num_ended += 1
+                    self.ended.count += 1
         self.block_manager.discard_all()
         self._clear()
         self.rows.release_all()
@@ -307,8 +304,6 @@ class Scheduler:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
         policy, special, manager = self.policy, self.special, self.block_manager
         ahead = LookAhead(self.waiting, None if policy is None else policy.next_to_admit)
-        if policy is not None:
-            policy.learn(self.lengths, self.num_ended)
         forks, rows_kept = 0, 0
         if special is not None:
             rows_kept = sum(map(special.num_rows_due, self.running))
@@ -430,9 +425,9 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.waiting.discount()
         seq.finish(reason, stop_reason)
-        self.num_ended += 1
+        self.ended.count += 1
         if reason in ("stop", "length"):
-            self.lengths.append(seq.num_output_tokens)
+            self.ended.lengths.append(seq.num_output_tokens)
         if reason != "abort" and seq.request.finished:
             self._done.append(seq.request)
 

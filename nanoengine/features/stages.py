@@ -54,7 +54,7 @@ class Stages:
         return make_structured(*self._args)
 
     def check(self, params: SamplingParams) -> None:
-        """Called for a request that `edits_by_stages`.
+        """Called for a request that asks for a grammar, a function or a stage.
 
         Raises:
             RequestError: a grammar can't be compiled, or what ranks need can't be sent to them.

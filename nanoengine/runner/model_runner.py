@@ -17,7 +17,7 @@ import time
 import torch
 
 from nanoengine.core.plan import StepPlan
-from nanoengine.runner.sampled import SampledTokens
+from nanoengine.runner.sampled import SampledTokens, is_plain
 from nanoengine.runner.start import RunnerParts
 from nanoengine.runner.step import LaunchedStep
 from nanoengine.runner.transfers import mark, on_device
@@ -52,7 +52,7 @@ class ModelRunner(RunnerParts):
 
     def _update_rows(self, plan: StepPlan) -> None:
         """Brings the rows up to date, and the options of rows that have any."""
-        if plan.draft_token_ids or any(not new.params.is_plain for new in plan.admitted):
+        if plan.draft_token_ids or not all(is_plain(new.params) for new in plan.admitted):
             self.need_options()
         if self.options is not None:
             self.options.update(plan)

@@ -19,7 +19,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.logits import LogitsProcessor, RowEdits
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
-from nanoengine.runner.sampled import SampledTokens, to_records
+from nanoengine.runner.sampled import SampledTokens, is_plain, to_records
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.step import LaunchedStep
@@ -55,7 +55,7 @@ class RowOptions:
             self.sampler.release(row)
             self.scorer.release(row)
         for new in plan.admitted:
-            self._asks[new.row] = self.all_rows or not new.params.is_plain
+            self._asks[new.row] = self.all_rows or not is_plain(new.params)
             self.sampler.admit(new)
             self.scorer.admit(new)
         for fork in plan.forks:

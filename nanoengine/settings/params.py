@@ -149,31 +149,6 @@ class SamplingParams:
         """True if the most likely token is taken without any randomness."""
         return self.temperature < GREEDY_BELOW
 
-    @property
-    def is_plain(self) -> bool:
-        """True if each token is the most likely one, nothing edits logits and none are reported."""
-        return (
-            self.is_greedy
-            and self.logprobs is None
-            and self.prompt_logprobs is None
-            and not (
-                self.presence_penalty
-                or self.frequency_penalty
-                or self.repetition_penalty != 1
-                or self.min_tokens
-                or self.bad_words
-                or self.logit_bias
-                or self.allowed_token_ids is not None
-                or self.edits_by_stages
-            )
-        )
-
-    @property
-    def edits_by_stages(self) -> bool:
-        """True if a grammar, or a function or stage of the caller's, may edit logits."""
-        asks = self.structured_outputs is not None or self.logits_processors or self.extra_args
-        return bool(asks)
-
     def _check_ranges(self) -> None:
         rules = (
             ("n", 1 <= self.n <= MOST_COMPLETIONS, f"from 1 to {MOST_COMPLETIONS:,}"),

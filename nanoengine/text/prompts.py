@@ -4,6 +4,7 @@
                               └────────────── a bad one raises with its index, or is its own output
 
 `LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
+Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (conversations).
 """
 
 from __future__ import annotations
@@ -11,26 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from nanoengine.core.requests import CheckedRequest, RequestChecker
 from nanoengine.errors import MissingDependencyError, NanoEngineError, RequestError
 from nanoengine.outputs import RequestOutput, error_output
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.conversations import has_parts, join_parts, takes_parts
-from nanoengine.text.prompt_forms import (
-    PAUSE,
-    Pause,
-    PromptInput,
-    Row,
-    each_params,
-    each_priority,
-    parse_prompt,
-)
+from nanoengine.text.prompt_forms import Pause, Row, parse_prompt
 from nanoengine.text.tokenizer import Tokenizer
 
-MAX_TEMPLATES = 64
-"""Chat templates for which a reader remembers whether they take lists of parts."""
+if TYPE_CHECKING:
+    from nanoengine.text.chats import Chats
 
 OnError = Literal["raise", "record"]
 
@@ -68,7 +60,7 @@ class PromptReader:
         self._checker = checker
         self._request_ids = request_ids
         self._default_params = default_params
-        self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
+        self._chats: Chats | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -86,18 +78,30 @@ class PromptReader:
 
     def read_all(
         self,
-        prompts: Sequence[object],
+        prompts: object,
         sampling_params: ParamsInput,
         priority: PriorityInput,
         on_error: OnError,
     ) -> list[CheckedPrompt | RequestOutput]:
-        """Reads a list; parameters and priority are one for all or one each."""
+        """Reads one prompt or a list; parameters and priority are one for all or one each."""
         _check_on_error(on_error)
-        params = each_params(sampling_params, len(prompts), self._default_params)
-        priorities = each_priority(priority, len(prompts))
+        given = [prompts] if isinstance(prompts, str) else prompts
+        if not (type(given) is list and all(isinstance(one, str) for one in given)):
+            from nanoengine.text.prompt_forms import prompt_list
+
+            given = prompt_list(given)
+        params: Sequence[SamplingParams] = ()
+        priorities: Sequence[int | None] = [None] * len(given)
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(given)
+        if not params or priority is not None:
+            from nanoengine.text.prompt_forms import each_params, each_priority
+
+            params = each_params(sampling_params, len(given), self._default_params)
+            priorities = each_priority(priority, len(given))
         return [
             self._read(i, *one, on_error)
-            for i, one in enumerate(zip(prompts, params, priorities, strict=True))
+            for i, one in enumerate(zip(given, params, priorities, strict=True))
         ]
 
     def read_lazily(
@@ -117,6 +121,8 @@ class PromptReader:
                 " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
                 " one each"
             )
+        from nanoengine.text.prompt_forms import PAUSE, each_params, each_priority
+
         (params,) = each_params(sampling_params, 1, self._default_params)
         (rank,) = each_priority(priority, 1)
         numbers = itertools.count()
@@ -135,15 +141,27 @@ class PromptReader:
     ) -> CheckedPrompt | RequestOutput:
         """Reads one prompt; a bad one raises with its index, or becomes its output."""
         key: str | None = None
+        text: str | None = None
+        cache_salt: str | None = None
+        token_ids: list[int] = []
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
             key, prompt = prompt.key, prompt.prompt
-        text: str | None = None
-        token_ids: list[int] = []
         try:
-            given = parse_prompt(prompt)
-            text, token_ids = self._encode(given)
+            if isinstance(prompt, str):
+                text = prompt
+                token_ids = self.tokenizer.encode(prompt)
+            else:
+                given = parse_prompt(prompt)
+                text, cache_salt = given.text, given.cache_salt
+                if given.token_ids is not None:
+                    token_ids = given.token_ids
+                elif given.messages is None:
+                    token_ids = self.tokenizer.encode(given.text or "")
+                else:
+                    text = self._open_chats().render(given.messages, dict(given.template_args))
+                    token_ids = self.tokenizer.encode(text, add_special_tokens=False)
             if params.stop or params.bad_words:
                 _ = self.tokenizer
             words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
@@ -152,7 +170,7 @@ class PromptReader:
                 params,
                 priority=priority,
                 key=key,
-                cache_salt=given.cache_salt,
+                cache_salt=cache_salt,
                 bad_word_ids=words,
             )
             return CheckedPrompt(index=index, text=text, request=request)
@@ -167,29 +185,12 @@ class PromptReader:
             token_ids = []
         return error_output(next(self._request_ids), index, text, token_ids, message, key=key)
 
-    def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt; the text is None if only ids were given."""
-        if given.token_ids is not None:
-            return given.text, given.token_ids
-        if given.messages is None:
-            return given.text, self.tokenizer.encode(given.text or "")
-        text = self._render(given.messages, dict(given.template_args))
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+    def _open_chats(self) -> Chats:
+        if self._chats is None:
+            from nanoengine.text.chats import Chats
 
-    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt of a conversation; parts of text reach the template in the form it takes."""
-        variables = options.pop("chat_template_kwargs", {})
-        render = self.tokenizer.render_chat
-        if has_parts(messages):
-            kind = {key: options[key] for key in ("chat_template", "tools") if key in options}
-            key = (kind.get("chat_template"), bool(kind.get("tools")))
-            if key not in self._takes_parts:
-                if len(self._takes_parts) >= MAX_TEMPLATES:
-                    self._takes_parts.clear()
-                self._takes_parts[key] = takes_parts(lambda m: render(m, **kind, **variables))
-            if not self._takes_parts[key]:
-                messages = join_parts(messages)
-        return render(messages, **options, **variables)
+            self._chats = Chats(self.tokenizer)
+        return self._chats
 
 
 def _check_on_error(on_error: object) -> None:

@@ -88,7 +88,6 @@ def test_lengths_are_learned_from_those_that_finished():
     engine.step()
     while engine.num_unfinished > 1:
         engine.step()
-    policy.learn(engine.scheduler.lengths, engine.scheduler.num_ended)
     done = seq.num_output_tokens
     longer = [length for length in (2, 4, 6) if length > done]
     expected = sum(longer) // len(longer) - done if longer else 90 - done
@@ -104,8 +103,7 @@ def test_spread_adds_deviations_and_aborted_sequences_teach_nothing():
     engine.add_request("aborted", [1], exactly(40))
     engine.step()
     engine.abort("aborted")
-    for policy in (plain, careful):
-        policy.learn(engine.scheduler.lengths, engine.scheduler.num_ended)
+    careful.watch(engine.scheduler.ended)
     seq = engine.add_request("next", [1], SamplingParams(max_tokens=90)).sequences[0]
     assert plain.num_expected_tokens(seq) == 4
     assert careful.num_expected_tokens(seq) == 4 + 2
