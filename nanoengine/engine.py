@@ -106,10 +106,11 @@ class LLMEngine:
             EngineDeadError, NanoEngineError: as `require_idle`.
         """
         with self.turns.turn():
+            if self._stepping_thread is not None or self.turns.why_over:
+                self.require_idle()
             return self._step()
 
     def _step(self) -> list[Request]:
-        self.require_idle()
         self._stepping_thread = threading.get_ident()
         try:
             if self.overlap:

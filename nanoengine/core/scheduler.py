@@ -168,7 +168,8 @@ class Scheduler:
         if self.special is not None and not scheduled and not any(self._in_flight.values()):
             self.special.break_deadlock(plan, scheduled)
         # Why last: a fork of this step may take the row of a sequence preempted in this step.
-        self.rows.tell(plan)
+        if self.rows.has_news:
+            self.rows.tell(plan)
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []

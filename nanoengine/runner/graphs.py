@@ -34,7 +34,7 @@ from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.row_options import RowOptions
 from nanoengine.runner.sampled import SampledTokens, pack_tokens
 from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import mark
+from nanoengine.runner.transfers import Mark
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]
@@ -141,16 +141,16 @@ class GraphedDecode:
         started: float,
         options: RowOptions,
         latest: LaunchedStep | None,
+        now: Callable[[], Mark],
     ) -> list[torch.Tensor]:
         """A step of decodes, its inputs being on the device; returns what the host wants to see."""
         decode, size = self.step, self.size_for(len(plan.rows))
         lines = decode.load(plan, size)
         by_host = options.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
-        device = lines.rows_on_device.device
         launched.times.prepare_s = time.perf_counter() - started - launched.times.load_s
-        launched.marks.append(mark(device))
+        launched.marks.append(now())
         outputs = self(size, None if by_host else options.sampler.kind(lines.rows))
-        launched.marks.append(mark(device))
+        launched.marks.append(now())
         ours = [output[: len(plan.rows)] for output in outputs]
         if by_host:
             sampled = options.sample(plan, lines, ours[0], latest)
@@ -158,7 +158,7 @@ class GraphedDecode:
         else:
             sampled = SampledTokens(packed=pack_tokens(*ours))
         tensors = options.await_tokens(plan, launched, lines, sampled)
-        launched.marks.append(mark(device))
+        launched.marks.append(now())
         return tensors
 
 

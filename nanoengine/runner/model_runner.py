@@ -17,10 +17,9 @@ import time
 import torch
 
 from nanoengine.core.plan import StepPlan
-from nanoengine.runner.sampled import SampledTokens, is_plain
+from nanoengine.runner.sampled import is_plain, most_likely_tokens
 from nanoengine.runner.start import RunnerParts
 from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import mark, on_device
 
 
 class ModelRunner(RunnerParts):
@@ -31,7 +30,6 @@ class ModelRunner(RunnerParts):
         latest: the step that was launched last.
     """
 
-    @on_device
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Carries out one plan, in the order of its fields.
 
@@ -40,13 +38,16 @@ class ModelRunner(RunnerParts):
         """
         started = time.perf_counter()
         step = LaunchedStep(plan=plan, rows=self.rows)
-        self._update_rows(plan)
-        if plan.transfers or plan.block_copies:
-            self._bring_blocks(plan, step)
-        if plan.rows:
-            step.download = self.start_download(self._run(plan, step, started))
-        if plan.transfers:
-            self._store_blocks(plan, step)
+        with torch.inference_mode(), self.on_gpu:
+            self._update_rows(plan)
+            if plan.transfers or plan.block_copies:
+                self._bring_blocks(plan, step)
+            if plan.rows:
+                step.tensors = self._run(plan, step, started)
+                if self.start_download is not None:
+                    step.download = self.start_download(step.tensors)
+            if plan.transfers:
+                self._store_blocks(plan, step)
         self.latest = step
         return step
 
@@ -67,26 +68,23 @@ class ModelRunner(RunnerParts):
         options = self.options
         if self.graphed is not None and self.graphed.step.fits(plan):
             assert options is not None
-            return self.graphed.run(plan, step, started, options, self.latest)
+            return self.graphed.run(plan, step, started, options, self.latest, self.now)
         asked = options if options is not None and options.are_asked(plan) else None
         scored = None if asked is None else asked.scored(plan)
         batch, lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
         step.times.prepare_s = time.perf_counter() - started - step.times.load_s
-        step.marks.append(mark(self.device))
+        step.marks.append(self.now())
         hidden = self.model(batch)
         if asked is not None:
-            tensors = asked.run(plan, step, lines, hidden, scored, self.latest)
-        elif len(lines.entries):
-            sampled = SampledTokens.greedy(self.model, hidden)
-            step.marks.append(mark(self.device))
-            self.rows.keep(lines, sampled.token_ids)
-            step.lines, tensors = lines, sampled.tensors
-        else:
-            step.marks.append(mark(self.device))
-            tensors = []
-        step.marks.append(mark(self.device))
-        return tensors
+            return asked.run(plan, step, lines, hidden, scored, self.latest, self.now)
+        packed = most_likely_tokens(self.model, hidden) if len(lines.entries) else None
+        step.marks.append(self.now())
+        if packed is not None:
+            self.rows.keep(lines, packed[0])
+            step.lines = lines
+        step.marks.append(self.now())
+        return [] if packed is None else [packed]
 
     # --- blocks between tiers, and copies -----------------------------------------------------
 

@@ -88,7 +88,8 @@ class RowBuffers:
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows, in its order."""
-        self._forget(plan.released)
+        if plan.released:
+            self._forget(plan.released)
         for new in plan.admitted:
             self._forget(new.row)
             self.seq_ids[new.row] = new.seq_id

@@ -9,7 +9,7 @@ Made by the ModelRunner at the first row that is not plain; steps without such r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,11 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.logits import LogitsProcessor, RowEdits
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
-from nanoengine.runner.sampled import SampledTokens, is_plain, to_records
+from nanoengine.runner.sampled import SampledTokens, is_plain, pack_found, to_records
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import mark
+from nanoengine.runner.transfers import Mark
 
 
 class RowOptions:
@@ -84,17 +84,19 @@ class RowOptions:
         hidden: torch.Tensor,
         scored: tuple[Ints, Ints] | None,
         latest: LaunchedStep | None,
+        now: Callable[[], Mark],
     ) -> list[torch.Tensor]:
         """Samples from a step's hidden states; returns what the host wants to see.
 
         Args:
             hidden: of the lines, then of the scored positions, [.., hidden_size].
             latest: the step before, whose tokens processors must know.
+            now: a moment, for the step's times.
         """
         sampling, scoring = hidden.tensor_split([len(lines.entries)])
         found = self._most_likely(plan, lines, sampling, latest)
         logits = None if found else self.model.logits(sampling)  # [L, V]
-        step.marks.append(mark(hidden.device))
+        step.marks.append(now())
         tensors: list[torch.Tensor] = []
         if len(lines.entries):
             sampled = found or self.sample(plan, lines, logits, latest)
@@ -107,6 +109,7 @@ class RowOptions:
             entries, scores = self.scorer.score(plan, scored, scoring)
             step.special.scored_entries = entries
             tensors += scores
+        step.marks.append(now())
         return tensors
 
     def _most_likely(
@@ -128,7 +131,7 @@ class RowOptions:
             found = self.model.most_likely(hidden, masks)
         else:
             return None
-        return None if found is None else SampledTokens.most_likely(*found)
+        return None if found is None else SampledTokens(packed=pack_found(*found))
 
     def sample(
         self,

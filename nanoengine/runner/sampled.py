@@ -1,6 +1,6 @@
 """SampledTokens: what a step has sampled, on the device and then as plain numbers.
 
-Most rows ask for the most likely token of the model's own logits: `SampledTokens.greedy`.
+Most rows ask for the most likely token of the model's own logits: `most_likely_tokens`.
 Special: row_options.py (draws, edited logits, log-probabilities).
 
 Legend: L lines of logits, N top log-probabilities.
@@ -41,6 +41,29 @@ def is_plain(params: SamplingParams) -> bool:
     )
 
 
+def most_likely_tokens(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row of hidden states [L, hidden_size], as
+    `SampledTokens.packed`."""
+    found = model.most_likely(hidden)
+    if found is not None:
+        return pack_found(*found)
+    largest, token_ids = model.logits(hidden).max(-1)  # the lowest of equal ids
+    valid = largest.isfinite()
+    return torch.stack((token_ids * valid, valid.long()))
+
+
+def pack_found(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Greedy tokens, as kernels of the CPU find them: the tokens [L] with the largest logits, and
+    these logits [L]. Where one is NaN, there is no token.
+
+    Why numpy: within a step a call of torch takes 10 us, for however few numbers.
+    """
+    packed = np.empty((2, len(token_ids)), np.int64)
+    packed[1] = valid = np.isfinite(logits.numpy())
+    packed[0] = token_ids.numpy() * valid
+    return torch.from_numpy(packed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedTokens:
     """What a step sampled, as plain numbers. Indices count the lines of logits.
@@ -73,27 +96,6 @@ class SampledTokens:
     logprob_lines: list[tuple[int, int]] = field(default_factory=list)
     logprobs: torch.Tensor | None = None
     errors: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def greedy(cls, model: CausalLM, hidden: torch.Tensor) -> SampledTokens:
-        """The most likely token of each row of hidden states [L, hidden_size]."""
-        found = model.most_likely(hidden)
-        if found is not None:
-            return cls.most_likely(*found)
-        largest, token_ids = model.logits(hidden).max(-1)  # the lowest of equal ids
-        return cls(packed=pack_tokens(token_ids * (valid := largest.isfinite()), valid))
-
-    @classmethod
-    def most_likely(cls, token_ids: torch.Tensor, logits: torch.Tensor) -> SampledTokens:
-        """Greedy tokens, as kernels of the CPU find them: the tokens [L] with the largest logits,
-        and these logits [L]. Where one is NaN, there is no token.
-
-        Why numpy: within a step a call of torch takes 10 us, for however few numbers.
-        """
-        packed = np.empty((2, len(token_ids)), np.int64)
-        packed[1] = valid = np.isfinite(logits.numpy())
-        packed[0] = token_ids.numpy() * valid
-        return cls(packed=torch.from_numpy(packed))
 
     @property
     def token_ids(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from nanoengine.runner.numerics import make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.runner.sampled import check_vocabulary
 from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import Download, on_device
+from nanoengine.runner.transfers import Download, Mark, event_now
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class RunnerParts:
         self.config = config
         self.model_config = model_config
         self.device = device
+        # Why: Triton launches and graphs capture on the current device, wherever the tensors are.
+        self.on_gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self.dtype = dtype
         self.quantization = quantization
         self.directory = directory
@@ -104,7 +107,6 @@ class RunnerParts:
 
     # --- start --------------------------------------------------------------------------------
 
-    @on_device
     def start(self) -> KVLayout:
         """Loads the model, sizes and allocates the KV cache.
 
@@ -112,6 +114,10 @@ class RunnerParts:
             ConfigError: `max_model_len` passes the model's context or the memory there is.
             WeightLoadError: see `models.loader.load_model`.
         """
+        with torch.inference_mode(), self.on_gpu:
+            return self._start()
+
+    def _start(self) -> KVLayout:
         context_len = self.model_config.max_position_embeddings
         asked = self.config.max_model_len
         if asked is not None and asked > context_len:
@@ -158,8 +164,12 @@ class RunnerParts:
             self.graphed.capture(self.graphed.sizes)
             taken = max(0, free - free_gpu_bytes(self.device))
             self.memory = dataclasses.replace(self.memory, graph_bytes=taken)
-        side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.start_download = functools.partial(Download, stream=side_stream)
+        self.now: Callable[[], Mark] = time.perf_counter
+        self.start_download: Callable[[list[torch.Tensor]], Download] | None = None
+        if self.device.type == "cuda":
+            side_stream = torch.cuda.Stream(self.device)
+            self.start_download = functools.partial(Download, stream=side_stream)
+            self.now = event_now
         self.latest: LaunchedStep | None = None
         return KVLayout(
             num_blocks=self.memory.num_blocks,

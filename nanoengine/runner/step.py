@@ -20,7 +20,7 @@ import torch
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.runner.sampled import NO_TOKEN
-from nanoengine.runner.transfers import Download, Mark, seconds_between
+from nanoengine.runner.transfers import Download, Mark, event_seconds
 
 
 class SpecialResult(Protocol):
@@ -37,7 +37,8 @@ class LaunchedStep:
     Attributes:
         times: what is known so far; the marks add forward and sampling.
         lines: who samples; None if nobody does.
-        download: the tensors that the host wants to see: `SampledTokens.packed` first.
+        tensors: what the host wants to see: `SampledTokens.packed` first.
+        download: brings them to the host; None: they are there.
         marks: before the forward, behind it, behind the sampling.
         special: None where all rows are plain.
         stores: each waits for copies to a tier that belong to this step.
@@ -47,6 +48,7 @@ class LaunchedStep:
     rows: RowBuffers
     times: StepTimes = field(default_factory=StepTimes)
     lines: SamplingLines | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
     download: Download | None = None
     marks: list[Mark] = field(default_factory=list)
     special: SpecialResult | None = None
@@ -57,17 +59,24 @@ class LaunchedStep:
         """Waits for the device; the same result each time."""
         if self._result is None:
             result = StepResult(token_ids=[[] for _ in self.plan.rows], times=self.times)
-            tensors = self.download.wait() if self.download is not None else []
+            tensors = self.tensors if self.download is None else self.download.wait()
+            if self.marks:
+                self._time()
             if self.special is not None:
                 self.special.take(self, tensors, result)
             elif tensors:
                 self._take(tensors[0], result)
             for wait in self.stores:
                 wait()
-            if self.marks:
-                self.times.forward_s, self.times.sample_s = seconds_between(self.marks)
-            self._result, self.download, self.special = result, None, None
+            self._result, self.special, self.download = result, None, None
         return self._result
+
+    def _time(self) -> None:
+        first, second, third = self.marks
+        if isinstance(first, float):
+            self.times.forward_s, self.times.sample_s = second - first, third - second
+        else:
+            self.times.forward_s, self.times.sample_s = event_seconds(self.marks)
 
     def _take(self, packed: torch.Tensor, result: StepResult) -> None:
         """Tells each row its token, and sorts tokens [2, L] by entry of the plan."""

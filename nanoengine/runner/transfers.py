@@ -12,31 +12,12 @@ finished, so this costs no allocation after the first steps.
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-
-def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A runner's method in inference mode, the runner's GPU being the current one.
-
-    Why: Triton launches and CUDA graphs capture on the current device, wherever the tensors are.
-    """
-
-    @functools.wraps(method)
-    def wrapped(self: Any, *args: Any) -> Any:
-        on_gpu = self.device.type == "cuda"
-        with torch.inference_mode(), torch.cuda.device(self.device) if on_gpu else nullcontext():
-            return method(self, *args)
-
-    return wrapped
 
 
 def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
@@ -97,21 +78,16 @@ Mark = float | torch.cuda.Event
 """A moment, by the clock of whoever does the work: the host's [s], or a GPU's own."""
 
 
-def mark(device: torch.device) -> Mark:
-    """The moment at which all work issued so far is done.
+def event_now() -> torch.cuda.Event:
+    """The moment at which all work that a GPU was given so far is done.
 
     Why an event: to time a GPU's work by the host's clock, the host would have to wait for it.
     """
-    if device.type == "cpu":
-        return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def seconds_between(marks: Sequence[Mark]) -> list[float]:
-    """Time from each mark to the next; on a GPU once the last of them has been reached."""
-    return [
-        after - before if isinstance(after, float) else before.elapsed_time(after) / 1000
-        for before, after in pairwise(marks)
-    ]
+def event_seconds(marks: Sequence[torch.cuda.Event]) -> list[float]:
+    """Time from each event to the next, once the last of them has been reached."""
+    return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
