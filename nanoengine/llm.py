@@ -19,12 +19,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn, Self, get_args
 
-from nanoengine.calls import Calls
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
@@ -36,15 +34,15 @@ from nanoengine.text.prompt_forms import (
     conversation_list,
     is_single_prompt,
     plain_column,
-    prompt_list,
 )
 from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader
-from nanoengine.text.stream import TextStream
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import require_unforked
+from nanoengine.turns import Calls, require_unforked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams
 
 LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
@@ -367,38 +365,19 @@ class LLM:
                 below the beam width.
             NanoEngineError: this LLM is closed.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params must be BeamSearchParams, got {params!r}")
+        from nanoengine.features.beam import beam_search
+
         _check_lora(lora_request)
-        room = self.config.max_num_seqs // params.beam_width
-        if not room:
-            raise RequestError(
-                f"beam_width={params.beam_width} sequences run together:"
-                f" max_num_seqs={self.config.max_num_seqs} must be at least that"
-            )
-        if self.config.logits_processors:
-            raise RequestError(
-                "a beam search ranks the model's own log-probabilities, which logits_processors"
-                " don't reach: make an LLM without them"
-            )
         with self._calls.alone():
-            shared = make_search(params, self.info, 0).sampling_params
-            given = prompt_list(prompts)
-            if any(isinstance(one, Row) and one.sampling_params is not None for one in given):
-                raise RequestError(
-                    "a beam search samples nothing: leave out the sampling_params of its Rows"
-                )
-            read = self._open_reader().read_all(given, shared, None, "raise")
-            call = self._calls.begin()
-            with _bar(use_tqdm, call.engine, len(read)), call:
-                return search_all(
-                    call,
-                    [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
-                    params,
-                    room=room,
-                    request_ids=self._request_ids,
-                    tokenizer=self._tokenizer,
-                )
+            return beam_search(
+                self._calls,
+                self._open_reader(),
+                prompts,
+                params,
+                config=self.config,
+                bar=functools.partial(_bar, use_tqdm),
+                tokenizer=self._tokenizer,
+            )
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -444,6 +423,8 @@ class LLM:
         def make_follower(index: int) -> OutputFollower | None:
             if tokenizer is None or not params.detokenize:
                 return None
+            from nanoengine.text.stream import TextStream
+
             return TextStream(
                 tokenizer,
                 params,

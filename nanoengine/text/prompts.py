@@ -58,7 +58,7 @@ class PromptReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._checker = checker
-        self._request_ids = request_ids
+        self.request_ids = request_ids
         self._default_params = default_params
         self._chats: Chats | None = None
 
@@ -183,7 +183,7 @@ class PromptReader:
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
-        return error_output(next(self._request_ids), index, text, token_ids, message, key=key)
+        return error_output(next(self.request_ids), index, text, token_ids, message, key=key)
 
     def _open_chats(self) -> Chats:
         if self._chats is None:
