@@ -38,7 +38,7 @@ class ModelRunner(RunnerParts):
         """
         started = time.perf_counter()
         step = LaunchedStep(plan=plan, rows=self.rows)
-        with torch.inference_mode(), self.on_gpu:
+        with torch.inference_mode(), self.as_current():
             self._update_rows(plan)
             if plan.transfers or plan.block_copies:
                 self._bring_blocks(plan, step)
@@ -53,7 +53,7 @@ class ModelRunner(RunnerParts):
 
     def _update_rows(self, plan: StepPlan) -> None:
         """Brings the rows up to date, and the options of rows that have any."""
-        if plan.draft_token_ids or not all(is_plain(new.params) for new in plan.admitted):
+        if plan.draft_token_ids or not all(map(is_plain, plan.admitted)):
             self.need_options()
         if self.options is not None:
             self.options.update(plan)

@@ -55,7 +55,7 @@ class RowOptions:
             self.sampler.release(row)
             self.scorer.release(row)
         for new in plan.admitted:
-            self._asks[new.row] = self.all_rows or not is_plain(new.params)
+            self._asks[new.row] = self.all_rows or not is_plain(new)
             self.sampler.admit(new)
             self.scorer.admit(new)
         for fork in plan.forks:

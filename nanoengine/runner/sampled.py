@@ -14,25 +14,26 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanoengine.core.plan import TokenLogprob
+from nanoengine.core.plan import AdmittedSequence, TokenLogprob
 from nanoengine.models.decoder import CausalLM
-from nanoengine.settings.params import GREEDY_BELOW, SamplingParams
+from nanoengine.settings.params import GREEDY_BELOW
 
 MAX_VOCAB_SIZE = 2**19
 """So many tokens of weight `sampling_ops.SCALE` add up to 2**53, up to which float64 is exact."""
 NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
 
 
-def is_plain(params: SamplingParams) -> bool:
+def is_plain(sequence: AdmittedSequence) -> bool:
     """Whether each token is the most likely one, nothing edits logits and none are reported."""
+    params = sequence.params
     return params.temperature < GREEDY_BELOW and not (
-        params.logprobs is not None
+        sequence.bad_word_ids
+        or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1
         or params.min_tokens
-        or params.bad_words
         or params.logit_bias
         or params.allowed_token_ids is not None
         or params.structured_outputs is not None

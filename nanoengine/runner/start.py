@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,16 @@ SAMPLER_BYTES = 64
 """What the Sampler keeps of a row at least: eight numbers."""
 
 
+def current_device(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What makes a GPU the current one for a while.
+
+    Why: Triton launches and CUDA graphs capture on the current device, wherever the tensors are.
+    """
+    if device.type == "cuda":
+        return functools.partial(torch.cuda.device, device)
+    return contextlib.nullcontext
+
+
 class RunnerParts:
     """The parts of a ModelRunner: model, memory plan, KV cache, rows, backend.
 
@@ -80,8 +90,7 @@ class RunnerParts:
         self.config = config
         self.model_config = model_config
         self.device = device
-        # Why: Triton launches and graphs capture on the current device, wherever the tensors are.
-        self.on_gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self.as_current = current_device(device)
         self.dtype = dtype
         self.quantization = quantization
         self.directory = directory
@@ -114,7 +123,7 @@ class RunnerParts:
             ConfigError: `max_model_len` passes the model's context or the memory there is.
             WeightLoadError: see `models.loader.load_model`.
         """
-        with torch.inference_mode(), self.on_gpu:
+        with torch.inference_mode(), self.as_current():
             return self._start()
 
     def _start(self) -> KVLayout:

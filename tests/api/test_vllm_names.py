@@ -208,9 +208,9 @@ def test_logprobs_of_minus_one_are_those_of_the_whole_vocabulary() -> None:
     size = engine.info.vocab_size
     counted = dataclasses.replace(params, logprobs=size, prompt_logprobs=size)
     (same,) = run(engine, prompts, counted)
-    found = request.sequences[0].logprobs
+    found = request.sequences[0].extras.logprobs
     assert found is not None
-    assert found == same.sequences[0].logprobs
+    assert found == same.sequences[0].extras.logprobs
     assert {entry.token_id for entry in found[1]} == set(range(size))
     assert request.prompt_logprobs == same.prompt_logprobs
     assert request.prompt_logprobs is not None

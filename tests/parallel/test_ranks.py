@@ -105,7 +105,7 @@ def check(case: str) -> None:
     asked = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
     (a,), (b,) = (run(engine, [[5, 9, 11]], asked) for engine in (one, two))
     for ours, theirs in (
-        (a.sequences[0].logprobs, b.sequences[0].logprobs),
+        (a.sequences[0].extras.logprobs, b.sequences[0].extras.logprobs),
         (a.prompt_logprobs, b.prompt_logprobs),
     ):
         flat = [[entry for token in entries for entry in token] for entries in (ours, theirs)]
