@@ -178,8 +178,8 @@ def _engine_on(
             make_proposer=make_proposer,
             check_params=stages.check,
         )
-        if config.speculative:
-            engine.draft()
+        if config.speculative or config.logits_processors:
+            engine.draft()  # Why processors: one may know what must come next.
         return engine
     except BaseException:
         # Why: the error may live on, say in a notebook, and with it the disk's lock.

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from nanoengine.core.admission import AdmissionPolicy
+from nanoengine.core.engine_stats import num_waste_slots
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult
@@ -188,7 +189,7 @@ def simulate(
         peak, sum_blocks = max(peak, active), sum_blocks + active
         most, sum_batch = max(most, len(plan.rows)), sum_batch + len(plan.rows)
         if plan.step % SAMPLE_EVERY == 0:
-            waste = scheduler.num_waste_slots()
+            waste = num_waste_slots(scheduler)
             peak_waste, sum_waste = max(peak_waste, waste), sum_waste + waste
             samples += 1
         result = executor.execute(plan)
