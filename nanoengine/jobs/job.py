@@ -112,7 +112,7 @@ class Job:
         try:
             self._log = self._open_log(options.output)
             self._error_log = self._open_error_log()
-            self._read = manifests.describe_inputs(self.inputs)
+            self._inputs_at_start = manifests.describe_inputs(self.inputs)
             self.num_rows = self._survey()
             if isinstance(self._log, Log):
                 self._resume(facts)
@@ -216,7 +216,7 @@ class Job:
             "errors": options.errors,
             "stdin": any(one.name == STDIN for one in self.inputs),
             "created": self.created,
-            "inputs": self._read,
+            "inputs": self._inputs_at_start,
         }
         now = json.loads(json.dumps(now))  # as it will be read back
         if options.restart:
@@ -357,7 +357,7 @@ class Job:
         self._is_complete = True
 
     def _require_all(self) -> None:
-        for told in manifests.changed_inputs(self._read):
+        for told in manifests.changed_inputs(self._inputs_at_start):
             raise InputChangedError(
                 f"{told} while the job ran, so some answers may be to other rows: --restart begins"
                 " anew"
