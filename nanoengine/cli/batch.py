@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,9 +22,10 @@ from tyro.conf import Positional, arg
 
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
+from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
@@ -133,15 +134,15 @@ def job_options(args: BatchArgs) -> JobOptions:
     )
 
 
-def job_facts(options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Of model and engine, all that results depend on."""
+def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]]:
+    """What gives all of model and engine that results depend on."""
     config = EngineConfig.from_kwargs(**options)
     directory = Path(config.model)
     if not directory.is_dir():
         from nanoengine.checkpoint.find import resolve_model
 
         directory = resolve_model(config)
-    return describe_engine(config, directory, name)
+    return lambda: describe_engine(config, directory, name)
 
 
 def main(args: BatchArgs) -> int:
@@ -221,7 +222,6 @@ def run(
             llm.answer(work, None if job.num_rows is None else job.num_rows - job.num_done)
         if signals.caught is not None:
             raise Stopped(signals.caught)
-        job.sync()
         job.complete()
         code = SOME_FAILED if work.counts.failed + job.num_failed else ALL_ANSWERED
     except TooManyErrorsError as error:
@@ -229,9 +229,9 @@ def run(
         print(f"error: {error}", file=sys.stderr)
     except BrokenPipeError:
         raise
-    except OSError as error:
-        ended = f"the output can't be written: {error.strerror}"
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+    except (OSError, InputChangedError) as error:
+        ended = getattr(error, "strerror", None) or str(error)
+        print(f"error: {ended}", file=sys.stderr)
     except Stopped as stopped:
         code, ended = stopped.code, "interrupted"
     finally:
@@ -314,6 +314,7 @@ def require_terminal() -> None:
 
 
 def _check_writable(path: Path) -> None:
+    real_path(path)
     is_new = not path.exists()
     try:
         path.open("a").close()

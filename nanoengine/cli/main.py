@@ -125,6 +125,8 @@ def _open_standard_streams() -> None:
     the place, and the messages. What is written is UTF-8 as in files, whatever the terminal has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
+            if name == "stdout":  # Why not writable: who must write to it finds that it can't.
+                os.open(os.devnull, os.O_RDONLY)
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
