@@ -87,5 +87,5 @@ def make_drafting(
         assert isinstance(drafts, ModelDrafts)
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
-        drafter = ForcedTokens(runner.need_options().sampler, drafter)
+        drafter = ForcedTokens(runner.need_special().sampler, drafter)
     return None if isinstance(drafter, NoDrafter) else Drafting(drafter=drafter, overlapped=overlap)

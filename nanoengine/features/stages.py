@@ -2,7 +2,7 @@
 
     the caller's functions and stages (processors.py) ─ grammars (structured.py)
 
-Made by `build.py`, called by a runner's `need_options`; with ranks each one makes its own.
+Made by `build.py`, called by a runner's `need_special`; with ranks each one makes its own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A plan may also copy blocks, and load them from tiers before its forward or store them behind it.
 LLMEngine calls the runner through the Executor door. The runner decides nothing.
-Special: start.py (load, measure, allocate), row_options.py (draws, edits, log-probabilities,
+Special: start.py (load, measure, allocate), special_rows.py (draws, edits, log-probabilities,
 drafts), graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).
 """
 
@@ -26,7 +26,7 @@ class ModelRunner(RunnerParts):
     """Runs one model on one device; `RunnerParts` has its arguments.
 
     Attributes:
-        options: what rows ask for beyond the most likely token; None while none asks.
+        special: what rows ask for beyond the most likely token; None while none asks.
         latest: the step that was launched last.
     """
 
@@ -52,24 +52,24 @@ class ModelRunner(RunnerParts):
         return step
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Brings the rows up to date, and the options of rows that have any."""
+        """Brings the rows up to date, and what special rows have besides."""
         if plan.draft_token_ids or not all(map(is_plain, plan.admitted)):
-            self.need_options()
-        if self.options is not None:
-            self.options.update(plan)
+            self.need_special()
+        if self.special is not None:
+            self.special.update(plan)
         self.rows.update(plan)
         if self.graphed is not None:
             self.graphed.step.update(plan)
-        if self.options is not None and plan.chosen_tokens:
-            self.options.rewrite(plan)
+        if self.special is not None and plan.chosen_tokens:
+            self.special.rewrite(plan)
 
     def _run(self, plan: StepPlan, step: LaunchedStep, started: float) -> list[torch.Tensor]:
         """Computes the step; returns what the host wants to see of it."""
-        options = self.options
+        special = self.special
         if self.graphed is not None and self.graphed.step.fits(plan):
-            assert options is not None
-            return self.graphed.run(plan, step, started, options, self.latest, self.now)
-        asked = options if options is not None and options.are_asked(plan) else None
+            assert special is not None
+            return self.graphed.run(plan, step, started, special, self.latest, self.now)
+        asked = special if special is not None and special.are_asked(plan) else None
         scored = None if asked is None else asked.scored(plan)
         batch, lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
@@ -111,7 +111,7 @@ class ModelRunner(RunnerParts):
         """Drops weights and KV cache and returns a GPU's memory to the system."""
         self.tier_storage, self.latest = {}, None
         # Why the backend too: it keeps views of the cache.
-        parts = ("model", "graphed", "kv_cache", "rows", "options", "backend")
+        parts = ("model", "graphed", "kv_cache", "rows", "special", "backend")
         for name in parts:
             if hasattr(self, name):
                 delattr(self, name)

@@ -1,7 +1,7 @@
 """SampledTokens: what a step has sampled, on the device and then as plain numbers.
 
 Most rows ask for the most likely token of the model's own logits: `most_likely_tokens`.
-Special: row_options.py (draws, edited logits, log-probabilities).
+Special: special_rows.py (draws, edited logits, log-probabilities).
 
 Legend: L lines of logits, N top log-probabilities.
 """

@@ -1,4 +1,4 @@
-"""Sampler: from logits to tokens, for all rows of a step at once. Called by RowOptions.
+"""Sampler: from logits to tokens, for all rows of a step at once. Called by SpecialRows.
 
     raw logits ─┬─ processors ─┬─ greedy rows: argmax                    (sampling_ops.py)
                 │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nanoengine.runner.graphs import GraphedDecode
     from nanoengine.runner.largest_steps import LargestSteps
     from nanoengine.runner.logits import LogitsProcessor
-    from nanoengine.runner.row_options import RowOptions
+    from nanoengine.runner.special_rows import SpecialRows
     from nanoengine.runner.sampler import Sampler
 
 SAMPLER_BYTES = 64
@@ -161,14 +161,14 @@ class RunnerParts:
         )
         self.kv_cache = self._allocate(self.memory.num_blocks, self.memory.num_states)
         self.rows = self._make_rows(self.memory.max_model_len, self.memory.num_blocks)
-        self.options: RowOptions | None = None
+        self.special: SpecialRows | None = None
         if self._uses_graphs or self.config.logits_processors:
-            self.need_options(all_rows=True)
+            self.need_special(all_rows=True)
         self.graphed: GraphedDecode | None = None
         if self._uses_graphs:
             free = free_gpu_bytes(self.device)
             self.graphed = self._make_graphed(
-                self.rows, self.memory.max_model_len, self.need_options().sampler
+                self.rows, self.memory.max_model_len, self.need_special().sampler
             )
             self.graphed.capture(self.graphed.sizes)
             taken = max(0, free - free_gpu_bytes(self.device))
@@ -224,13 +224,13 @@ class RunnerParts:
         safe = self.backend.graph_safe and self.model.graph_safe
         return self.device.type == "cuda" and safe and not self.config.enforce_eager
 
-    def need_options(self, *, all_rows: bool = False) -> RowOptions:
+    def need_special(self, *, all_rows: bool = False) -> SpecialRows:
         """What rows ask for beyond the most likely token; made at the first call."""
-        if self.options is None:
-            from nanoengine.runner.row_options import RowOptions
+        if self.special is None:
+            from nanoengine.runner.special_rows import SpecialRows
 
-            self.options = RowOptions(self.rows, self.model, self._processors(), all_rows=all_rows)
-        return self.options
+            self.special = SpecialRows(self.rows, self.model, self._processors(), all_rows=all_rows)
+        return self.special
 
     def _make_graphed(
         self, rows: RowBuffers, max_model_len: int, sampler: Sampler

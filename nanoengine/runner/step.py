@@ -6,7 +6,7 @@
 The next step may be launched between the two: it takes the sampled tokens from the pool on the
 device (`RowBuffers.pool`). By then a row may have another owner, so a token is told only to a row
 that still belongs to the sequence which sampled it.
-Special: row_options.py (drafts, log-probabilities, processors that follow the tokens).
+Special: special_rows.py (drafts, log-probabilities, processors that follow the tokens).
 """
 
 from __future__ import annotations

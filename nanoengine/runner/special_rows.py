@@ -1,4 +1,4 @@
-"""RowOptions: what rows ask for beyond the most likely token of the model's own logits.
+"""SpecialRows: what rows ask for beyond the most likely token of the model's own logits.
 
     update   who asks: every row's parameters, once one row has asked
     run      drafts, edited logits, draws, log-probabilities   Sampler, PromptScorer
@@ -26,8 +26,8 @@ from nanoengine.runner.step import LaunchedStep
 from nanoengine.runner.transfers import Mark
 
 
-class RowOptions:
-    """The options of all rows.
+class SpecialRows:
+    """What all rows ask for.
 
     Args:
         rows, model: the runner's.
@@ -165,7 +165,7 @@ def _learn_tokens(latest: LaunchedStep | None) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Awaited:
-    """What rows with options await of a step.
+    """What special rows await of a step.
 
     Attributes:
         sampled: what was sampled; None if nobody samples.
