@@ -28,7 +28,7 @@ from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import SpecialRows, RowReader
+from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Form
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.settings.config import EngineConfig
@@ -125,11 +125,11 @@ class BatchArgs(EngineArgs):
 def job_options(args: BatchArgs) -> JobOptions:
     """What the command line asks of the job."""
     names = {one.name for one in fields(JobOptions)} - {"rows", "max_errors"}
-    row_names = {one.name for one in fields(SpecialRows)} - {"sampling"}
+    row_names = {one.name for one in fields(RowOptions)} - {"sampling"}
     rows = {name: getattr(args, name) for name in row_names}
     return JobOptions(
         **{name: getattr(args, name) for name in names},
-        rows=SpecialRows(sampling=sampling_fields(args.sampling), **rows),
+        rows=RowOptions(sampling=sampling_fields(args.sampling), **rows),
         max_errors=0 if args.fail_fast else args.max_errors,
     )
 

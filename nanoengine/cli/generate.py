@@ -19,7 +19,7 @@ from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sam
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.paths import STDOUT
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import SpecialRows, RowReader, Task
+from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line, RowError
 from nanoengine.text.prompt_forms import Row
 
@@ -63,7 +63,7 @@ def main(args: GenerateArgs) -> int:
     Raises:
         ConfigError: no prompts, a file or a value that can't be used; before the model loads.
     """
-    rows = SpecialRows(sampling=sampling_fields(args.sampling), chat=args.chat, system=args.system)
+    rows = RowOptions(sampling=sampling_fields(args.sampling), chat=args.chat, system=args.system)
     if not args.prompt:
         return batch.main(_as_batch(args))
     if args.file is not None or args.output is not None:

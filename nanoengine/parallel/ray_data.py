@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from nanoengine.errors import RequestError
-from nanoengine.jobs.rows import SpecialRows, RowReader, Task
+from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.jobs.work import Work
 from nanoengine.parallel.feed import Feed
@@ -58,7 +58,7 @@ class Generate:
         sampling_params: for rows that don't say otherwise.
         key_column: whose value names the row; its random numbers follow from it, as in a batch's
             `custom_id`. None: all of its columns do.
-        special_rows: of `SpecialRows`: prompt_column, template, chat, system.
+        special_rows: of `RowOptions`: prompt_column, template, chat, system.
         options: as for LLM.
     """
 
@@ -79,7 +79,7 @@ class Generate:
         )
         self._llm = LLM(model, **options)
         defaults = self._llm.info.generation_defaults if params is None else {}
-        rows = SpecialRows(sampling=sampling, **(special_rows or {}))
+        rows = RowOptions(sampling=sampling, **(special_rows or {}))
         self._tasks = _Tasks(RowReader(rows, model, defaults), Attempts(_beside()))
         self._key_column = key_column
         threading.Thread(target=self._run, daemon=True).start()

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from nanoengine.runner.graphs import GraphedDecode
     from nanoengine.runner.largest_steps import LargestSteps
     from nanoengine.runner.logits import LogitsProcessor
-    from nanoengine.runner.special_rows import SpecialRows
     from nanoengine.runner.sampler import Sampler
+    from nanoengine.runner.special_rows import SpecialRows
 
 SAMPLER_BYTES = 64
 """What the Sampler keeps of a row at least: eight numbers."""

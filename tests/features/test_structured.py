@@ -26,7 +26,7 @@ from nanoengine import (
 from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.core.sequence import Request
-from nanoengine.jobs.rows import SpecialRows, RowReader
+from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.layers import packed
 from nanoengine.text.prompts import PromptReader
@@ -102,11 +102,11 @@ def test_a_response_format_of_a_body_is_a_form(response_format: Any, expected: A
     body = {"messages": [{"role": "user", "content": "x"}], "response_format": response_format}
     row = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     line = Line(0, Input(name="x", form="jsonl"), 1, row)
-    task = RowReader(SpecialRows()).task(line, "chat")
+    task = RowReader(RowOptions()).task(line, "chat")
     assert task.error is None
     assert task.params.structured_outputs == expected
     simple = Line(0, Input(name="x", form="jsonl"), 1, {"prompt": "x", "structured_outputs": None})
-    assert RowReader(SpecialRows()).task(simple).params.structured_outputs is None
+    assert RowReader(RowOptions()).task(simple).params.structured_outputs is None
 
 
 def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need(
