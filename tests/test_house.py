@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"core.plan", "kernels"},
     "layers": {"attention", "checkpoint", "kernels"},
     "models": {"layers", "attention", "checkpoint"},
+    "models.cpu": {"models", "layers", "attention", "checkpoint", "kernels"},
+    "models.triton": {"models", "layers", "attention", "checkpoint", "kernels"},
     "parallel": set(),
     "parallel.executor": {"core.plan", "core.layout", "checkpoint", "models.decoder",
                           "layers", "parallel", "runner.logits"},

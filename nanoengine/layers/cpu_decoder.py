@@ -25,12 +25,8 @@ from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.held import Held, type_of
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.cpu_ops import CPUOps
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
-from nanoengine.layers.linear_method import LinearMethod
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.packed import PackedLinear
 
 NO_ROWS = np.empty(0, np.int64)
 
@@ -86,9 +82,8 @@ class FusedLayers:
         return (
             isinstance(parts.attention.backend, CPUBackend)
             and all(type(norm) is RMSNorm for norm in parts.norms)
-            and all(isinstance(norm.ops, CPUOps) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
-            and all(has_kernel(linear.method) for linear in parts.linears)
+            and all(linear.method.has_kernel for linear in parts.linears)
         )
 
     def __init__(self, first: LayerParts) -> None:
@@ -200,12 +195,3 @@ def _operands(parts: LayerParts, backend: CPUBackend) -> tuple[Any, Any]:
         (real(any_norm.eps), behind, real(parts.scale)),
     )
     return first, second
-
-
-def has_kernel(method: LinearMethod) -> bool:
-    """Whether compiled code multiplies by this weight, in its own order of inputs."""
-    if isinstance(method, CPUQuantizedLinear):
-        return method.is_packed and method.order is None
-    if isinstance(method, CPUWeightOnlyLinear):
-        return method.order is None
-    return isinstance(method, PackedLinear)

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 import torch
 
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
-from nanoengine.layers.linear_method import ordered
-from nanoengine.layers.ops import LayerOps
+from nanoengine.layers.kernels import Kernels, empty_parameter, ordered
+from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.shard import Shard
 
 
@@ -49,7 +47,7 @@ class MergedLinear(Layer):
         self.merged = merged
         self.shards = shards or dict.fromkeys(parts, self.shard)
         out_features = sum(self.shards[part].split(size, part) for part, size in parts.items())
-        self.method = context.linear_method_factory(name)
+        self.method = context.kernels.linear(name)
         self.method.create(
             in_features, out_features, dtype=context.stored_dtype, device=context.device
         )
@@ -60,11 +58,11 @@ class MergedLinear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, self.bias)
 
-    def gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
         """act(first part) * second part, of two parts: [T, in_features] -> [T, I]."""
         if self.bias is not None:
-            return ops.gate(self.method.apply(x, self.bias), activation)
-        return self.method.apply_gated(x, activation, ops)
+            return kernels.gate(self.method.apply(x, self.bias), activation)
+        return self.method.apply_gated(x, activation, kernels)
 
     def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
         """Which of the `num_rows` outputs that this rank has of a matrix comes first, second, ...:
@@ -178,7 +176,7 @@ class RowParallelLinear(Layer):
         super().__init__()
         self.shape, self.shard = (out_features, in_features), context.shard
         self.all_reduce = context.all_reduce
-        self.method = context.linear_method_factory(name)
+        self.method = context.kernels.linear(name)
         self.method.create(
             self.shard.split(in_features, name),
             out_features,

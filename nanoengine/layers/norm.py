@@ -1,6 +1,6 @@
 """Norms over the hidden size and of heads: the weights, and how checkpoints name them.
 
-The arithmetic of RMSNorm is `LayerOps.rms_norm`; where a weight's dtype is wider than the model's,
+The arithmetic of RMSNorm is `Kernels.rms_norm`; where a weight's dtype is wider than the model's,
 it is multiplied before rounding.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467); Ba et al.,
@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from nanoengine.attention.rotate import HeadNormWeights
 from nanoengine.checkpoint.plan import NormKind
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
-from nanoengine.layers.linear_method import ordered
+from nanoengine.layers.kernels import empty_parameter, ordered
+from nanoengine.layers.layer import Layer, ModelContext
 
 
 def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
@@ -45,7 +44,7 @@ class RMSNorm(Layer):
         self, size: int, eps: float, *, context: ModelContext, kind: NormKind = "rms"
     ) -> None:
         super().__init__()
-        self.size, self.eps, self.ops, self.kind = size, eps, context.ops, kind
+        self.size, self.eps, self.kernels, self.kind = size, eps, context.kernels, kind
         self.weight = empty_parameter((size,), norm_dtype(kind, context.dtype), context.device)
 
     @overload
@@ -64,8 +63,8 @@ class RMSNorm(Layer):
         The pair is what a pre-norm decoder needs at each norm, so the sum lives in one place.
         """
         if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps)
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         def store(weight: torch.Tensor) -> None:

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from nanoengine.attention.rotate import Rotation
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer
+from nanoengine.layers.layer import Layer, ModelContext
 
 
 class RotaryEmbedding(Layer):

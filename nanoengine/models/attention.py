@@ -13,8 +13,8 @@ from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.kernels import empty_parameter
+from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, WidthNorm
 from nanoengine.layers.rotary import head_order
@@ -79,7 +79,7 @@ class SelfAttention(Layer):
             softcap=plan.attention_softcap,
             sinks=self.sinks,
         )
-        self.attention = Attention(spec, context.attention_backend)
+        self.attention = Attention(spec, context.kernels.attention)
         rope = config.ropes[layer]
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0

@@ -32,14 +32,13 @@ from nanoengine.attention.rotate import Rotation
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.context import ModelContext
 from nanoengine.layers.embedding import Embedding, OutputHead
-from nanoengine.layers.layer import Layer
-from nanoengine.layers.linear_method import Masks
+from nanoengine.layers.kernels import Masks
+from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.norm import LayerNorm, RMSNorm, make_norm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.attention import SelfAttention, taken
-from nanoengine.models.mlp import make_mlp
+from nanoengine.models.mlp import GatedMLP, PlainMLP
 from nanoengine.models.states import STATE_LAYERS, StateLayer
 
 Norm = RMSNorm | LayerNorm | None
@@ -134,12 +133,22 @@ def make_mixer(
     return SelfAttention(f"{path}.{SelfAttention.name}", layer, config, context)
 
 
+def make_mlp(path: str, layer: int, config: ModelConfig, context: ModelContext) -> Layer:
+    """The MLP of layer `layer`, whose full name is `path`: [T, hidden_size] -> the same."""
+    if config.moe is not None and layer in config.moe.layers:
+        from nanoengine.models.moe import SparseMLP
+
+        return SparseMLP(path, config, context)
+    kind = GatedMLP if config.plan.gated else PlainMLP
+    return kind(path, config.intermediate_size, config, context)
+
+
 class Decoder(Layer):
     """The stack of layers between token ids and the last norm.
 
     Attributes:
-        stack: what runs, each with its kind of rotation: `plain_stack`, or what `fuse_layers` made
-            of it.
+        stack: what runs, each with its kind of rotation: `plain_stack`, or what `Kernels.fuse`
+            made of it.
     """
 
     def __init__(

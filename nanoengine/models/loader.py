@@ -16,11 +16,8 @@ from nanoengine.checkpoint.names import TensorNames
 from nanoengine.checkpoint.slots import OwnsWeights, WeightSlot
 from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import pin_attributes
-from nanoengine.layers.linear_method import LinearMethod
-from nanoengine.layers.placement import place_buffers, place_parameters
-from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.layer import ModelContext, pin_attributes
 from nanoengine.models.decoder import CausalLM
 
 log = logging.getLogger(__name__)
@@ -74,7 +71,7 @@ def load_model(
         if context.keeps_weights and wider:
             context = replace(context, weight_dtype=None)
     model = CausalLM(config, context).eval()
-    place_parameters(model)
+    context.kernels.place(model)
     if load_format == "dummy":
         dummy_weights(names.of(weight_slots(model)), seed)
     else:
@@ -82,17 +79,8 @@ def load_model(
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
-    place_buffers(model)
+    context.kernels.fuse(model)
     pin_attributes(model)
-    if context.device.type == "cpu":
-        # Why here: it brings numba, which no other device needs.
-        from nanoengine.models.fuse import fuse_layers
-
-        fuse_layers(model.model)
-    elif context.device.type == "cuda":
-        from nanoengine.models.fuse_triton import fuse_triton
-
-        fuse_triton(model.model)
     return model
 
 
@@ -127,8 +115,7 @@ def model_size(model: torch.nn.Module) -> tuple[int, int]:
     """(number of weights, bytes that they take here); a quantized weight counts as one."""
     parameters = list(model.parameters())
     methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
-    quantized = [method for method in methods if isinstance(method, QuantizedLinear)]
     return (
-        sum(p.numel() for p in parameters) + sum(method.num_weights for method in quantized),
+        sum(p.numel() for p in parameters) + sum(method.num_weights for method in methods),
         sum(p.nbytes for p in parameters) + sum(b.nbytes for m in methods for b in m.buffers()),
     )

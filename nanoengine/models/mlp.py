@@ -1,26 +1,13 @@
-"""The MLP of a decoder layer: gated, plain, or a mixture of experts."""
+"""The MLP of a decoder layer, gated or plain."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer
+from nanoengine.layers.kernels import ACTIVATIONS
+from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
-from nanoengine.layers.moe import Experts, Router
-from nanoengine.layers.ops import ACTIVATIONS
-
-
-def make_mlp(path: str, layer: int, config: ModelConfig, context: ModelContext) -> Layer:
-    """The MLP of layer `layer`, whose full name is `path`: [T, hidden_size] -> the same."""
-    if config.moe is not None and layer in config.moe.layers:
-        return SparseMLP(path, config, context)
-    kind = GatedMLP if config.plan.gated else PlainMLP
-    return kind(path, config.intermediate_size, config, context)
 
 
 class GatedMLP(Layer):
@@ -29,7 +16,7 @@ class GatedMLP(Layer):
     def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
-        self.activation, self.ops = plan.activation, context.ops
+        self.activation, self.kernels = plan.activation, context.kernels
         self.gate_up_proj = MergedLinear(
             f"{path}.gate_up_proj",
             hidden,
@@ -43,7 +30,7 @@ class GatedMLP(Layer):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x, self.activation, self.ops))
+        return self.down_proj(self.gate_up_proj.gated(x, self.activation, self.kernels))
 
 
 class PlainMLP(Layer):
@@ -62,62 +49,3 @@ class PlainMLP(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.up_proj(x)))
-
-
-class SharedGate(Layer):
-    """How much of the shared expert a token takes: [T, hidden_size] -> [T, 1]."""
-
-    def __init__(self, path: str, hidden_size: int, context: ModelContext) -> None:
-        super().__init__()
-        self.shape = (1, hidden_size)
-        self.method = context.linear_method_factory(path)
-        self.method.create(hidden_size, 1, dtype=context.dtype, device=context.device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, None).sigmoid()
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        slot = self.method.weight_slot(path, shape=self.shape, part=(), rows=slice(0, 1))
-        return {f"{path}.weight": slot}
-
-
-class SparseMLP(Layer):
-    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes.
-
-    Attributes:
-        routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
-            what computes them in one call once the weights are loaded.
-    """
-
-    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
-        moe, hidden = config.moe, config.hidden_size
-        assert moe is not None
-        self.gate = Router(f"{path}.gate", hidden, moe, context=context)
-        self.experts = Experts(
-            f"{path}.experts", hidden, moe, config.plan.activation, context=context
-        )
-        self.shared_experts = self.shared_expert_gate = None
-        if moe.shared_size:
-            shared = f"{path}.shared_experts"
-            self.shared_experts = GatedMLP(shared, moe.shared_size, config, context)
-        if moe.shared_gate:
-            self.shared_expert_gate = SharedGate(f"{path}.shared_expert_gate", hidden, context)
-        self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.routed(x)
-        if self.shared_experts is None:
-            return out
-        shared = self.shared_experts(x)
-        if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x)
-        return out + shared
-
-    @property
-    def graph_safe(self) -> bool:
-        """Whether it decides nothing on the host. Experts one by one do: how many rows each has."""
-        return getattr(self.routed, "graph_safe", False)
-
-    def _one_by_one(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(x, *self.gate(x))
