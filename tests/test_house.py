@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models.cpu": {"models", "layers", "attention", "checkpoint", "kernels"},
     "models.triton": {"models", "layers", "attention", "checkpoint", "kernels"},
     "parallel": set(),
-    "parallel.executor": {"core.plan", "core.layout", "checkpoint", "models.decoder",
+    "parallel.executor": {"core.plan", "core.layout", "checkpoint", "models.loader",
                           "layers", "parallel", "runner.logits"},
     "parallel.rank": {"core.plan", "core.layout", "layers", "runner", "parallel"},
     "parallel.feed": {"text.prompt_forms"},

@@ -20,9 +20,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
+from nanoengine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    HeadNormWeights,
+    KVLayoutName,
+    LayerCache,
+    Rotation,
+)
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanoengine.attention.base import AttentionSpec, LayerCache
+from nanoengine.attention.base import AttentionSpec, HeadNormWeights, LayerCache, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
-from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.held import Held, type_of
@@ -34,7 +33,8 @@ NO_ROWS = np.empty(0, np.int64)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """What a decoder layer is made of: norms before attention and MLP, behind them, or both;
-    `scale` is the factor on what either adds. `rest` is what computes an MLP without a kernel, and
+    `scale` is the factor on what either adds; `rotation` says which of the model's rotations the
+    layer has, None: there is one. `rest` is what computes an MLP without a kernel, and
     what stands behind it; the gated one has `gate_up` and `down` instead."""
 
     norm: RMSNorm | None
@@ -49,6 +49,7 @@ class LayerParts:
     mlp_output_norm: RMSNorm | None
     activation: str
     scale: float
+    rotation: int | None = None
     rest: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -81,7 +82,7 @@ class FusedLayers:
         """Whether a kernel exists for each part: packed weights on one rank, plain norms."""
         return (
             isinstance(parts.attention.backend, CPUBackend)
-            and all(type(norm) is RMSNorm for norm in parts.norms)
+            and all(isinstance(norm, RMSNorm) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
             and all(linear.method.has_kernel for linear in parts.linears)
         )
@@ -89,7 +90,7 @@ class FusedLayers:
     def __init__(self, first: LayerParts) -> None:
         backend = first.attention.backend
         assert isinstance(backend, CPUBackend)
-        self.backend = backend
+        self.backend, self.rotation = backend, first.rotation
         self.layers: list[LayerParts] = []
         self._operands: list[tuple[Any, ...]] = []
         self._caches: list[LayerCache] = []
@@ -101,6 +102,10 @@ class FusedLayers:
         """What the last layer has behind the kernel."""
         return self.layers[-1].rest
 
+    def may_precede(self, parts: LayerParts) -> bool:
+        """Whether this layer may run in the same call."""
+        return self.rest is None and self.rotation == parts.rotation
+
     def append(self, parts: LayerParts) -> None:
         """Another layer behind the others."""
         self.layers.append(parts)
@@ -110,10 +115,12 @@ class FusedLayers:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotation: Rotation,
+        rotation: Rotation | list[Rotation],
         batch: Batch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rotation is not None:
+            rotation = rotation[self.rotation]
         if residual is None:
             x, residual = torch.zeros_like(x), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()

@@ -72,14 +72,11 @@ class OutputHead(Layer):
         return self.all_gather(self.method.apply(hidden, None))
 
     def argmax(
-        self,
-        hidden: torch.Tensor,
-        softcap: float | None = None,
-        masks: Masks | None = None,
+        self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The most likely token of each row [L] and its logit [L], where they can be found without
         all logits; else None. See `LinearMethod.argmax`."""
-        return self.method.argmax(hidden, softcap, masks) if self.ranks == 1 else None
+        return self.method.argmax(hidden, None, masks) if self.ranks == 1 else None
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.tied:

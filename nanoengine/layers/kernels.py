@@ -96,16 +96,9 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square_(),
-}
-"""`hidden_act` of a config -> the function of an MLP without a gate, in plain torch everywhere."""
-
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "silu": lambda gate, up: ACTIVATIONS["silu"](gate).mul_(up),
-    "gelu_pytorch_tanh": lambda gate, up: ACTIVATIONS["gelu_pytorch_tanh"](gate).mul_(up),
+    "silu": lambda gate, up: F.silu(gate).mul_(up),
+    "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
     "clamped_swiglu": clamped_swiglu,
 }
 """`LayerPlan.activation` -> the function of gate and up, which every set computes."""

@@ -25,9 +25,7 @@ from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, Unquantize
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers, place_parameters
 from nanoengine.layers.shard import Shard
-from nanoengine.models.attention import SelfAttention
-from nanoengine.models.decoder import CausalLM, DecoderLayer
-from nanoengine.models.mlp import GatedMLP
+from nanoengine.models.decoder import CausalLM, DecoderLayer, GatedMLP
 
 
 class CPUKernels(Kernels):
@@ -133,38 +131,37 @@ class CPUKernels(Kernels):
                     mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
         decoder = model.model
         decoder.stack = []
-        for kind, layer in decoder.plain_stack():
+        for layer in decoder.layers:
             parts = _parts(layer)
+            before = decoder.stack[-1] if decoder.stack else None
             if parts is None or not FusedLayers.takes(parts):
-                decoder.stack.append((kind, layer))
-                continue
-            before_kind, before = decoder.stack[-1] if decoder.stack else (kind, None)
-            if kind == before_kind and isinstance(before, FusedLayers) and before.rest is None:
+                decoder.stack.append(layer)
+            elif isinstance(before, FusedLayers) and before.may_precede(parts):
                 before.append(parts)
             else:
-                decoder.stack.append((kind, FusedLayers(parts)))
+                decoder.stack.append(FusedLayers(parts))
 
 
 def _parts(layer: DecoderLayer) -> LayerParts | None:
-    """What the layer is made of; None where it is not of the kernel's form."""
-    attention, mlp = layer.mixer, layer.mlp
-    if layer.is_parallel:
+    """What the layer is made of; None where it is not of the kernel's form. What only variants have
+    is asked for by name, so that their file is loaded for them alone."""
+    if getattr(layer, "needs_torch", False):
         return None
-    if not isinstance(attention, SelfAttention) or attention.needs_torch:
-        return None
-    gated = mlp if type(mlp) is GatedMLP else None
+    attention, mlp = layer.self_attn, layer.mlp
+    gated = mlp if isinstance(mlp, GatedMLP) else None
     return LayerParts(
         norm=layer.input_layernorm,
         qkv=attention.qkv_proj,
-        head_norm=attention.backend_norm,
+        head_norm=attention.norm_weights,
         attention=attention.attention,
         o=attention.o_proj,
-        attention_output_norm=layer.attention_output_norm,
+        attention_output_norm=getattr(layer, "attention_output_norm", None),
         mlp_norm=layer.post_attention_layernorm,
         gate_up=None if gated is None else gated.gate_up_proj,
         down=None if gated is None else gated.down_proj,
-        mlp_output_norm=layer.mlp_output_norm,
+        mlp_output_norm=getattr(layer, "mlp_output_norm", None),
         activation="" if gated is None else gated.activation,
-        scale=layer.scale,
+        scale=getattr(layer, "scale", 1.0),
+        rotation=getattr(layer, "rotation", None),
         rest=layer.mlp_part if gated is None else None,
     )

@@ -11,7 +11,7 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.moe import Experts, Router
-from nanoengine.models.mlp import GatedMLP
+from nanoengine.models.decoder import GatedMLP
 
 
 class SharedGate(Layer):
@@ -32,14 +32,21 @@ class SharedGate(Layer):
 
 
 class SparseMLP(Layer):
-    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes.
+    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes, of the
+    kind `gated`.
 
     Attributes:
         routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
             what computes them in one call once the weights are loaded.
     """
 
-    def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(
+        self,
+        path: str,
+        config: ModelConfig,
+        context: ModelContext,
+        gated: type[GatedMLP] = GatedMLP,
+    ) -> None:
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
         assert moe is not None
@@ -50,7 +57,7 @@ class SparseMLP(Layer):
         self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:
             shared = f"{path}.shared_experts"
-            self.shared_experts = GatedMLP(shared, moe.shared_size, config, context)
+            self.shared_experts = gated(shared, moe.shared_size, config, context)
         if moe.shared_gate:
             self.shared_expert_gate = SharedGate(f"{path}.shared_expert_gate", hidden, context)
         self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one

@@ -46,7 +46,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError
 from nanoengine.layers.collectives import LOOPBACK
 from nanoengine.layers.quantized_weight import GROUP_SIZE
-from nanoengine.models.decoder import CausalLM
+from nanoengine.models.loader import check_ranks
 from nanoengine.parallel.rank import Answer, Failure, Order, Setup, Started, pickled
 from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
@@ -70,7 +70,7 @@ def require_ranks(
 ) -> None:
     """Raises ConfigError for what can't be split over ranks, or not be had together with them."""
     ranks = config.tensor_parallel_size
-    CausalLM.check_ranks(model_config, ranks)
+    check_ranks(model_config, ranks)
     gpu = device.type == "cuda"
     found = torch.cuda.device_count() if gpu else ranks
     refused = (

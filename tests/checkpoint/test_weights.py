@@ -339,7 +339,7 @@ def test_a_context_beyond_all_models_makes_no_tables(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1000000000 tokens \(max_position_.*max_model_len="):
         build(tmp_path)
     model = build(tmp_path, max_positions=600)
-    assert model.model.rotaries[0].table.shape == (600, 16)
+    assert model.model.rotary.table.shape == (600, 16)
 
 
 def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.rotate import HeadNormWeights, rotate
+from nanoengine.attention.base import HeadNormWeights, rotate
 from nanoengine.kernels import cpu_decoder
 from nanoengine.kernels.jit import stamp
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from nanoengine.attention import triton as backend_module
-from nanoengine.attention.rotate import HeadNormWeights
+from nanoengine.attention.base import HeadNormWeights
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton_states
