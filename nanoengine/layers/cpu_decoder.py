@@ -63,7 +63,7 @@ class LayerParts:
         return [norm for norm in found if norm is not None]
 
 
-class _Call(NamedTuple):
+class _FusedCall(NamedTuple):
     """Layers that one call runs: what is the same for all of them, and what each has of its own."""
 
     spec: AttentionSpec
@@ -94,7 +94,7 @@ class FusedLayers:
         self.layers: list[LayerParts] = []
         self._operands: list[tuple[Any, ...]] = []
         self._caches: list[LayerCache] = []
-        self._calls: list[_Call] = []
+        self._calls: list[_FusedCall] = []
         self.append(first)
 
     @property
@@ -137,7 +137,7 @@ class FusedLayers:
 
     def _run(
         self,
-        call: _Call,
+        call: _FusedCall,
         first: int,
         last: int,
         given: tuple[np.ndarray, np.ndarray],
@@ -153,7 +153,7 @@ class FusedLayers:
             first, last, batch.attention.num_workers,
         )  # fmt: skip
 
-    def _bound(self) -> list[_Call]:
+    def _bound(self) -> list[_FusedCall]:
         """The calls that run all layers: one, unless their attention differs (the KV group, the
         window) or the types of their weights. Made when the layers are bound to a cache."""
         caches = [parts.attention.cache for parts in self.layers]
@@ -165,7 +165,7 @@ class FusedLayers:
             self._caches, self._calls = caches, []
             for (spec, _), alike in groupby(layers, lambda it: (it[0], type_of(it[1]))):
                 operands = [of_layer for _, of_layer in alike]
-                self._calls.append(_Call(spec, Held(operands)))
+                self._calls.append(_FusedCall(spec, Held(operands)))
         return self._calls
 
 
