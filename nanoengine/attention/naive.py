@@ -103,5 +103,4 @@ class NaiveBackend(AttentionBackend):
             sinks = spec.sinks.to(self.math_dtype).view(*scores.shape[:2], 1, 1)
             scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=-1)
         weights = scores.softmax(dim=-1)[..., : len(keys)]
-        out = torch.einsum("krnc,ckd->nkrd", weights, v)
-        return out.flatten(1, 2).to(q.dtype)
+        return torch.einsum("krnc,ckd->nkrd", weights, v).flatten(1, 2).to(q.dtype)

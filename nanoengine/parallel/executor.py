@@ -45,8 +45,7 @@ from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError
 from nanoengine.layers.collectives import LOOPBACK
-from nanoengine.layers.quantized_weight import GROUP_SIZE
-from nanoengine.models.decoder import CausalLM
+from nanoengine.models.loader import check_ranks
 from nanoengine.parallel.rank import Answer, Failure, Order, Setup, Started, pickled
 from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
@@ -70,7 +69,7 @@ def require_ranks(
 ) -> None:
     """Raises ConfigError for what can't be split over ranks, or not be had together with them."""
     ranks = config.tensor_parallel_size
-    CausalLM.check_ranks(model_config, ranks)
+    check_ranks(model_config, ranks)
     gpu = device.type == "cuda"
     found = torch.cuda.device_count() if gpu else ranks
     refused = (
@@ -93,6 +92,8 @@ def require_ranks(
 
 def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
     """Why a quantized model can't be split without a change of its results; None: it can."""
+    from nanoengine.layers.quantized_weight import GROUP_SIZE
+
     stored = quantization.stored
     if quantization.activations == "int8":
         return "int8 activations: a token is scaled by all inputs of a layer, and a rank has a part"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,9 +28,11 @@ from nanoengine.core.groups.rules import make_kv_groups
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
-from nanoengine.models.states import StateLayer
 from nanoengine.runner.memory import GIB, blocks_between_snapshots
 from nanoengine.runner.transfers import ship
+
+if TYPE_CHECKING:
+    from nanoengine.models.states import StateLayer
 
 
 def block_bytes(

@@ -22,11 +22,12 @@ from nanoengine.cli.gpu.timing import Seam, Seams, kernel_table, kernel_times
 from nanoengine.cli.gpu_report import GpuReportArgs, launch
 from nanoengine.cli.main import main
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.layers.ops import TorchOps
+from nanoengine.layers.kernels import Kernels
 from nanoengine.observe.peak import Peaks
 from nanoengine.observe.roofline import H200_MEASURABLE
 from nanoengine.runner import numerics
 from nanoengine.settings.config import EngineConfig
+from tests.support.model_helpers import DenseAttention
 
 CPU = torch.device("cpu")
 TINY = Heads(num_heads=4, num_kv_heads=2, head_dim=32)
@@ -336,18 +337,19 @@ def test_rows_before_the_fused_kernels_do_without_them(monkeypatch):
     fused = next(i for i, step in enumerate(ABLATION) if step.name == "+ fused kernels")
     without = [engine.ablation_without(index) for index in range(len(ABLATION))]
     assert without == [[plain_layers]] * fused + [[]] * (len(ABLATION) - fused)
-    before = numerics.make_ops, TritonBackend.rotate_and_store
+    before = numerics.make_kernels, TritonBackend.rotate_and_store
     built = []
-    monkeypatch.setattr(numerics, "make_ops", lambda device, dtype: built.append(1))
+    monkeypatch.setattr(numerics, "make_kernels", lambda *_, **__: built.append(1))
     monkeypatch.setattr(TritonBackend, "rotate_and_store", len)
     with plain_layers():
-        assert isinstance(numerics.make_ops(CPU, torch.float32), TorchOps)
+        made = numerics.make_kernels(DenseAttention(), device=CPU, dtype=torch.float32)
+        assert type(made) is Kernels
         assert TritonBackend.rotate_and_store is AttentionBackend.rotate_and_store
-    numerics.make_ops(CPU, torch.float32)
+    numerics.make_kernels(DenseAttention(), device=CPU, dtype=torch.float32)
     assert built == [1]
     assert TritonBackend.rotate_and_store is len
     monkeypatch.undo()
-    assert (numerics.make_ops, TritonBackend.rotate_and_store) == before
+    assert (numerics.make_kernels, TritonBackend.rotate_and_store) == before
 
 
 class FakeEvent:

@@ -10,7 +10,7 @@ import torch
 from nanoengine.layers import triton_experts
 from nanoengine.layers.triton_experts import TritonExperts
 from nanoengine.layers.triton_linear import GemmConfig
-from nanoengine.models.mlp import SparseMLP
+from nanoengine.models.moe import SparseMLP
 from tests.support.attention_cases import DEVICE
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens

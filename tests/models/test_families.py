@@ -18,7 +18,7 @@ from nanoengine.checkpoint.config import load_model_config, parse_model_config
 from nanoengine.checkpoint.families import FAMILIES as ROWS
 from nanoengine.checkpoint.families import TEXT_PARTS
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.layers.rotary import head_order
+from nanoengine.layers.other_rotary import head_order
 from tests.support.checkpoints import FAMILIES, make_checkpoint, make_model
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build

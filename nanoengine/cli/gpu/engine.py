@@ -34,8 +34,7 @@ from nanoengine.cli.gpu.timing import (
     kernel_times,
 )
 from nanoengine.core.plan import StepTimes
-from nanoengine.layers.linear_method import UnquantizedLinear
-from nanoengine.layers.ops import TorchOps
+from nanoengine.layers.kernels import Kernels
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner import numerics
 from nanoengine.settings.config import EngineConfig
@@ -79,16 +78,13 @@ def plain_layers() -> Iterator[None]:
 
     Why by exchange: an option would be of use to this report alone.
     """
-    fused_ops, fused_rotation = numerics.make_ops, TritonBackend.rotate_and_store
-    fused_linear = numerics.linear_method_for
-    numerics.make_ops = lambda device, dtype: TorchOps()
-    numerics.linear_method_for = lambda *options, **rounding: UnquantizedLinear
+    fused_kernels, fused_rotation = numerics.make_kernels, TritonBackend.rotate_and_store
+    numerics.make_kernels = lambda backend, **options: Kernels(backend)  # type: ignore[assignment]
     TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
     try:
         yield
     finally:
-        numerics.make_ops = fused_ops
-        numerics.linear_method_for = fused_linear
+        numerics.make_kernels = fused_kernels
         TritonBackend.rotate_and_store = fused_rotation  # type: ignore[method-assign]
 
 
