@@ -1,4 +1,7 @@
-"""Token embedding and output head, with the vocabulary split over ranks; tied or not."""
+"""Embedding and OutputHead: token ids in, logits out, with the vocabulary split over ranks.
+
+Special: `models/variants.py`, where embeddings or logits are scaled, or logits capped.
+"""
 
 from __future__ import annotations
 

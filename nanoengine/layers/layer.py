@@ -1,6 +1,8 @@
 """Layer and ModelContext: what every layer of a model is, and what each is made with.
 
 Nothing here is global, so two engines, or two ranks of one model, live in one process.
+
+Special: `shard.py` and `collectives.py`, a model on several ranks.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,8 @@ from torch import nn
 from nanoengine.attention.base import AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.plan import LayerPlan
+from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
@@ -55,7 +59,10 @@ class VariantLM(CausalLM):
         Layer.__init__(self)
         self.config = config
         self.model = VariantDecoder(config, context)
-        self.lm_head = CappedHead(config, self.model.embed_tokens, context)
+        plan, tied = config.plan, config.tie_word_embeddings
+        capped = plan.logit_scale != 1 or plan.logit_softcap is not None
+        head = partial(CappedHead, plan) if capped else OutputHead
+        self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
         if config.states is not None:
             from nanoengine.models.states import StateLayer
 
@@ -74,9 +81,9 @@ class CappedHead(OutputHead):
     Why the hidden states are scaled, and not the logits: they are fewer.
     """
 
-    def __init__(self, config: ModelConfig, embedding: Embedding, context: ModelContext) -> None:
-        super().__init__("lm_head", embedding, tied=config.tie_word_embeddings, context=context)
-        self.scale, self.cap = config.plan.logit_scale, config.plan.logit_softcap
+    def __init__(self, plan: LayerPlan, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scale, self.cap = plan.logit_scale, plan.logit_softcap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._capped(super().forward(self._scaled(hidden)))
@@ -101,7 +108,9 @@ class VariantDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
-        self.embed_tokens = ScaledEmbedding(config, context)
+        sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_scale
+        embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
+        self.embed_tokens = embedding(*sizes, context=context)
         kinds = list(dict.fromkeys(config.ropes))
         self.rotary = Rotaries(kinds, config, context)
         self.layers = nn.ModuleList(
@@ -115,20 +124,21 @@ class VariantDecoder(Decoder):
 class ScaledEmbedding(Embedding):
     """An embedding times the family's factor."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(config.vocab_size, config.hidden_size, context=context)
+    def __init__(self, scale: float, *sizes: int, context: ModelContext) -> None:
+        super().__init__(*sizes, context=context)
         # Why rounded: Gemma's own code keeps the factor in the model's dtype.
-        self.scale = torch.tensor(config.plan.embedding_scale).to(context.dtype).item()
+        self.scale = torch.tensor(scale).to(context.dtype).item()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = super().forward(token_ids)
-        return x if self.scale == 1 else x * self.scale
+        return super().forward(token_ids) * self.scale
 
 
 class Rotaries(Layer):
     """Kinds of rotation: positions [T] -> one of each."""
 
-    def __init__(self, kinds: list, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(
+        self, kinds: list[RopeConfig | None], config: ModelConfig, context: ModelContext
+    ) -> None:
         super().__init__()
         sizes, turned = (config.head_dim, config.max_position_embeddings), config.plan.rotary_dim
         self.each = nn.ModuleList()
@@ -280,6 +290,9 @@ class PlainMLP(Layer):
 class VariantAttention(SelfAttention):
     """The attention of any family.
 
+    Attributes:
+        needs_torch: between projection and attention stands what no backend does.
+
     Raises:
         ConfigError: the layer has sinks, which the backend does not compute.
     """
@@ -342,6 +355,9 @@ class VariantAttention(SelfAttention):
         rope = config.ropes[index]
         self.growth = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
+        self.norm_is_split = self.width_norm is not None and self.norm_weights is None
+        torch_for = self.norm_is_split, self.norm_is_last, self.is_gated, self.growth
+        self.needs_torch = any(torch_for)
 
     @staticmethod
     def _check_sinks(context: ModelContext) -> None:
@@ -358,12 +374,6 @@ class VariantAttention(SelfAttention):
         shape, part = self.all_sinks
         return {f"{path}.sinks": WeightSlot(shape=shape, part=part, store=self.sinks.copy_)}
 
-    @property
-    def needs_torch(self) -> bool:
-        """Between projection and attention stands what no backend does."""
-        between = self.width_norm is not None and self.norm_weights is None
-        return between or self.norm_is_last or self.is_gated or self.growth != 0
-
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
@@ -373,7 +383,7 @@ class VariantAttention(SelfAttention):
         gates = None
         if self.is_gated:
             gates, heads = heads[:, : self.num_heads], heads[:, self.num_heads :].contiguous()
-        if self.width_norm is not None and self.norm_weights is None:
+        if self.norm_is_split:
             heads = self.width_norm(heads)
         if self.growth:
             heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
