@@ -200,12 +200,15 @@ class LLM(OtherCalls):
             allowed = ", ".join(map(repr, get_args(OutputKind)))
             raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
 
+        from nanoengine.text.lazy_prompts import read_lazily
+
         prompts = plain_column(prompts)  # type: ignore[assignment]
-        is_list = is_single_prompt(prompts) or isinstance(prompts, Sequence)
-        reader = self.open_reader()
-        read = (reader.read_all if is_list else reader.read_lazily)(
-            prompts, sampling_params, priority, on_error
-        )
+        asked = (prompts, sampling_params, priority, on_error)
+        read: Iterable[CheckedPrompt | RequestOutput | Pause]
+        if is_single_prompt(prompts) or isinstance(prompts, Sequence):
+            read = self.open_reader().read_all(*asked)
+        else:
+            read = read_lazily(self.open_reader(), *asked)
         return self._run(read, kind=kind, progress=use_tqdm)
 
     # --- the loop -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.stats import TierStats
+from nanoengine.core.tiers.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

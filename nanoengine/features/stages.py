@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import RequestError
-from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoengine.features.structured import Structured
+    from nanoengine.runner.logits import LogitsProcessor
 
 
 class Stages:

@@ -24,7 +24,6 @@ from nanoengine.attention.base import KVLayoutName
 from nanoengine.attention.fp8 import FP8
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
-from nanoengine.core.groups.rules import make_kv_groups
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
@@ -69,6 +68,10 @@ def make_groups(
 ) -> tuple[KVGroup, ...]:
     """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks."""
     states = config.states
+    if states is None and not any(config.sliding_windows):
+        return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
+    from nanoengine.core.groups.rules import make_kv_groups
+
     if states is None:
         return make_kv_groups(config.sliding_windows)
     *groups, _ = make_kv_groups(config.sliding_windows, states.layers)
