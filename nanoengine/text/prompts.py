@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from nanoengine.core.requests import CheckedRequest, RequestChecker
-from nanoengine.errors import MissingDependencyError, NanoEngineError, RequestError
+from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.outputs import RequestOutput, error_output
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import Row, parse_prompt
@@ -150,8 +150,7 @@ class PromptReader:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
             kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
-        # Why a missing package too: it is no fault of the prompt, which runs once it is there.
-        if on_error == "raise" or kind is MissingDependencyError:
+        if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
