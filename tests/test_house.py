@@ -183,6 +183,16 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     }
 
 
+def test_the_package_needs_nothing_that_only_the_repository_has():
+    outside = {"benchmarks", "tests", "tools", "bench", "matplotlib"}
+    found = {module_name(path): imports_of(path) for path in PACKAGE.rglob("*.py")}
+    assert {
+        name: wrong
+        for name, names in found.items()
+        if (wrong := {each.partition(".")[0] for each in names} & outside)
+    } == {}
+
+
 def test_no_circle_of_imports_types_included():
     """Whoever reads a file needs none of those that stand above it, not even for a type."""
     graph = {module_name(path): imports_of(path) for path in PACKAGE.rglob("*.py")}
@@ -234,7 +244,7 @@ def test_the_tests_of_the_core_need_no_torch():
 
 
 def test_an_engine_for_a_gpu_needs_no_numba():
-    modules = "nanoengine.build, nanoengine.layers.triton_linear, nanoengine.cli.gpu.suite"
+    modules = "nanoengine.build, nanoengine.layers.triton_linear, benchmarks.suite.gpu.suite"
     run_python("-c", f"import sys; sys.modules['numba'] = None; import {modules}")
 
 
