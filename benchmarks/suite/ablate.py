@@ -62,7 +62,7 @@ class PhasesApart(Scheduler):
         for seq in prompts:
             budget -= self._schedule_next(plan, scheduled, seq, budget)
         if not prompts:
-            self._admit(plan, scheduled, budget)
+            self.admit(plan, scheduled, budget)
             if not scheduled:
                 super()._schedule_running(plan, scheduled)
             return 0

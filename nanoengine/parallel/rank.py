@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.runner.memory import MemoryPlan, ModelRunner
+    from nanoengine.runner.memory import MemoryPlan
+    from nanoengine.runner.model_runner import ModelRunner
     from nanoengine.runner.step import LaunchedStep
 
 Order = tuple[int, "StepPlan | None"]
