@@ -11,8 +11,9 @@ sum that the others wait for: the ranks end the step that they are in, and take 
 All pipes are served by two threads. Why: signals interrupt the main thread alone, so no message is
 ever cut off, or sent to some of the ranks, by an exception.
 
-A rank that raises or dies takes the others with it, and every call then raises EngineDeadError. No
-rank outlives this process: each has a pipe that closes with it (`rank.py`).
+A rank that raises or dies takes the others with it, and every call then raises EngineDeadError. So
+do ranks that wait for each other, or for one that is stopped. No rank outlives this process
+(`worker.py`).
 
 Called by LLMEngine through the Executor door. Made by `build.py`.
 """
@@ -23,17 +24,12 @@ import contextlib
 import os
 import queue
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +40,18 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError
-from nanoengine.layers.collectives import LOOPBACK
+from nanoengine.layers.collectives import LOOPBACK, Place
 from nanoengine.models.loader import check_ranks
-from nanoengine.parallel.rank import Answer, Failure, Order, Setup, Started, pickled
+from nanoengine.parallel.rank import LOOK_S, Answer, Failure, Order, Setup, Started, pickled
+from nanoengine.parallel.worker import Worker
 from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
 
-PROGRAM = (
-    "import sys; fixed, sys.path[:] = sys.argv[1:4], sys.argv[4:];"
-    " from nanoengine.parallel.rank import main; main(*map(int, fixed))"
-)
-"""What a rank runs. Why not by multiprocessing's spawn: it would run the caller's script again."""
+RANK = "nanoengine.parallel.rank"
+
+QUIET_S = 600.0
+"""Ranks hang if somebody waits, and none of them gets to another collective for so long. Each layer
+has two: however long a step is, what is between two of them takes less."""
 
 LAST_WORDS_S = 1.0
 """Time for the other ranks to say what they saw, once one has ended."""
@@ -193,6 +190,7 @@ class RankedExecutor:
         except BaseException:
             self.shutdown()
             raise
+        self._ranks.places = {started.rank: Place() for started in found}
         first = min(found, key=lambda started: started.rank)
         assert {started.layout for started in found} == {first.layout}, found
         self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
@@ -243,37 +241,28 @@ class RankProcesses:
     """The processes, the threads that serve their pipes, and what has come from them.
 
     Attributes:
-        processes, pipes: by rank.
+        workers: by rank.
         orders: pickled, for all ranks; None ends the sender.
         answers: what ranks have sent; None once they have ended.
+        places: how far the ranks are, as they have told last.
         why_dead: what is raised from then on.
     """
 
-    processes: list[subprocess.Popen[bytes]]
-    pipes: list[Connection]
+    workers: list[Worker]
     orders: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     answers: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    places: dict[int, Place] = field(default_factory=dict)
     why_dead: Exception | None = None
     parent: int = field(default_factory=os.getpid)
 
     @classmethod
     def start(cls, world_size: int, listener: socket.socket) -> RankProcesses:
         """Starts the processes, and the threads."""
-        ranks = cls(processes=[], pipes=[])
+        ranks = cls(workers=[])
         try:
             for rank in range(world_size):
-                ours, theirs = Pipe()
-                with theirs:
-                    fixed = [rank, theirs.fileno(), os.getpid()]
-                    process = subprocess.Popen(
-                        [sys.executable, "-c", PROGRAM, *map(str, [*fixed, *sys.path])],
-                        stdin=subprocess.PIPE,
-                        stdout=2,  # Why: what this process prints may be read by a program
-                        pass_fds=[theirs.fileno(), *([listener.fileno()] if rank == 0 else [])],
-                        start_new_session=True,  # Why: a Ctrl-C at the terminal is for the parent
-                    )
-                ranks.processes.append(process)
-                ranks.pipes.append(ours)
+                descriptors = [listener.fileno()] if rank == 0 else []
+                ranks.workers.append(Worker(RANK, rank, descriptors=descriptors))
         except BaseException:
             ranks.end()
             raise
@@ -291,71 +280,81 @@ class RankProcesses:
         """Waits for what a rank sends next.
 
         Raises:
-            EngineDeadError: the ranks have ended; or a refusal of a rank that could not start.
+            EngineDeadError: the ranks have ended, or hang; or a refusal of a rank that could not
+                start.
         """
-        found = self.answers.get()
-        if found is None:
-            self.answers.put(None)  # for who asks next
-            assert self.why_dead is not None
-            raise self.why_dead
-        return found
+        seen, num_looks = None, 0  # Why no clock: it runs on while this process is stopped.
+        while num_looks * LOOK_S < QUIET_S:
+            try:
+                found = self.answers.get(timeout=LOOK_S)
+            except queue.Empty:
+                before, seen = seen, dict(self.places)
+                num_looks = num_looks + 1 if seen and seen == before else 0
+                continue
+            if found is None:
+                self.answers.put(None)  # for who asks next
+                assert self.why_dead is not None
+                raise self.why_dead
+            return found
+        at = "; ".join(f"rank {rank} was at {place}" for rank, place in sorted(seen.items()))
+        self.why_dead = EngineDeadError(f"no rank has got on for {QUIET_S:g} s: {at}")
+        self.end()
+        raise self.why_dead
 
     def end(self) -> None:
         """Ends all ranks, at once: they have nothing to put in order."""
         if os.getpid() != self.parent:  # a process that was forked from theirs drops its copy
             return
         self.why_dead = self.why_dead or EngineDeadError("the ranks are shut down")
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            process.stdin.close()
+        for worker in self.workers:
+            worker.kill()
         self.orders.put(None)
 
     # --- threads ------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Sends orders on, until one is None or a rank is gone."""
+        """Sends orders on, each with its number, until one is None or a rank is gone."""
+        pipes = [worker.connect() for worker in self.workers]
         with contextlib.suppress(OSError):
-            while (order := self.orders.get()) is not None:
-                for pipe in self.pipes:
-                    pipe.send_bytes(order)
+            for number, order in enumerate(iter(self.orders.get, None)):
+                for pipe in pipes:
+                    pipe.send((number, order))
 
     def _receive(self) -> None:
         """Takes answers in, until a rank has failed or is gone; then ends all."""
         failures: list[Failure] = []
-        exit_codes: dict[int, int] = {}
+        ends: dict[int, str] = {}
         until = None
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pipes:
-            for rank, pipe in enumerate(self.pipes):
-                selector.register(pipes.enter_context(pipe), selectors.EVENT_READ, rank)
+            for rank, worker in enumerate(self.workers):
+                pipe = pipes.enter_context(worker.connect())
+                selector.register(pipe, selectors.EVENT_READ, rank)
             while selector.get_map() and (until is None or time.monotonic() < until):
                 for key, _ in selector.select(None if until is None else LAST_WORDS_S / 10):
                     try:
                         message = key.fileobj.recv()
                     except (EOFError, OSError):
                         selector.unregister(key.fileobj)
-                        exit_codes[key.data] = self.processes[key.data].wait()
+                        ends[key.data] = self.workers[key.data].how_ended()
                         message = None
                     if message is None or isinstance(message, Failure):
                         until = until or time.monotonic() + LAST_WORDS_S
                         failures += [message] if message else []
+                    elif isinstance(message, Place):
+                        self.places[key.data] = message
                     else:
                         self.answers.put(message)
-            self.why_dead = self.why_dead or why_dead(exit_codes, failures)
+            self.why_dead = self.why_dead or why_dead(ends, failures)
             self.end()
             self.answers.put(None)
 
 
-def why_dead(exit_codes: Mapping[int, int], failures: Sequence[Failure]) -> Exception:
+def why_dead(ends: Mapping[int, str], failures: Sequence[Failure]) -> Exception:
     """What to raise, of how ranks have ended and what they have said."""
     told = {failure.rank for failure in failures}
     # Why first: what a rank says whose neighbour was killed is that it lost its neighbour.
-    for rank, code in exit_codes.items():
+    for rank, how in ends.items():
         if rank not in told:
-            how = f"exited with {code}"
-            if code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
             return EngineDeadError(f"rank {rank} {how}, perhaps for want of memory")
     first = min(failures, key=lambda failure: failure.time)
     if first.refusal is not None:

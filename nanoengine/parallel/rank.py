@@ -3,19 +3,23 @@
     parent ── (step, plan) ──> runner.launch(plan)
            ── (step, None) ──> runner's result of that step ── (step, result) ──> parent, of rank 0
 
-All ranks get the same messages in the same order, so they launch and end the same steps. Each
-samples its own tokens: the gathered logits are the same on all, and a token follows from seed,
+All ranks get the same messages in the same order, so they launch and end the same steps. One that
+has missed a message ends, before anything is summed that belongs to different steps.
+
+Each samples its own tokens: the gathered logits are the same on all, and a token follows from seed,
 position and logits.
 
-Started by `executor.py` as a program of its own, which loads nothing of the caller's.
+Started by `executor.py` as a worker (`worker.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 import os
 import pickle
 import select
-import sys
 import threading
 import time
 import traceback
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult
+    from nanoengine.layers.collectives import Place
     from nanoengine.runner.memory import MemoryPlan
     from nanoengine.runner.model_runner import ModelRunner
     from nanoengine.runner.step import LaunchedStep
@@ -39,8 +44,8 @@ Order = tuple[int, "StepPlan | None"]
 
 Answer = tuple[int, "StepResult"]
 
-STILL_TO_SEE_S = 1.0
-"""How often a rank looks whether its parent is still there."""
+LOOK_S = 1.0
+"""How often a rank looks whether its parent is still there, and tells it how far it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,47 +93,72 @@ def pickled(message: object) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
-def main(rank: int, pipe: int, parent: int) -> None:
-    """Runs rank `rank`, whose pipe to the process `parent` is the descriptor `pipe`."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    connection, refusal = Connection(pipe), None
+class Parent:
+    """The parent, for two threads of a rank. What finds it gone ends this process.
+
+    Attributes:
+        place: how far this rank is; None until it has started.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self.place: Place | None = None
+        self._pipe, self._lock = pipe, threading.Lock()
+        self._numbers = itertools.count()
+
+    def send(self, message: object) -> None:
+        """Sends a message, if it is still there."""
+        with contextlib.suppress(OSError), self._lock:
+            self._pipe.send_bytes(pickled(message))
+
+    def next(self) -> Any:
+        """What it sends next."""
+        try:
+            number, message = self._pipe.recv()
+        except (EOFError, OSError):
+            self._end()
+        expected = next(self._numbers)
+        assert number == expected, f"message {expected} was lost"
+        return pickle.loads(message)
+
+    def _end(self) -> NoReturn:
+        os._exit(1)
+
+    def watch(self) -> None:
+        """Ends this process as soon as the parent is gone, whatever it is doing then. Tells it how
+        far this rank is, where that is new.
+
+        Why both signs: the pipe closes at once, unless a process that the parent has forked holds
+        it open.
+        """
+        told, parent, hangup = None, os.getppid(), select.poll()
+        hangup.register(self._pipe, 0)  # that the other end is closed is told in any case
+        while not hangup.poll(1000 * LOOK_S) and os.getppid() == parent:
+            if self.place != told:
+                told = copy.copy(self.place)
+                self.send(told)
+        os._exit(1)
+
+
+def main(connection: Connection, rank: int) -> None:
+    """Runs rank `rank`, whose pipe to the parent is `connection`."""
+    parent, refusal = Parent(connection), None
+    threading.Thread(target=parent.watch, daemon=True).start()
     try:
         try:
-            runner = _start(rank, connection)
+            runner = _start(rank, parent)
         except (NanoEngineError, MemoryError) as error:
             refusal = error
             raise
-        _run(runner, connection, answers=rank == 0)
+        _run(runner, parent, answers=rank == 0)
     except BaseException:
-        failure = Failure(
-            rank=rank, time=time.monotonic(), text=traceback.format_exc(), refusal=refusal
-        )
-        connection.send(failure)
+        text = f"at {parent.place or 'its start'}: {traceback.format_exc()}"
+        parent.send(Failure(rank=rank, time=time.monotonic(), text=text, refusal=refusal))
         # Why not the usual way: what waits for other ranks would wait here for ever.
         os._exit(1)
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process as soon as its parent is gone, whatever it is doing then.
-
-    Why both signs: the pipe at stdin closes at once, unless a process that the parent has forked
-    holds it open.
-    """
-    while not select.select([sys.stdin], [], [], STILL_TO_SEE_S)[0] and os.getppid() == parent:
-        pass
-    os._exit(1)
-
-
-def _next(connection: Connection) -> Any:
-    """What the parent sends next. Ends this process if it is gone."""
-    try:
-        return connection.recv()
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-def _start(rank: int, connection: Connection) -> ModelRunner:
-    setup: Setup = _next(connection)
+def _start(rank: int, parent: Parent) -> ModelRunner:
+    setup: Setup = parent.next()
     import torch
 
     from nanoengine.layers.collectives import Collectives
@@ -157,20 +187,23 @@ def _start(rank: int, connection: Connection) -> ModelRunner:
         weight_bytes=runner.weight_bytes,
         load_s=runner.load_s,
     )
-    connection.send(started)
+    parent.send(started)
+    parent.place = ranks.place
     return runner
 
 
-def _run(runner: ModelRunner, connection: Connection, *, answers: bool) -> NoReturn:
+def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
     launched: dict[int, LaunchedStep] = {}
+    place = runner.ranks.place
     while True:
-        order: Order = _next(connection)
+        order: Order = parent.next()
         step, plan = order
         if plan is not None:
+            place.step, place.number = step, 0
             launched[step] = runner.launch(plan)
             continue
         result = launched.pop(step).result()
         for earlier in [other for other in launched if other < step]:
             del launched[earlier]  # its result will not be asked for: an exception came between
         if answers:
-            connection.send_bytes(pickled((step, result)))
+            parent.send((step, result))

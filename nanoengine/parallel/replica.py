@@ -6,7 +6,7 @@
            <── RequestOutput, Stats ────                in the order in which rows finish
            <── Failed ──────────────────                the stream has raised
 
-Started by `replicas.py` as a program of its own, or by `ray_cluster.py` on another machine.
+Started by `replicas.py` as a worker (`worker.py`), or by `ray_cluster.py` on another machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -56,7 +55,7 @@ class Failed:
     told: str
 
 
-def main(connection: Connection, cores: Sequence[int] = ()) -> None:
+def main(connection: Connection, *cores: int) -> None:
     """Serves one parent until it is gone.
 
     Args:
