@@ -1,8 +1,8 @@
 """What a multiple-choice question costs: `python benchmarks/choices.py`; needs nanoengine[eval].
 
 Questions of some context and a few choices, scored by the door of lm-evaluation-harness
-(`nanoengine.jobs.evaluation`), at several sizes of a KV block: prompt tokens that were computed, of
-those that were asked, and seconds. The sizes take turns, round by round; a time is the median.
+(`nanoengine.bench.evaluation`), at several sizes of a KV block: prompt tokens that were computed,
+of those that were asked, and seconds. The sizes take turns, round by round; a time is the median.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from nanoengine.assets import demo_model_path
-from nanoengine.jobs.evaluation import NanoEngineLM
+from nanoengine.bench.evaluation import NanoEngineLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.suite.shapes import SHAPES, write_shape

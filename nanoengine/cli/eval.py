@@ -36,6 +36,6 @@ def main(args: Sequence[str]) -> int:
         from nanoengine.assets import demo_model_path
 
         model = str(demo_model_path())
-    from nanoengine.jobs import evaluation
+    from nanoengine.bench import evaluation
 
     return evaluation.run(model, rest)

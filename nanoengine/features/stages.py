@@ -63,7 +63,7 @@ class Stages:
         if self._args[0].tensor_parallel_size > 1 and (
             params.logits_processors or params.extra_args
         ):
-            from nanoengine.parallel.executor import require_sendable
+            from nanoengine.ranks.executor import require_sendable
 
             sent = (params.logits_processors, params.extra_args)
             require_sendable("logits_processors and extra_args", sent, RequestError)

@@ -33,7 +33,7 @@ from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
 from nanoengine.parallel.replica import Failed, Refused, Started
-from nanoengine.parallel.worker import Worker
+from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 

@@ -85,7 +85,7 @@ def samples(folder: Path) -> dict[str, dict[str, list[Any]]]:
     """Per model and task, what the harness got for each request."""
     from lm_eval.tasks import TaskManager
 
-    from nanoengine.jobs.evaluation import NanoEngineLM
+    from nanoengine.bench.evaluation import NanoEngineLM
 
     found = {}
     options = {"pretrained": str(demo_model_path()), "dtype": "float32", "max_length": 200}
@@ -132,7 +132,7 @@ def test_greedy_texts_are_the_same(samples):
 
 @pytest.fixture(scope="module")
 def model():
-    from nanoengine.jobs.evaluation import NanoEngineLM
+    from nanoengine.bench.evaluation import NanoEngineLM
 
     model = NanoEngineLM(str(demo_model_path()), device="cpu", num_kv_blocks=256)
     yield model
@@ -162,7 +162,7 @@ def test_the_harness_keeps_its_own_models(model):
 
 
 def test_a_batch_size_says_that_it_has_no_effect():
-    from nanoengine.jobs.evaluation import NanoEngineLM
+    from nanoengine.bench.evaluation import NanoEngineLM
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -198,7 +198,7 @@ def test_the_command_line(folder, monkeypatch, capsys):
 def test_what_cant_be_done_is_refused_in_a_line(folder, capsys, monkeypatch, options, told):
     """There was a traceback, and results that could not be written were lost with exit code 0."""
     monkeypatch.setattr(
-        "nanoengine.jobs.evaluation.LLM", lambda model, **o: EngineConfig(model=model, **o)
+        "nanoengine.bench.evaluation.LLM", lambda model, **o: EngineConfig(model=model, **o)
     )
     assert main(["eval", "demo", "--include_path", str(folder), *options]) == 2
     assert told in capsys.readouterr().err

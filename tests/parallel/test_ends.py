@@ -23,9 +23,9 @@ from nanoengine import HostTier
 from nanoengine.build import build_engine
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
-from nanoengine.parallel import executor
-from nanoengine.parallel.executor import why_dead
-from nanoengine.parallel.rank import Failure
+from nanoengine.ranks import executor
+from nanoengine.ranks.executor import why_dead
+from nanoengine.ranks.rank import Failure
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture

@@ -27,8 +27,9 @@ from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import Input, RowError
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.outputs import RequestOutput
-from nanoengine.parallel import replicas, worker
+from nanoengine.parallel import replicas
 from nanoengine.parallel.replicas import Replica, Replicas, local_replicas
+from nanoengine.ranks import worker
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 from tests.support import scripted_replica
 from tests.support.batch_server import wait_for_lines
@@ -285,7 +286,8 @@ def test_a_replica_that_dies_while_it_loads_says_so(monkeypatch: pytest.MonkeyPa
 
 PARENT = """
 import time
-from nanoengine.parallel import replicas, worker
+from nanoengine.parallel import replicas
+from nanoengine.ranks import worker
 from tests.parallel.test_replicas import OPTIONS, make_work, pids
 from tests.support import scripted_replica
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from nanoengine.parallel import executor, rank
+from nanoengine.ranks import executor, rank
 
 
 class ThreadRank:

@@ -42,12 +42,12 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError
 from nanoengine.layers.collectives import LOOPBACK, Place
 from nanoengine.models.loader import check_ranks
-from nanoengine.parallel.rank import LOOK_S, Answer, Failure, Order, Setup, Started, pickled
-from nanoengine.parallel.worker import Worker
+from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, Setup, Started, pickled
+from nanoengine.ranks.worker import Worker
 from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
 
-RANK = "nanoengine.parallel.rank"
+RANK = "nanoengine.ranks.rank"
 
 QUIET_S = 600.0
 """Ranks hang if somebody waits, and none of them gets to another collective for so long. Each layer

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 
 PROGRAM = (
     "import sys; module, numbers, sys.path[:] = sys.argv[1], sys.argv[2], sys.argv[3:];"
-    " from nanoengine.parallel.worker import begin; begin(module, *map(int, numbers.split()))"
+    " from nanoengine.ranks.worker import begin; begin(module, *map(int, numbers.split()))"
 )
 """What a worker runs. Why not multiprocessing's spawn: it would run the caller's script again."""
 
