@@ -8,7 +8,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numba", "triton", "flash-att
 
 
 def versions() -> dict[str, str]:
-    """Of nanoengine, of Python, and of the packages that decide the speed, where installed."""
+    """Of nanoengine, of Python, and of the packages that decide the speed."""
     import platform  # Why here: `import nanoengine` reads this file.
     from importlib import metadata
 
@@ -17,5 +17,5 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue
+            found[name] = "not installed"
     return found

@@ -120,8 +120,7 @@ def warm_up(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> None:
 
 def warm_up_items(items: SequenceOf[WorkItem], vocab_size: int) -> list[WorkItem]:
     """A few short requests with ids of their own, so that no timed prompt finds their prefixes."""
-    short = [WorkItem(ids, min(length, 8)) for ids, length in items[:16]]
-    return shifted(short, -1, vocab_size)
+    return shifted([WorkItem(ids, min(length, 8)) for ids, length in items[:16]], -1, vocab_size)
 
 
 def params_of(item: WorkItem, temperature: float, seed: int | None = None) -> SamplingParams:

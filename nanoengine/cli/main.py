@@ -19,7 +19,7 @@ import tyro
 
 from nanoengine import __version__
 from nanoengine.cli import groups
-from nanoengine.errors import NanoEngineError
+from nanoengine.errors import ConfigError, NanoEngineError
 
 T = TypeVar("T")
 
@@ -54,19 +54,14 @@ PIPE_CLOSED = 141
 
 def usage() -> str:
     """The help of `nanoengine` itself."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"nanoengine {__version__}: LLM inference, offline",
-            "",
-            "usage: nanoengine COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            "nanoengine COMMAND --help shows the options of a command.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<10}  {what}" for name, (_, what) in COMMANDS.items())
+    return f"""nanoengine {__version__}: LLM inference, offline
+
+usage: nanoengine COMMAND [OPTIONS]
+
+{commands}
+
+nanoengine COMMAND --help shows the options of a command."""
 
 
 def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
@@ -98,13 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = args[0]
     words = {word.partition("=")[0] for word in (args if name == "bench" else args[:1])}
-    if asked := words & IN_THE_REPOSITORY:
-        print(f"error: {min(asked)} {MEASURES}", file=sys.stderr)
-        return 2
-    if name not in COMMANDS:
-        print(f"error: unknown command {name!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
     try:
+        if asked := words & IN_THE_REPOSITORY:
+            raise ConfigError(f"{min(asked)} {MEASURES}")
+        if name not in COMMANDS:
+            raise ConfigError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
         module = importlib.import_module(f"nanoengine.cli.{name}")
         options_class = COMMANDS[name][0]
         options: object = args[1:]
