@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True)
-class Place:
+class Whereabouts:
     """How far a rank is: in its `number`th collective of a step, which does `what`."""
 
     step: int = 0
@@ -44,7 +44,7 @@ class Collectives:
     shard: Shard = field(default_factory=Shard)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
-    place: Place = field(default_factory=Place)
+    place: Whereabouts = field(default_factory=Whereabouts)
 
     @classmethod
     def connect(

@@ -1,7 +1,7 @@
 """One replica: a process with an LLM of its own, that answers the rows its parent sends.
 
     parent ── options ─────────────────> LLM(**options)
-           <── Started | Refused ───────
+           <── Started | ReplicaRefused ───────
            ── Row, Row, ..., None ─────> llm.stream     one stream; then the next
            <── RequestOutput, Stats ────                in the order in which rows finish
            <── Failed ──────────────────                the stream has raised
@@ -42,7 +42,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class ReplicaRefused:
     """The model can't be loaded, or a row needs a package; a caller is told the reason as it is."""
 
     error: NanoEngineError
@@ -75,7 +75,7 @@ def main(connection: Connection, *cores: int) -> None:
     try:
         llm = LLM(**options)
     except NanoEngineError as error:
-        connection.send(Refused(error=error))
+        connection.send(ReplicaRefused(error=error))
         return
     gc.freeze()  # Why: see `jobs.work.young_alone`; this process does nothing else.
     stats = llm.stats()
@@ -92,7 +92,7 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
             feed.finished()
             connection.send(output)
     except MissingDependencyError as error:
-        connection.send(Refused(error=error))  # Why no death: it would be missing again.
+        connection.send(ReplicaRefused(error=error))  # Why no death: it would be missing again.
         feed.drop()
     except (NanoEngineError, OSError):
         raise  # Why: the engine is dead, or the parent.

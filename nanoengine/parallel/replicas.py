@@ -32,7 +32,7 @@ from nanoengine.jobs.deaths import MOST_DEATHS
 from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
-from nanoengine.parallel.replica import Failed, Refused, Started
+from nanoengine.parallel.replica import Failed, ReplicaRefused, Started
 from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
@@ -115,7 +115,7 @@ class Replica:
             found = self._pipe.recv()
         except (OSError, EOFError):
             self._died("while it started")
-        if isinstance(found, Refused):
+        if isinstance(found, ReplicaRefused):
             raise found.error
         assert isinstance(found, Started)
         self.info, self.stats, self.pid = found.info, found.stats, found.pid
@@ -177,7 +177,7 @@ class Replica:
             elif isinstance(found, EngineStats):
                 self.stats = found
                 self.on_stats()
-            elif isinstance(found, Refused):
+            elif isinstance(found, ReplicaRefused):
                 raise found.error
             else:
                 assert isinstance(found, Failed)

@@ -40,9 +40,9 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError
-from nanoengine.layers.collectives import LOOPBACK, Place
+from nanoengine.layers.collectives import LOOPBACK, Whereabouts
 from nanoengine.models.loader import check_ranks
-from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, Setup, Started, pickled
+from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, RankStarted, Setup, pickled
 from nanoengine.ranks.worker import Worker
 from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
@@ -186,11 +186,11 @@ class RankedExecutor:
         self._end = weakref.finalize(self, self._ranks.end)
         try:
             self._ranks.orders.put(pickled(setup))
-            found: list[Started] = [self._ranks.answer() for _ in range(self._world_size)]
+            found: list[RankStarted] = [self._ranks.answer() for _ in range(self._world_size)]
         except BaseException:
             self.shutdown()
             raise
-        self._ranks.places = {started.rank: Place() for started in found}
+        self._ranks.places = {started.rank: Whereabouts() for started in found}
         first = min(found, key=lambda started: started.rank)
         assert {started.layout for started in found} == {first.layout}, found
         self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
@@ -251,7 +251,7 @@ class RankProcesses:
     workers: list[Worker]
     orders: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     answers: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, Whereabouts] = field(default_factory=dict)
     why_dead: Exception | None = None
     parent: int = field(default_factory=os.getpid)
 
@@ -340,7 +340,7 @@ class RankProcesses:
                     if message is None or isinstance(message, Failure):
                         until = until or time.monotonic() + LAST_WORDS_S
                         failures += [message] if message else []
-                    elif isinstance(message, Place):
+                    elif isinstance(message, Whereabouts):
                         self.places[key.data] = message
                     else:
                         self.answers.put(message)

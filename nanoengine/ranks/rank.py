@@ -9,7 +9,7 @@ has missed a message ends, before anything is summed that belongs to different s
 Each samples its own tokens: the gathered logits are the same on all, and a token follows from seed,
 position and logits.
 
-Started by `executor.py` as a worker (`worker.py`).
+RankStarted by `executor.py` as a worker (`worker.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.layers.collectives import Place
+    from nanoengine.layers.collectives import Whereabouts
     from nanoengine.runner.memory import MemoryPlan
     from nanoengine.runner.model_runner import ModelRunner
     from nanoengine.runner.step import LaunchedStep
@@ -62,7 +62,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class RankStarted:
     """What a rank has found at its start; sizes in bytes."""
 
     rank: int
@@ -101,7 +101,7 @@ class Parent:
     """
 
     def __init__(self, pipe: Connection) -> None:
-        self.place: Place | None = None
+        self.place: Whereabouts | None = None
         self._pipe, self._lock = pipe, threading.Lock()
         self._numbers = itertools.count()
 
@@ -178,7 +178,7 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
         layout = runner.start()
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from error
-    started = Started(
+    started = RankStarted(
         rank=rank,
         layout=layout,
         memory=runner.memory,
