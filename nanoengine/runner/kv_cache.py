@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from nanoengine.attention.base import KVLayoutName
-from nanoengine.attention.fp8 import FP8
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.core.layout import KVGroup
@@ -91,7 +90,7 @@ def make_groups(
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
-    return {"fp8": FP8, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
+    return {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
 
 
 class KVCache:
@@ -155,7 +154,7 @@ class KVCache:
         (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
         src, dst = pairs.unbind(1)
         # Why bytes: index_copy_ does not know fp8.
-        kv = self.kv.view(torch.uint8) if self.kv.dtype == FP8 else self.kv
+        kv = self.kv.view(torch.uint8) if self.kv.dtype == torch.float8_e4m3fn else self.kv
         # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
         kv.index_copy_(2, dst, kv.index_select(2, src))
 
