@@ -48,6 +48,7 @@ class RequestChecker:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
         further: raises RequestError for grammars and stages that can't be had.
+        is_ready: whether `further` need not wait; if not, it soon will not have to.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class RequestChecker:
         info: EngineInfo,
         manager: BlockManager,
         further: Callable[[SamplingParams], None] | None = None,
+        is_ready: Callable[[SamplingParams], bool] = lambda params: True,
     ) -> None:
         self.info = info
         self._manager = manager
         self._further = further
+        self.is_ready = is_ready
 
     def check(
         self,

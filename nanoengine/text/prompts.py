@@ -56,7 +56,7 @@ class PromptReader:
         default_params: Callable[[], SamplingParams],
     ) -> None:
         self._tokenizer = tokenizer
-        self._checker = checker
+        self.checker = checker
         self.request_ids = request_ids
         self.default_params = default_params
         self._chats: Chats | None = None
@@ -137,7 +137,7 @@ class PromptReader:
             if params.stop or params.bad_words:
                 _ = self.tokenizer
             words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
-            request = self._checker.check(
+            request = self.checker.check(
                 token_ids,
                 params,
                 priority=priority,
