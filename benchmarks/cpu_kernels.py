@@ -24,7 +24,7 @@ from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionSpec, LayerCache
 from nanoengine.attention.batch import Batch
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized_weight import GROUP_SIZE
 from nanoengine.runner.kv_cache import zeros

@@ -21,7 +21,9 @@ from typing import Any
 
 from side_by_side import Clock, Run, compare, model_options, parser, report
 
-from nanoengine.cli.workload import SHAPES
+from benchmarks.suite.shapes import SHAPES
+from benchmarks.suite.workloads import requests_of
+from nanoengine.bench.workload import WorkItem
 from nanoengine.llm import LLM
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.structured import StructuredOutputs
@@ -29,7 +31,6 @@ from nanoengine.settings.structured import StructuredOutputs
 sys.path.insert(0, str(Path(__file__).parent / "cpu_peers"))
 
 from checkpoints import make_tokenizer
-from workloads import Request, requests_of
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def schema(number: int) -> dict[str, Any]:
     return {"type": "array", "items": one, "minItems": 200}
 
 
-def timed(llm: LLM, requests: list[Request], schemas: list[dict[str, Any] | None]) -> Run:
+def timed(llm: LLM, requests: list[WorkItem], schemas: list[dict[str, Any] | None]) -> Run:
     """One run from an empty cache."""
     llm.reset_prefix_cache()
     clock = Clock()

@@ -82,7 +82,7 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     stages = Stages(config, model_config, directory)
     executor: Any = ModelRunner
     if config.tensor_parallel_size > 1:
-        from nanoengine.parallel.executor import RankedExecutor as executor
+        from nanoengine.ranks.executor import RankedExecutor as executor
     if config.speculative:
         from nanoengine.features.make_drafts import drafted_executor
 

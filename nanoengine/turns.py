@@ -137,22 +137,7 @@ def _disown() -> None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-class Stepped(Protocol):
-    """What a call needs of an engine: see `LLMEngine`."""
-
-    turns: Turns
-
-    def step(self) -> list[Any]: ...
-    def abort_all(self) -> None: ...
-    def close(self) -> None: ...
-    def require_idle(self) -> None: ...
-    def is_unfinished(self, request_id: str) -> bool: ...
-    def has_unfinished(self) -> bool: ...
-    @property
-    def num_unfinished(self) -> int: ...
-
-
-EngineT = TypeVar("EngineT", bound=Stepped)
+EngineT = TypeVar("EngineT", bound=Any)  # an `LLMEngine`, which imports this file
 
 
 class Calls(Generic[EngineT]):

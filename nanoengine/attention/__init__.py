@@ -2,7 +2,7 @@
 
 | name | where | what for |
 |---|---|---|
-| naive | any device | plain torch, the readable oracle of all others |
+| naive | any device | plain torch, the readable oracle of all others; so is all of its model |
 | cpu | CPU | paged kernels compiled by numba |
 | triton | CUDA | own paged FlashAttention kernels, the default there |
 | flash_attn | CUDA | the flash-attn package, where installed |

@@ -4,6 +4,15 @@ A layer calls two methods in a step. `rotate_and_store` norms and rotates the qu
 the step's keys and values into the paged cache at `batch.slot_mapping`. `attend` then lets each
 query see its sequence's whole context *through the cache*. Because a layer stores all tokens of a
 step before it reads any, a sequence may read blocks that another one writes in the same step.
+
+Norm and rotation of heads stand here in plain torch; backends may fuse them with their store.
+Rounding follows the checkpoints' own code. If a norm's weight has the model's dtype, the norm is
+rounded to that dtype before it is multiplied by the weight; if the weight is wider, after.
+
+Special: `fp8.py`, a cache of bytes.
+
+Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX; the norm of
+heads is that of Qwen3 (arXiv 2505.09388), that of all together of OLMo 2 (arXiv 2501.00656).
 """
 
 from __future__ import annotations
@@ -13,10 +22,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.fp8 import FP8
-from nanoengine.attention.rotate import HeadNormWeights, Rotation, rotate
 from nanoengine.errors import ConfigError
 
 KVLayoutName = Literal["PKD", "KPD"]
@@ -66,6 +74,24 @@ class LayerCache(NamedTuple):
     spec: AttentionSpec
 
 
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of one step's positions, each [T, 1, D / 2], the halves of one tensor [T, 1, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNormWeights:
+    """RMSNorm of query and key heads: weight [H + K, D] of the model's dtype or wider.
+
+    Attributes:
+        together: None: each head is normed by itself; (H, K): all query heads as one row, and all
+            key heads as another.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    together: tuple[int, int] | None = None
+
+
 class AttentionBackend(ABC):
     """A paged attention kernel with its cache layout.
 
@@ -90,10 +116,9 @@ class AttentionBackend(ABC):
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless a model of `dtype` may have a cache of this other dtype."""
-        if kv_dtype == FP8:
+        kind, other = f"{kv_dtype} beside {dtype}".replace("torch.", ""), "'cpu' or 'naive'"
+        if kv_dtype == torch.float8_e4m3fn:
             kind, other = "fp8", "'triton' on a GPU, 'naive' elsewhere"
-        else:
-            kind, other = f"{kv_dtype} beside {dtype}".replace("torch.", ""), "'cpu' or 'naive'"
         raise ConfigError(
             f"attention backend {self.name} keeps no {kind} KV cache: set kv_cache_dtype='auto', or"
             f" attention_backend={other}"
@@ -139,3 +164,28 @@ class AttentionBackend(ABC):
         """Stores k, v [T, K, D] as they are, then attends q [T, H, D] -> [T, H, D]."""
         self.store(k, v, cache, batch)
         return self.attend(q, cache, batch)
+
+
+def normed_heads(x: torch.Tensor, norm: HeadNormWeights) -> torch.Tensor:
+    """The norm of the heads of x [T, H + K, D]."""
+    wide = x.to(norm.weight.dtype)
+    if norm.together is None:
+        normed = F.rms_norm(wide, (x.shape[-1],), None, norm.eps)
+    else:
+        rows = [part.flatten(1) for part in wide.split(norm.together, dim=1)]
+        normed = torch.cat([F.rms_norm(row, row.shape[1:], None, norm.eps) for row in rows], dim=1)
+    return (normed.view(x.shape) * norm.weight).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation, norm: HeadNormWeights | None) -> torch.Tensor:
+    """Norms the heads of x [T, H + K, D] and turns their pairs (x[i], x[i + D / 2]); a new
+    tensor."""
+    if norm is not None:
+        x = normed_heads(x, norm)
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out

@@ -20,9 +20,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
+from nanoengine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    HeadNormWeights,
+    KVLayoutName,
+    LayerCache,
+    Rotation,
+)
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
@@ -35,7 +41,7 @@ DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: 
 """What numbers are made before they are multiplied; uint32: pairs of bfloat16."""
 
 
-class _Tasks(NamedTuple):
+class _TaskArrays(NamedTuple):
     """What `plan_tasks` made for one kind of layer, with room for partial results."""
 
     tasks: np.ndarray  # [N, 8] int64
@@ -58,7 +64,7 @@ class CPUStep:
     slots: np.ndarray  # [G, T] int64
     tables: np.ndarray  # [G, S, M] int32
     num_workers: int
-    tasks: dict[tuple[int, ...], _Tasks] = field(default_factory=dict)
+    tasks: dict[tuple[int, ...], _TaskArrays] = field(default_factory=dict)
     angles: dict[int, np.ndarray] = field(default_factory=dict)
     arrays: dict[tuple[int, ...], tuple[np.ndarray, ...]] = field(default_factory=dict)
 
@@ -193,7 +199,7 @@ class CPUBackend(AttentionBackend):
         rows: np.ndarray | None,
     ) -> tuple[np.ndarray, ...]:
         """What a layer of this kind needs of the step, for a kernel that takes in more than
-        attention: angles [T, D], slots [T], block tables, and the tasks' arrays in `_Tasks`' order.
+        attention: angles [T, D], slots [T], block tables, and the arrays of `_TaskArrays`.
 
         Where `rows` [L] of the step's tokens go on from attention, others may get no result.
         """
@@ -232,7 +238,7 @@ class CPUBackend(AttentionBackend):
         window: int,
         dtype: np.dtype,
         rows: np.ndarray | None = None,
-    ) -> _Tasks:
+    ) -> _TaskArrays:
         """The step's tasks for layers like this one, planned when the first of them asks."""
         key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group, rows is None)
         if key not in step.tasks:
@@ -245,7 +251,7 @@ class CPUBackend(AttentionBackend):
             num_rows = num_partials * max(ROW_TILE, group_size)
             partial_out = np.empty((num_rows, spec.head_dim), dtype)
             partial_stats = np.empty((num_rows, 2), dtype)
-            step.tasks[key] = _Tasks(tasks, bounds, merges, parts, partial_out, partial_stats)
+            step.tasks[key] = _TaskArrays(tasks, bounds, merges, parts, partial_out, partial_stats)
         return step.tasks[key]
 
 

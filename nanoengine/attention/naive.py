@@ -8,6 +8,8 @@ any block size, and is slow on purpose: each sequence's context is gathered into
     its keys                     0..3  4..7  8 9          position i lies in table[i // 4] at i % 4
     its queries                            7 8 9          its last query_len positions
 
+Special: `fp8.py`, a cache of bytes.
+
 Legend: T tokens, N queries of one sequence, C keys they see, H / K query / KV heads, R = H / K,
 D head dim.
 """
@@ -103,5 +105,4 @@ class NaiveBackend(AttentionBackend):
             sinks = spec.sinks.to(self.math_dtype).view(*scores.shape[:2], 1, 1)
             scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=-1)
         weights = scores.softmax(dim=-1)[..., : len(keys)]
-        out = torch.einsum("krnc,ckd->nkrd", weights, v)
-        return out.flatten(1, 2).to(q.dtype)
+        return torch.einsum("krnc,ckd->nkrd", weights, v).flatten(1, 2).to(q.dtype)

@@ -29,10 +29,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, KVLayoutName, LayerCache
+from nanoengine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    HeadNormWeights,
+    KVLayoutName,
+    LayerCache,
+    Rotation,
+)
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.fp8 import FP8
-from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.errors import ConfigError, MissingDependencyError
 
 try:

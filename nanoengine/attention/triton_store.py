@@ -60,7 +60,7 @@ def store_kernel(
 
 @triton.jit
 def norm_half(half, shrink, weight, heads, mask):
-    """One half of normed heads, rounded where the weight's dtype says: see `attention.rotate`."""
+    """One half of normed heads, rounded where the weight's dtype says: see `attention/base.py`."""
     half = (half * shrink).to(weight.dtype.element_ty).to(tl.float32)
     half = half * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
     return half.to(heads.dtype.element_ty).to(tl.float32)

@@ -29,8 +29,8 @@ class LayerPlan:
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         output_gate: each query head brings a gate, whose sigmoid weighs what the head has attended.
         gated: the MLP is down(act(gate(x)) * up(x)); else down(act(up(x))).
-        activation: a key of `layers.ops.GATES`, of an MLP without a gate one of `ACTIVATIONS`; that
-            of experts too.
+        activation: a key of `layers.kernels.GATES`, of an MLP without a gate one of
+            `models.variants.ACTIVATIONS`; that of experts too.
         merged: q, k and v are one tensor of the checkpoint, and so are gate and up.
         merged_gate: gate and up alone are.
         rotary_dim: how many of a head's first dimensions are turned; None: all.

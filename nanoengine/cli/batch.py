@@ -102,6 +102,8 @@ class BatchArgs(EngineArgs):
     """Run this many engines, a process each: on a GPU each, or on a share of the cores each."""
     threads: int | None = None
     """Cores of each replica on a CPU; all cores are shared evenly by default."""
+    replica_timeout: float = 1800.0
+    """Kill a replica that says nothing for so long while it has rows; others run them [s]."""
     ray: str | None = None
     """Run the replicas on the Ray cluster of this address; local: on one that is started here."""
     watch: bool = False
@@ -116,6 +118,11 @@ class BatchArgs(EngineArgs):
             raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
         if self.threads is not None and self.replicas is None and self.ray is None:
             raise ConfigError("--threads are those of a replica: give --replicas too")
+        if not 0 < self.replica_timeout <= MOST_GRACE_S:
+            raise ConfigError(
+                f"--replica-timeout must be above 0 and at most {MOST_GRACE_S:,}, got"
+                f" {self.replica_timeout}"
+            )
         if self.watch and (self.replicas is not None or self.ray is not None):
             raise ConfigError("--watch draws one engine: leave it out, or --replicas and --ray")
         # Why not super(): a dataclass with slots is another class than the one written here.
@@ -180,15 +187,18 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     if args.ray is not None:
         from nanoengine.parallel.ray_cluster import ray_replicas
 
-        return ray_replicas(options, args.ray, args.replicas, args.threads)
+        engines = ray_replicas(options, args.ray, args.replicas, args.threads)
     # Why also with ranks: where one dies, a replica starts all of them again.
-    if args.replicas is not None or args.tensor_parallel_size > 1:
+    elif args.replicas is not None or args.tensor_parallel_size > 1:
         from nanoengine.parallel.replicas import local_replicas
 
-        return local_replicas(options, args.replicas or 1, args.threads)
-    from nanoengine.llm import LLM
+        engines = local_replicas(options, args.replicas or 1, args.threads)
+    else:
+        from nanoengine.llm import LLM
 
-    return LLM(**options)
+        return LLM(**options)
+    engines.silent_s = args.replica_timeout
+    return engines
 
 
 def run(

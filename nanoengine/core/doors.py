@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanoengine.core.layout import KVLayout
     from nanoengine.core.plan import StepPlan, StepResult, Transfer
     from nanoengine.core.sequence import Sequence
-    from nanoengine.core.stats import TierStats
+    from nanoengine.core.tiers.stats import TierStats
 
 
 class Launched(Protocol):

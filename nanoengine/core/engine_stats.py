@@ -7,10 +7,12 @@ the second.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.stats import TierStats
+
+if TYPE_CHECKING:
+    from nanoengine.core.tiers.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

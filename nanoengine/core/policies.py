@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import Admission, BlockManager
-from nanoengine.core.groups.rules import num_needed_blocks
 from nanoengine.core.sequence import Sequence
 
 Ints = NDArray[np.int64]
@@ -167,6 +166,10 @@ class Predictive:
 def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
     """Blocks that sequences of these lengths hold, over all groups."""
     size, whole = manager.block_size, -(-num_tokens // manager.block_size)
+    if not manager.layout.has_groups:
+        return whole
+    from nanoengine.core.groups.rules import num_needed_blocks
+
     total = np.zeros_like(whole)
     for group in manager.layout.groups:
         at_most = num_needed_blocks(group, 2**40, manager.max_chunk, size)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import RequestError
-from nanoengine.runner.logits import LogitsProcessor
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoengine.features.structured import Structured
+    from nanoengine.runner.logits import LogitsProcessor
 
 
 class Stages:
@@ -63,7 +63,7 @@ class Stages:
         if self._args[0].tensor_parallel_size > 1 and (
             params.logits_processors or params.extra_args
         ):
-            from nanoengine.parallel.executor import require_sendable
+            from nanoengine.ranks.executor import require_sendable
 
             sent = (params.logits_processors, params.extra_args)
             require_sendable("logits_processors and extra_args", sent, RequestError)

@@ -199,7 +199,7 @@ class Job:
             if found.duplicates and self.options.strict:
                 raise ConfigError("--strict: " + "; ".join(found.duplicates))
             for told in found.duplicates:
-                warnings.warn(f"{told}: both are answered", stacklevel=1)
+                warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
             return found.num_rows
         return None
 

@@ -67,6 +67,7 @@ def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[st
     facts = {
         "model": {"name": name, "files": _digests(directory, weights)},
         "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
+        "random_numbers": "by a row's id, else its number",
     }
     if config.tokenizer is not None and os.path.isdir(config.tokenizer):
         facts["tokenizer"] = _digests(Path(config.tokenizer))

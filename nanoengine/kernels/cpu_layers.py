@@ -5,7 +5,7 @@ over its rows. Little work runs on the calling thread (`SMALL`), since waking th
 as much as a few thousand numbers.
 
 Each row is computed by itself in a fixed order, so its result has the same bits in any batch. The
-readable forms are `TorchOps` (`layers/ops.py`) and `attention/rotate.py`.
+readable forms are `Kernels` (`layers/kernels.py`) and `attention/base.py`.
 
 Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P block size.
 """

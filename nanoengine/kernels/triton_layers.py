@@ -1,6 +1,6 @@
 """The Triton kernels between matrix multiplications: RMSNorm, with or without a sum, and gates.
 
-Called by `layers/triton_ops.py` alone, which chooses grids and widths. One program computes one
+Called by `models/triton.py` alone, which chooses grids and widths. One program computes one
 row, or a part of a row where elements don't meet, so a row's result never depends on its
 neighbours. All arithmetic is float32; where plain torch would round to the model's dtype in
 between, so do these.
@@ -39,7 +39,7 @@ def rms_norm_kernel(
         tl.store(place, total, mask=mask)
         value = total.to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
-    # The weight's dtype says where to round: see `layers.ops`.
+    # The weight's dtype says where to round: see `layers/kernels.py`.
     normed = normed.to(weight.dtype.element_ty).to(tl.float32)
     normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, normed.to(out.dtype.element_ty), mask=mask)

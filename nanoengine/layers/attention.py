@@ -2,20 +2,24 @@
 
 The runner sizes the cache after it has loaded the model, and then binds each layer's slices of it.
 Until then a layer has empty ones.
+
+Special: `kv_scales.py`, the scales of an fp8 cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, LayerCache
+from nanoengine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    HeadNormWeights,
+    LayerCache,
+    Rotation,
+)
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.rotate import HeadNormWeights, Rotation
-from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.errors import ConfigError, WeightLoadError
 from nanoengine.layers.layer import Layer
 
 
@@ -24,18 +28,10 @@ class Attention(Layer):
 
     Attributes:
         cache: what the layer computes (`spec`), and its blocks; these are empty until `bind`.
-
-    Raises:
-        ConfigError: the layer has sinks, which the backend does not compute.
     """
 
     def __init__(self, spec: AttentionSpec, backend: AttentionBackend) -> None:
         super().__init__()
-        if spec.sinks is not None and not backend.takes_sinks:
-            raise ConfigError(
-                f"attention backend {backend.name} does not compute this model's attention sinks:"
-                " set attention_backend='auto'"
-            )
         self.backend = backend
         self.cache = LayerCache(torch.empty(0), torch.empty(0), spec)
 
@@ -58,29 +54,6 @@ class Attention(Layer):
         """Gives the layer its slices of the KV cache and the KV group whose block tables it
         reads."""
         self.cache = LayerCache(k_cache, v_cache, replace(self.spec, group=group))
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """The scales of an fp8 cache, beside this module in the checkpoint; 1 if it has none.
-
-        Raises:
-            WeightLoadError: a scale is not a positive number.
-        """
-        beside = path.rpartition(".")[0]
-
-        def store(name: str, scale: torch.Tensor) -> None:
-            value = scale.item()
-            if not 0 < value < float("inf"):
-                raise WeightLoadError(f"{beside}.{name} must be a positive number, got {value}")
-            self.cache = self.cache._replace(spec=replace(self.spec, **{name: value}))
-
-        return {
-            f"{beside}.{name}": WeightSlot(
-                shape=(1,),
-                store=partial(store, name),
-                absent=partial(store, name, torch.ones(1)),
-            )
-            for name in ("k_scale", "v_scale")
-        }
 
     def forward(
         self,

@@ -17,8 +17,8 @@ import torch
 
 from nanoengine.attention.batch import Span
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.kernels import empty_parameter
+from nanoengine.layers.layer import Layer, ModelContext
 
 
 class CausalConv(Layer):

@@ -17,20 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanoengine.attention.base import AttentionSpec, LayerCache
+from nanoengine.attention.base import AttentionSpec, HeadNormWeights, LayerCache, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
-from nanoengine.attention.rotate import HeadNormWeights, Rotation
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.held import Held, type_of
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.cpu_ops import CPUOps
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
-from nanoengine.layers.linear_method import LinearMethod
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.packed import PackedLinear
 
 NO_ROWS = np.empty(0, np.int64)
 
@@ -38,7 +33,8 @@ NO_ROWS = np.empty(0, np.int64)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """What a decoder layer is made of: norms before attention and MLP, behind them, or both;
-    `scale` is the factor on what either adds. `rest` is what computes an MLP without a kernel, and
+    `scale` is the factor on what either adds; `rotation` says which of the model's rotations the
+    layer has, None: there is one. `rest` is what computes an MLP without a kernel, and
     what stands behind it; the gated one has `gate_up` and `down` instead."""
 
     norm: RMSNorm | None
@@ -53,6 +49,7 @@ class LayerParts:
     mlp_output_norm: RMSNorm | None
     activation: str
     scale: float
+    rotation: int | None = None
     rest: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -66,7 +63,7 @@ class LayerParts:
         return [norm for norm in found if norm is not None]
 
 
-class _Call(NamedTuple):
+class _FusedCall(NamedTuple):
     """Layers that one call runs: what is the same for all of them, and what each has of its own."""
 
     spec: AttentionSpec
@@ -85,26 +82,29 @@ class FusedLayers:
         """Whether a kernel exists for each part: packed weights on one rank, plain norms."""
         return (
             isinstance(parts.attention.backend, CPUBackend)
-            and all(type(norm) is RMSNorm for norm in parts.norms)
-            and all(isinstance(norm.ops, CPUOps) for norm in parts.norms)
+            and all(isinstance(norm, RMSNorm) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
-            and all(has_kernel(linear.method) for linear in parts.linears)
+            and all(linear.method.has_kernel for linear in parts.linears)
         )
 
     def __init__(self, first: LayerParts) -> None:
         backend = first.attention.backend
         assert isinstance(backend, CPUBackend)
-        self.backend = backend
+        self.backend, self.rotation = backend, first.rotation
         self.layers: list[LayerParts] = []
         self._operands: list[tuple[Any, ...]] = []
         self._caches: list[LayerCache] = []
-        self._calls: list[_Call] = []
+        self._calls: list[_FusedCall] = []
         self.append(first)
 
     @property
     def rest(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What the last layer has behind the kernel."""
         return self.layers[-1].rest
+
+    def may_precede(self, parts: LayerParts) -> bool:
+        """Whether this layer may run in the same call."""
+        return self.rest is None and self.rotation == parts.rotation
 
     def append(self, parts: LayerParts) -> None:
         """Another layer behind the others."""
@@ -115,10 +115,12 @@ class FusedLayers:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotation: Rotation,
+        rotation: Rotation | list[Rotation],
         batch: Batch,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rotation is not None:
+            rotation = rotation[self.rotation]
         if residual is None:
             x, residual = torch.zeros_like(x), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()
@@ -135,7 +137,7 @@ class FusedLayers:
 
     def _run(
         self,
-        call: _Call,
+        call: _FusedCall,
         first: int,
         last: int,
         given: tuple[np.ndarray, np.ndarray],
@@ -151,7 +153,7 @@ class FusedLayers:
             first, last, batch.attention.num_workers,
         )  # fmt: skip
 
-    def _bound(self) -> list[_Call]:
+    def _bound(self) -> list[_FusedCall]:
         """The calls that run all layers: one, unless their attention differs (the KV group, the
         window) or the types of their weights. Made when the layers are bound to a cache."""
         caches = [parts.attention.cache for parts in self.layers]
@@ -163,7 +165,7 @@ class FusedLayers:
             self._caches, self._calls = caches, []
             for (spec, _), alike in groupby(layers, lambda it: (it[0], type_of(it[1]))):
                 operands = [of_layer for _, of_layer in alike]
-                self._calls.append(_Call(spec, Held(operands)))
+                self._calls.append(_FusedCall(spec, Held(operands)))
         return self._calls
 
 
@@ -200,12 +202,3 @@ def _operands(parts: LayerParts, backend: CPUBackend) -> tuple[Any, Any]:
         (real(any_norm.eps), behind, real(parts.scale)),
     )
     return first, second
-
-
-def has_kernel(method: LinearMethod) -> bool:
-    """Whether compiled code multiplies by this weight, in its own order of inputs."""
-    if isinstance(method, CPUQuantizedLinear):
-        return method.is_packed and method.order is None
-    if isinstance(method, CPUWeightOnlyLinear):
-        return method.order is None
-    return isinstance(method, PackedLinear)

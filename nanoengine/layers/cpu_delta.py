@@ -1,5 +1,5 @@
 """CPUDeltaSteps: single tokens of a GatedDeltaNet in one compiled call. Put in place by
-`fuse_layers`; the readable form is `GatedDeltaNet.steps`."""
+`CPUKernels.fuse`; the readable form is `GatedDeltaNet.steps`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels.cpu_delta import delta_step
 from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
-
-DTYPES = (torch.float32, torch.float64)
 
 
 class CPUDeltaSteps:

@@ -17,8 +17,7 @@ from nanoengine.kernels.cpu_experts import mixture
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import PANEL
-from nanoengine.layers.cpu_decoder import has_kernel
-from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.packed import PackedLinear
 
@@ -32,7 +31,7 @@ class CPUExperts:
         methods = [m for expert in experts.experts for m in (expert.gate_up, expert.down)]
         return (
             type(router.method) is PackedLinear
-            and all(has_kernel(method) for method in methods)
+            and all(method.has_kernel for method in methods)
             and 2 * experts.local % PANEL == experts.shape[2] % PANEL == 0
         )
 

@@ -2,7 +2,7 @@
 those of float32 by float ones.
 
 What they compute is `QuantizedLinear`, which packs and multiplies in plain torch;
-`tests/kernels/test_cpu_kernels.py` holds them to it. Chosen by `linear_method_for`.
+`tests/kernels/test_cpu_kernels.py` holds them to it. Chosen by `CPUKernels`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.linear_method import Masks
+from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs, row_factors
+
+
+def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
+    """The method whose kernels multiply activations as this says."""
+    return CPUWeightOnlyLinear if quantization.activations == "float" else CPUQuantizedLinear
 
 
 class QuantizedHead(QuantizedLinear):
@@ -48,6 +54,10 @@ class CPUQuantizedLinear(QuantizedHead):
     to the output's factor. What has another form (int8 in groups, groups that are no multiple of
     32) is computed as `QuantizedLinear` does.
     """
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.is_packed and self.order is None
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
@@ -107,6 +117,10 @@ class CPUWeightOnlyLinear(QuantizedHead):
     The multiplication is that of float32, so many rows are no faster than there; memory is that of
     the whole numbers. A row's result has the same bits alone and in any batch.
     """
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.order is None
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size

@@ -1,4 +1,7 @@
-"""Token embedding and output head, with the vocabulary split over ranks; tied or not."""
+"""Embedding and OutputHead: token ids in, logits out, with the vocabulary split over ranks.
+
+Special: `models/variants.py`, where embeddings or logits are scaled, or logits capped.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
-from nanoengine.layers.linear_method import Masks
+from nanoengine.layers.kernels import Masks, empty_parameter
+from nanoengine.layers.layer import Layer, ModelContext
 
 
 class Embedding(Layer):
@@ -58,7 +60,7 @@ class OutputHead(Layer):
         super().__init__()
         self.shape, self.rows, self.tied = embedding.shape, embedding.rows, tied
         self.all_gather, self.ranks = context.all_gather, context.shard.world_size
-        self.method = context.linear_method_factory(name)
+        self.method = context.kernels.linear(name)
         self.method.create(
             self.shape[1],
             self.rows.stop - self.rows.start,
@@ -73,14 +75,11 @@ class OutputHead(Layer):
         return self.all_gather(self.method.apply(hidden, None))
 
     def argmax(
-        self,
-        hidden: torch.Tensor,
-        softcap: float | None = None,
-        masks: Masks | None = None,
+        self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The most likely token of each row [L] and its logit [L], where they can be found without
         all logits; else None. See `LinearMethod.argmax`."""
-        return self.method.argmax(hidden, softcap, masks) if self.ranks == 1 else None
+        return self.method.argmax(hidden, None, masks) if self.ranks == 1 else None
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.tied:

@@ -18,9 +18,8 @@ from torch import nn
 
 from nanoengine.checkpoint.plan import MoEConfig
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import Layer, empty_parameter
-from nanoengine.layers.linear_method import LinearMethod
+from nanoengine.layers.kernels import LinearMethod, empty_parameter
+from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import mxfp4_slots
 from nanoengine.layers.quantized_weight import QuantizedWeight
@@ -35,7 +34,7 @@ class Router(Layer):
         super().__init__()
         self.moe, self.shape = moe, (moe.num_experts, hidden_size)
         # Why not the dtype that weights are stored in: a rounding here is another expert there.
-        self.method = context.linear_method_factory(path)
+        self.method = context.kernels.linear(path)
         self.method.create(hidden_size, moe.num_experts, dtype=context.dtype, device=context.device)
         self.bias = (
             empty_parameter((moe.num_experts,), context.dtype, context.device)
@@ -94,11 +93,11 @@ class Expert(Layer):
     ) -> None:
         super().__init__()
         where = {"dtype": context.stored_dtype, "device": context.device}
-        self.gate_up = context.linear_method_factory(f"{path}.gate_up_proj")
+        self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
         self.gate_up.create(hidden_size, 2 * local, **where)
-        self.down = context.linear_method_factory(f"{path}.down_proj")
+        self.down = context.kernels.linear(f"{path}.down_proj")
         self.down.create(local, hidden_size, **where)
-        self.activation, self.ops = activation, context.ops
+        self.activation, self.ops = activation, context.kernels
 
     def forward(
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None

@@ -1,7 +1,7 @@
 """PackedLinear: weights of 16 or 32 bits in panels, multiplied by kernels of our own; for CPUs.
 
 Packed in place once at load, so a weight never exists twice; only a large head has an int8 copy
-beside it (`ScreenedHead`). Chosen by `linear_method_for`. The readable form is `UnquantizedLinear`,
+beside it (`ScreenedHead`). Chosen by `CPUKernels`. The readable form is `UnquantizedLinear`,
 and of a screened head's `argmax` that of `runner/sampling_ops.py` over all outputs.
 """
 
@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.layer import empty_parameter
-from nanoengine.layers.linear_method import LinearMethod, Masks
+from nanoengine.layers.kernels import LinearMethod, Masks, empty_parameter
 
 SCREENED_BYTES = 2**24
 """A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
@@ -46,6 +45,8 @@ class PackedLinear(LinearMethod):
     Args:
         rounds_inputs: multiply inputs rounded to bfloat16 by bfloat16 weights, and add in float32.
     """
+
+    has_kernel = True
 
     def __init__(self, name: str, *, rounds_inputs: bool = False) -> None:
         super().__init__(name)

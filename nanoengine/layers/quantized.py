@@ -5,25 +5,29 @@
     stored tensors ─ a format ──┘
 
 `QuantizedLinear` is the readable form in plain torch: it says what a kernel must compute. A faster
-one is a subclass with its own `pack` and `multiply`. Chosen by `linear_method_for`; knows no
-checkpoint file.
+one is a subclass with its own `pack` and `multiply`. Chosen by
+`quantized_linears`; knows no checkpoint file.
 
 Legend: T rows of activations, K inputs, N outputs, G groups of inputs that share a scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
-from nanoengine.layers.linear_method import LinearMethod
-from nanoengine.layers.quantized_formats import StoredFormat
+from nanoengine.layers.kernels import ROUTERS, LinearMethod
+from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
 from nanoengine.layers.quantized_weight import (
+    GROUP_SIZE,
     QuantizedWeight,
     pack_pairs,
     quantize,
@@ -33,6 +37,40 @@ from nanoengine.layers.quantized_weight import (
 ROWS_AT_ONCE = 4096
 """Rows that are quantized together. Why: it takes another copy of them as floats, which for a
 head of 150,000 rows would be the peak of the whole start."""
+
+
+def quantized_linears(
+    quantization: Quantization,
+    exact: Callable[[str], LinearMethod],
+    kind: type[QuantizedLinear] | None = None,
+) -> Callable[[str], LinearMethod]:
+    """What makes the method of a linear layer, given its full name: `exact` does for layers that
+    are not to be rounded, or that the checkpoint stores as floats. `kind`: `QuantizedLinear` or a
+    faster one."""
+    return partial(_method, quantization, exact, kind or QuantizedLinear)
+
+
+def _method(
+    quantization: Quantization,
+    exact: Callable[[str], LinearMethod],
+    kind: type[QuantizedLinear],
+    name: str,
+) -> LinearMethod:
+    stored, activations = quantization.stored, quantization.activations
+    if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
+        return exact(name)
+    if stored is not None:
+        return kind(
+            name,
+            bits=stored.bits,
+            group_size=stored.group_size,
+            activations=activations,
+            stored=FORMATS[stored.format](stored),
+        )
+    # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
+    bits = 8 if name == "lm_head" else quantization.bits
+    group_size = GROUP_SIZE if bits == 4 else None
+    return kind(name, bits=bits, group_size=group_size, activations=activations)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

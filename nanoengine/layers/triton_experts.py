@@ -1,8 +1,8 @@
 """TritonExperts: all experts of a step in three launches, without waiting for the host.
 
 The readable form is `Experts`, which waits for the number of rows of each expert and calls them one
-by one. Put in its place by `load_model` once the weights are loaded. This file sorts rows and
-chooses grids and tiles; the arithmetic is in `kernels/triton_experts.py`.
+by one. Put in its place by `TritonKernels.fuse` once the weights are loaded. This file sorts rows
+and chooses grids and tiles; the arithmetic is in `kernels/triton_experts.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -15,10 +15,9 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_experts as kernels
-from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
+from nanoengine.layers.kernels import LinearMethod, UnquantizedLinear
 from nanoengine.layers.moe import Experts, Router
-from nanoengine.layers.triton_linear import arch_of, gemm_config
-from nanoengine.layers.triton_ops import DTYPES
+from nanoengine.layers.triton_linear import DTYPES, arch_of, gemm_config
 
 ADDED_WIDTH = 1024
 """Elements of a token that one program adds up: 8 a thread, 16 bytes of a 16-bit dtype."""
@@ -53,6 +52,8 @@ class TritonExperts:
         self.edges = torch.arange(len(all_of_them) + 1, device=self.down.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):  # the last layer, in a step that is only a chunk of a prompt
+            return torch.empty_like(x)
         weights, ids = self.router(x)
         sorted_ids, order = ids.flatten().sort(stable=True)
         starts = torch.searchsorted(sorted_ids, self.edges, out_int32=True)

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from nanoengine.kernels import triton_gemm as kernels
-from nanoengine.layers.linear_method import UnquantizedLinear
-from nanoengine.layers.ops import GATES, LayerOps
+from nanoengine.kernels import triton_gemm
+from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""What the kernels compute; float64 takes plain torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,10 @@ def gate_config(arch: int, rows: int, out_features: int, dtype: torch.dtype) -> 
 class GatedLinear(UnquantizedLinear):
     """A weight of the model's dtype, float16 or bfloat16; few rows take one kernel for gates."""
 
-    def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+    def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
         config = gate_config(arch_of(x.device), len(x), len(self.weight) // 2, x.dtype)
         if config is None:
-            return super().apply_gated(x, activation, ops)
+            return super().apply_gated(x, activation, kernels)
         return multiply(x, self.weight, None, activation, config)
 
 
@@ -87,7 +89,7 @@ class TritonLinear(UnquantizedLinear):
         config = gemm_config(arch_of(x.device), len(self.weight), False, x.dtype)
         return multiply(x, self.weight, bias, "", config)
 
-    def apply_gated(self, x: torch.Tensor, activation: str, ops: LayerOps) -> torch.Tensor:
+    def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
         config = gemm_config(arch_of(x.device), len(self.weight) // 2, True, x.dtype)
         return multiply(x, self.weight, None, activation, config)
 
@@ -108,7 +110,7 @@ def multiply(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(len(rows), config.rows), triton.cdiv(out_features, config.columns))
-    kernels.gemm_kernel[grid](
+    triton_gemm.gemm_kernel[grid](
         out, rows, weight, weight if bias is None else bias, len(rows),
         X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
         M=config.rows, N=config.columns, K=config.inputs,

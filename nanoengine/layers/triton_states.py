@@ -1,8 +1,8 @@
 """Layers that keep states, by Triton: what a GPU runs in place of a dozen small operations a token.
 
-Put in place by `fuse_states` once a model is loaded. The readable forms are `GatedDeltaNet.steps`,
-`CausalConv.step` and `scan`. This file chooses grids and widths; the arithmetic is in
-`kernels/triton_states.py`.
+Put in place by `TritonKernels.fuse` once a model is loaded. The readable forms are
+`GatedDeltaNet.steps`, `CausalConv.step` and `scan`. This file chooses grids and widths; the
+arithmetic is in `kernels/triton_states.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """

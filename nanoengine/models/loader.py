@@ -13,14 +13,12 @@ import torch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, stored_tensors
 from nanoengine.checkpoint.names import TensorNames
+from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.checkpoint.slots import OwnsWeights, WeightSlot
 from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
-from nanoengine.layers.context import ModelContext
-from nanoengine.layers.layer import pin_attributes
-from nanoengine.layers.linear_method import LinearMethod
-from nanoengine.layers.placement import place_buffers, place_parameters
-from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.layer import ModelContext, pin_attributes
 from nanoengine.models.decoder import CausalLM
 
 log = logging.getLogger(__name__)
@@ -73,27 +71,66 @@ def load_model(
         wider = (kinds & FLOATS) - {DTYPES.get(context.stored_dtype)}
         if context.keeps_weights and wider:
             context = replace(context, weight_dtype=None)
-    model = CausalLM(config, context).eval()
-    place_parameters(model)
+    check_ranks(config, context.shard.world_size)
+    model = model_class(config)(config, context).eval()
+    context.kernels.place(model)
+    slots = weight_slots(model)
+    if any(name.endswith((".k_scale", ".v_scale")) for name in stored):
+        from nanoengine.layers.kv_scales import scale_slots
+
+        slots |= scale_slots(model)
     if load_format == "dummy":
-        dummy_weights(names.of(weight_slots(model)), seed)
+        dummy_weights(names.of(slots), seed)
     else:
-        load_weights(names.of(weight_slots(model)), stored)
+        load_weights(names.of(slots), stored)
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
-    place_buffers(model)
+    context.kernels.fuse(model)
     pin_attributes(model)
-    if context.device.type == "cpu":
-        # Why here: it brings numba, which no other device needs.
-        from nanoengine.models.fuse import fuse_layers
-
-        fuse_layers(model.model)
-    elif context.device.type == "cuda":
-        from nanoengine.models.fuse_triton import fuse_triton
-
-        fuse_triton(model.model)
     return model
+
+
+def model_class(config: ModelConfig) -> type[CausalLM]:
+    """`CausalLM` for what Llama and Qwen3 are, whichever family that is; else its variant."""
+    plan = config.plan
+    plain = LayerPlan(
+        head_norm="head" if plan.head_norm == "head" else None,
+        qkv_bias=plan.qkv_bias,
+        output_bias=plan.output_bias,
+        mlp_bias=plan.mlp_bias,
+        activation=plan.activation,
+    )
+    (rope, *others) = set(config.ropes)
+    alike = not others and rope is not None and not rope.llama_4_scaling_beta
+    if plan == plain and alike and config.moe is None and config.states is None:
+        return CausalLM
+    from nanoengine.models.variants import VariantLM
+
+    return VariantLM
+
+
+def check_ranks(config: ModelConfig, ranks: int) -> None:
+    """Raises ConfigError unless each rank gets a part of the same size of all that is split; KV
+    heads may also be fewer than ranks, which share them then."""
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "moe_intermediate_size": config.moe.intermediate_size if config.moe else 0,
+        "shared_expert_intermediate_size": config.moe.shared_size if config.moe else 0,
+        "linear_num_key_heads": config.states.num_key_heads if config.states else 0,
+        "hidden_size": config.states.channels if config.states else 0,
+    }
+    for name, size in sizes.items():
+        if size % ranks:
+            raise ConfigError(f"tensor_parallel_size={ranks} must divide {name}={size}")
+    kv_heads = config.num_key_value_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} must divide num_key_value_heads={kv_heads}, or be a"
+            " multiple of it"
+        )
 
 
 def _tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -127,8 +164,7 @@ def model_size(model: torch.nn.Module) -> tuple[int, int]:
     """(number of weights, bytes that they take here); a quantized weight counts as one."""
     parameters = list(model.parameters())
     methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
-    quantized = [method for method in methods if isinstance(method, QuantizedLinear)]
     return (
-        sum(p.numel() for p in parameters) + sum(method.num_weights for method in quantized),
+        sum(p.numel() for p in parameters) + sum(method.num_weights for method in methods),
         sum(p.nbytes for p in parameters) + sum(b.nbytes for m in methods for b in m.buffers()),
     )

@@ -18,18 +18,19 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch, Span
-from nanoengine.attention.rotate import Rotation
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.context import ModelContext
 from nanoengine.layers.delta_rule import DeltaInputs, scan, step, through_chunks
-from nanoengine.layers.layer import Layer, empty_parameter
+from nanoengine.layers.kernels import empty_parameter
+from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
+from nanoengine.layers.other_linears import OneTensor
 from nanoengine.layers.shard import Shard
-from nanoengine.models.attention import taken
+from nanoengine.models.decoder import taken
 
 
 class StateLayer(Layer):
@@ -195,11 +196,10 @@ class ShortConv(StateLayer):
         plan, hidden, shard = config.states, config.hidden_size, context.shard
         assert plan is not None
         self.plan = replace(plan, channels=shard.split(hidden))
-        self.in_proj = MergedLinear(
+        self.in_proj = OneTensor(
             f"{path}.in_proj",
             hidden,
             {"before": hidden, "behind": hidden, "value": hidden},
-            merged=True,
             bias=plan.bias,
             context=context,
         )
@@ -259,7 +259,7 @@ class PickedLinear(MergedLinear):
         beside, slots, start = path.rpartition(".")[0], {}, 0
         for name, (size, picked) in self.picks.items():
             rows = slice(start, start + len(picked))
-            slots |= self._slots(f"{beside}.{name}", size, slice(0, size), rows, picked)
+            slots |= self.slots_of(f"{beside}.{name}", size, slice(0, size), rows, picked)
             start = rows.stop
         return slots
 

@@ -71,7 +71,7 @@ class Trace:
         about: what else the header tells of the run: model, config.
 
     >>> import os, tempfile
-    >>> from nanoengine.observe.simulator import make_scheduler
+    >>> from nanoengine.bench.simulator import make_scheduler
     >>> path = os.path.join(tempfile.mkdtemp(), "run.trace")
     >>> with Trace(path, make_scheduler(num_blocks=9, block_size=4)) as trace:
     ...     trace.on_step(StepPlan(step=0), StepResult(token_ids=[]), object())

@@ -34,7 +34,7 @@ import enum
 import numpy as np
 import torch
 
-from nanoengine.runner.sampled import MAX_VOCAB_SIZE
+from nanoengine.runner.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.sampling_ops import (
     CHUNK,
     GOLDEN,

@@ -31,7 +31,8 @@ import torch
 
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.device_sampling import SamplingKind
-from nanoengine.runner.sampled import SampledTokens, pack_tokens
+from nanoengine.runner.greedy import pack_tokens
+from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.special_rows import SpecialRows
 from nanoengine.runner.step import LaunchedStep
 from nanoengine.runner.transfers import Mark

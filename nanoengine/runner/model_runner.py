@@ -17,7 +17,7 @@ import time
 import torch
 
 from nanoengine.core.plan import StepPlan
-from nanoengine.runner.sampled import is_plain, most_likely_tokens
+from nanoengine.runner.greedy import is_plain, most_likely_tokens
 from nanoengine.runner.start import RunnerParts
 from nanoengine.runner.step import LaunchedStep
 

@@ -1,11 +1,9 @@
-"""What a model computes and stores in, and by which layers: what the config means on a device.
+"""What a model computes and stores in, and by which kernels: what the config means on a device.
 
 Called by the ModelRunner before it loads a model. Nothing is allocated here.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -13,11 +11,9 @@ from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
-from nanoengine.layers.choose import linear_method_for, make_ops
 from nanoengine.layers.collectives import Collectives
-from nanoengine.layers.context import ModelContext, one_rank
-from nanoengine.layers.linear_method import LinearMethod
-from nanoengine.layers.shard import Shard
+from nanoengine.layers.kernels import Kernels
+from nanoengine.layers.layer import ModelContext, one_rank
 from nanoengine.settings.config import EngineConfig
 
 
@@ -36,27 +32,26 @@ def make_context(
     Raises:
         ConfigError: the layers' sizes are odd, or `deterministic` can't be had.
     """
-    by_kernels = device.type == "cpu" and backend.name == "cpu"
-    # The CPU's kernels round to bfloat16 only what they multiply: between two products is float32.
-    rounds = by_kernels and dtype == torch.bfloat16
-    activation_dtype = torch.float32 if rounds else dtype
-    weight_dtype = activation_dtype
-    if by_kernels:
-        weight_dtype = _weight_dtype(model_config, dtype, ranks.shard)
-    if config.deterministic:
-        linear_methods = _deterministic_methods(model_config, quantization)
-    else:
-        linear_methods = linear_method_for(
-            device, activation_dtype, quantization, rounds_inputs=rounds
+    if config.deterministic and (quantization is not None or model_config.moe is not None):
+        what = "quantized weights" if quantization else "mixtures of experts"
+        raise ConfigError(
+            f"deterministic=True does not cover {what}: their products depend on the number of"
+            " tokens; leave it out"
         )
+    kernels = make_kernels(
+        backend,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        deterministic=config.deterministic,
+    )
+    activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)
     return ModelContext(
         dtype=activation_dtype,
         weight_dtype=weight_dtype,
         keeps_weights=weight_dtype != dtype,
         device=device,
-        attention_backend=backend,
-        ops=make_ops(device, activation_dtype),
-        linear_method_factory=linear_methods,
+        kernels=kernels,
         max_positions=config.max_model_len,
         shard=ranks.shard,
         all_reduce=ranks.all_reduce if ranks.group else one_rank,
@@ -64,38 +59,40 @@ def make_context(
     )
 
 
-def _weight_dtype(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> torch.dtype:
-    """What weights on a CPU are stored in: 16 bits where they come so, since kernels read those."""
-    # Why even: weights of 16 bits are read in pairs of inputs.
-    sizes = {
-        key: size if key == "hidden_size" else shard.split(size)
-        for key, size in config.linear_inputs.items()
-    }
-    if any(size % 2 for size in sizes.values()):
-        if dtype == torch.bfloat16:
-            given = " and ".join(f"{key}={size}" for key, size in sizes.items())
-            raise ConfigError(
-                f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
-                f" {given}, which must be even on each rank: set dtype='float32'"
-            )
-        return dtype
-    stored = getattr(torch, config.dtype)
-    return stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
+def make_kernels(
+    backend: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    deterministic: bool = False,
+) -> Kernels:
+    """The kernel set of a device: with the naive backend, or in a dtype for which there are no
+    kernels, plain torch.
+
+    Why imported here: so that an engine on a GPU starts without numba, one on a CPU without Triton,
+    and a naive one without either.
+    """
+    name, by_numba = backend.name, (torch.float32, torch.float64)
+    if name == "cpu" or (device.type == "cpu" and name not in OWN and dtype in by_numba):
+        from nanoengine.models.cpu import CPUKernels
+
+        return CPUKernels(backend, quantization, dtype=dtype)
+    if name == "triton" or (device.type == "cuda" and name not in OWN and dtype != torch.float64):
+        from nanoengine.models.triton import TritonKernels
+
+        kernels: Kernels = TritonKernels(backend, dtype=dtype, deterministic=deterministic)
+    else:
+        kernels = Kernels(backend)
+    if quantization is not None:
+        from nanoengine.layers.quantized import quantized_linears
+
+        kernels.linear = quantized_linears(quantization, kernels.linear)
+    return kernels
 
 
-def _deterministic_methods(
-    config: ModelConfig, quantization: Quantization | None
-) -> Callable[[str], LinearMethod]:
-    """One matrix multiplication with a fixed tile for all linear layers."""
-    if quantization is not None or config.moe is not None:
-        what = "quantized weights" if quantization else "mixtures of experts"
-        raise ConfigError(
-            f"deterministic=True does not cover {what}: their products depend on the number of"
-            " tokens; leave it out"
-        )
-    from nanoengine.layers.triton_linear import TritonLinear
-
-    return TritonLinear
+OWN = ("naive", "triton")
+"""Backends whose kernel set is the same on any device."""
 
 
 def use_isa(config: EngineConfig) -> None:

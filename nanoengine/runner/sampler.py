@@ -27,6 +27,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
+from nanoengine.runner.greedy import check_vocabulary, pack_tokens
 from nanoengine.runner.logits import (
     LogitsProcessor,
     Raised,
@@ -34,7 +35,7 @@ from nanoengine.runner.logits import (
     apply_processors,
     standard_processors,
 )
-from nanoengine.runner.sampled import SampledTokens, check_vocabulary, pack_tokens
+from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,

@@ -17,9 +17,10 @@ import torch
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
+from nanoengine.runner.greedy import is_plain, pack_found
 from nanoengine.runner.logits import LogitsProcessor, RowEdits
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
-from nanoengine.runner.sampled import SampledTokens, is_plain, pack_found, to_records
+from nanoengine.runner.sampled import SampledTokens, to_records
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.step import LaunchedStep

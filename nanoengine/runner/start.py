@@ -29,11 +29,11 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
+from nanoengine.runner.greedy import check_vocabulary
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.memory import free_gpu_bytes, plan_memory, require_memory
 from nanoengine.runner.numerics import make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.runner.sampled import check_vocabulary
 from nanoengine.runner.step import LaunchedStep
 from nanoengine.runner.transfers import Download, Mark, event_now
 from nanoengine.settings.config import EngineConfig

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.runner.greedy import NO_TOKEN
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
-from nanoengine.runner.sampled import NO_TOKEN
 from nanoengine.runner.transfers import Download, Mark, event_seconds
 
 

@@ -141,8 +141,8 @@ class EngineConfig:
     """The same bits for the same tokens, whatever runs beside them and however prompts are chunked
     or found in the cache; slower. On a GPU with the triton backend; refused elsewhere."""
     attention_backend: str = "auto"
-    """naive, cpu, triton, flash_attn, or a name that was added to `attention.BACKENDS`; auto: cpu
-    on a CPU, triton on a GPU."""
+    """naive (plain torch for the whole model), cpu, triton, flash_attn, or a name that was added to
+    `attention.BACKENDS`; auto: cpu on a CPU, triton on a GPU."""
     cpu_isa: str | None = None
     """The instruction set that the CPU's kernels are written for, as `nanoengine info` names it;
     one of those that this CPU has, for tests and comparisons. None: the best of them. All engines

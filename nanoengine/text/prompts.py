@@ -9,16 +9,15 @@ Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from nanoengine.core.requests import CheckedRequest, RequestChecker
-from nanoengine.errors import MissingDependencyError, NanoEngineError, RequestError
+from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.outputs import RequestOutput, error_output
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.prompt_forms import Pause, Row, parse_prompt
+from nanoengine.text.prompt_forms import Row, parse_prompt
 from nanoengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._checker = checker
         self.request_ids = request_ids
-        self._default_params = default_params
+        self.default_params = default_params
         self._chats: Chats | None = None
 
     @property
@@ -84,7 +83,7 @@ class PromptReader:
         on_error: OnError,
     ) -> list[CheckedPrompt | RequestOutput]:
         """Reads one prompt or a list; parameters and priority are one for all or one each."""
-        _check_on_error(on_error)
+        check_on_error(on_error)
         given = [prompts] if isinstance(prompts, str) else prompts
         if not (type(given) is list and all(isinstance(one, str) for one in given)):
             from nanoengine.text.prompt_forms import prompt_list
@@ -97,41 +96,14 @@ class PromptReader:
         if not params or priority is not None:
             from nanoengine.text.prompt_forms import each_params, each_priority
 
-            params = each_params(sampling_params, len(given), self._default_params)
+            params = each_params(sampling_params, len(given), self.default_params)
             priorities = each_priority(priority, len(given))
         return [
-            self._read(i, *one, on_error)
+            self.read(i, *one, on_error)
             for i, one in enumerate(zip(given, params, priorities, strict=True))
         ]
 
-    def read_lazily(
-        self,
-        prompts: object,
-        sampling_params: ParamsInput,
-        priority: PriorityInput,
-        on_error: OnError,
-    ) -> Iterator[CheckedPrompt | RequestOutput | Pause]:
-        """Reads an iterable as it is pulled; parameters and priority are one for all."""
-        _check_on_error(on_error)
-        if not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
-        if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
-            raise RequestError(
-                "prompts that are pulled lazily have no known number, so they share one"
-                " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
-                " one each"
-            )
-        from nanoengine.text.prompt_forms import PAUSE, each_params, each_priority
-
-        (params,) = each_params(sampling_params, 1, self._default_params)
-        (rank,) = each_priority(priority, 1)
-        numbers = itertools.count()
-        return (
-            PAUSE if one is PAUSE else self._read(next(numbers), one, params, rank, on_error)
-            for one in prompts
-        )
-
-    def _read(
+    def read(
         self,
         index: int,
         prompt: object,
@@ -178,8 +150,7 @@ class PromptReader:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
             kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
-        # Why a missing package too: it is no fault of the prompt, which runs once it is there.
-        if on_error == "raise" or kind is MissingDependencyError:
+        if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
@@ -193,6 +164,6 @@ class PromptReader:
         return self._chats
 
 
-def _check_on_error(on_error: object) -> None:
+def check_on_error(on_error: object) -> None:
     if on_error not in get_args(OnError):
         raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")

@@ -10,11 +10,14 @@ import types
 import pytest
 import torch
 
-from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.flash import FlashAttnBackend
+from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, MissingDependencyError
-from nanoengine.layers.attention import Attention
+from nanoengine.layers.kernels import Kernels
+from nanoengine.models.variants import VariantAttention
 from tests.support.attention_cases import make_case
+from tests.support.engines import checkpoint
+from tests.support.model_helpers import make_context
 
 OPTIONS = {
     "device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "block_size": 256,
@@ -185,10 +188,11 @@ def test_refuses_what_it_can_not_do(calls, change, words):
 
 
 def test_refuses_sinks():
-    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, scale=1.0, sinks=torch.zeros(2))
     backend = FlashAttnBackend.__new__(FlashAttnBackend)
+    config = load_model_config(checkpoint("gpt_oss"))
+    context = make_context(kernels=Kernels(backend))
     with pytest.raises(ConfigError, match="flash_attn does not compute this model's attention sin"):
-        Attention(spec, backend)
+        VariantAttention("self_attn", 0, config, context)
 
 
 def test_refuses_old_gpus(calls, monkeypatch):

@@ -16,14 +16,20 @@ from safetensors.torch import load_file, save_file
 from nanoengine.checkpoint import files, weights
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, WeightLoadError
-from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
+from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.shard import Shard
 from nanoengine.models import loader
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.loader import weight_slots
 from tests.support.checkpoints import make_checkpoint
-from tests.support.model_helpers import all_logits, build, make_context, random_prompts
+from tests.support.model_helpers import (
+    DenseAttention,
+    all_logits,
+    build,
+    make_context,
+    random_prompts,
+)
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS = random_prompts(11, 4)
@@ -277,7 +283,7 @@ def test_a_tensor_in_two_files_is_refused(
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     message = rf"{name} is in two files, again\.safetensors and model\.safetensors"
     with pytest.raises(WeightLoadError, match=message):
-        build(tmp_path, linear_method_factory=linear)
+        build(tmp_path, kernels=Kernels(DenseAttention(), linear))
 
 
 def test_each_slot_is_filled_once_whatever_stores_it(
@@ -310,6 +316,7 @@ SIZES: list[tuple[str, str, int, str]] = [
     ("qwen3_moe", "num_experts", 4096, "num_experts=4096, but model.layers.0.mlp.gate.weight"),
     ("qwen3_moe", "moe_intermediate_size", 2**22, "moe_intermediate_size=4194304, but"),
     ("qwen3_moe", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.1.mlp"),
+    ("qwen3_next", "num_attention_heads", 8, "2 * num_attention_heads * head_dim=256, but model"),
 ]
 
 
@@ -333,7 +340,7 @@ def test_a_context_beyond_all_models_makes_no_tables(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1000000000 tokens \(max_position_.*max_model_len="):
         build(tmp_path)
     model = build(tmp_path, max_positions=600)
-    assert model.model.rotaries[0].table.shape == (600, 16)
+    assert model.model.rotary.table.shape == (600, 16)
 
 
 def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import torch
 
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import AttentionBackend
-from nanoengine.layers.ops import TorchOps
+from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.triton_linear import GatedLinear, TritonLinear
-from nanoengine.layers.triton_ops import TritonOps
+from nanoengine.models.triton import TritonKernels
 from tests.support.attention_cases import (
     DEVICE,
     TOLERANCE,
@@ -16,9 +16,15 @@ from tests.support.attention_cases import (
     norm_of,
     rotation_of,
 )
+from tests.support.model_helpers import DenseAttention
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIZE, LENGTH = 2048, 2000
+PLAIN = Kernels(DenseAttention())
+
+
+def fused_kernels(dtype):
+    return TritonKernels(DenseAttention(), dtype=dtype)
 
 
 def deterministic(case):
@@ -30,7 +36,7 @@ def deterministic(case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_ops_equal_plain_torch(dtype):
-    ops, plain, atol = TritonOps(dtype), TorchOps(), TOLERANCE[dtype]
+    ops, plain, atol = fused_kernels(dtype), PLAIN, TOLERANCE[dtype]
     x, residual = torch.randn(2, 33, SIZE, device=DEVICE).to(dtype)
     weight = torch.rand(SIZE, device=DEVICE).to(dtype)
     expected = plain.add_rms_norm(x, residual, weight, 1e-6)
@@ -81,12 +87,12 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(dtype):
     weight = torch.randn(2 * SIZE, SIZE, device=DEVICE) * SIZE**-0.5
     method.load(weight, slice(0, 2 * SIZE))
     x = torch.randn(777, SIZE, device=DEVICE).to(dtype)
-    many, gated = method.apply(x, None), method.apply_gated(x, "silu", TorchOps())
+    many, gated = method.apply(x, None), method.apply_gated(x, "silu", PLAIN)
     expected = x.float() @ method.weight.float().T
     torch.testing.assert_close(many.float(), expected, rtol=0, atol=4 * TOLERANCE[dtype])
     for rows in (slice(5, 6), slice(100, 164), slice(0, 300)):
         assert torch.equal(method.apply(x[rows], None), many[rows])
-        assert torch.equal(method.apply_gated(x[rows], "silu", TorchOps()), gated[rows])
+        assert torch.equal(method.apply_gated(x[rows], "silu", PLAIN), gated[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,8 +103,8 @@ def test_gates_equal_plain_torch_in_decodes_and_prompts(rows, dtype):
     weight = torch.randn(2 * SIZE, SIZE, device=DEVICE) * SIZE**-0.5
     method.load(weight, slice(0, 2 * SIZE))
     x = torch.randn(rows, SIZE, device=DEVICE).to(dtype)
-    expected = TorchOps().gate(x.float() @ method.weight.float().T, "silu")
-    ours = method.apply_gated(x, "silu", TritonOps(dtype)).float()
+    expected = PLAIN.gate(x.float() @ method.weight.float().T, "silu")
+    ours = method.apply_gated(x, "silu", fused_kernels(dtype)).float()
     torch.testing.assert_close(ours, expected, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 

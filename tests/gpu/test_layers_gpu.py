@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.base import AttentionBackend, HeadNormWeights
 from nanoengine.attention.fp8 import FP8
-from nanoengine.attention.rotate import HeadNormWeights
-from nanoengine.layers.choose import make_ops
-from nanoengine.layers.ops import GATES, TorchOps
+from nanoengine.layers.kernels import GATES, Kernels
+from nanoengine.models.triton import TritonKernels
 from tests.gpu.scores import engine_scores, mean_error, reference_scores
 from tests.support.attention_cases import DEVICE, make_case
 from tests.support.engines import checkpoint, random_prompts
+from tests.support.model_helpers import DenseAttention
 
 EPS = 1e-6
 ROUNDINGS = 2**-7
@@ -23,6 +23,11 @@ ROUNDINGS = 2**-7
 neighbour differently."""
 
 PROMPTS = random_prompts(7, [1, 5, 63, 64, 65, 130, 200])
+PLAIN = Kernels(DenseAttention())
+
+
+def fused_kernels():
+    return TritonKernels(DenseAttention(), dtype=torch.bfloat16)
 
 
 def numbers(*shape, seed=0, dtype=torch.bfloat16):
@@ -38,8 +43,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize("tokens", [1, 256, 4096])
 @pytest.mark.parametrize("size", [128, 1000, 1024, 4096])
 def test_norms(tokens, size):
-    fused, plain = make_ops(DEVICE, torch.bfloat16), TorchOps()
-    assert type(fused) is not TorchOps
+    fused, plain = fused_kernels(), PLAIN
     weight = 1 + 0.3 * numbers(size, seed=1)
     x, residual = numbers(tokens, size), numbers(tokens, size, seed=2)
     close(fused.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
@@ -53,8 +57,8 @@ def test_norms(tokens, size):
 @pytest.mark.parametrize("shape", [(1, 3072), (256, 3072), (4096, 1000)])
 def test_gates(shape, activation):
     x = numbers(shape[0], 2 * shape[1])
-    fused = make_ops(DEVICE, torch.bfloat16).gate(x.clone(), activation)
-    close(fused, TorchOps().gate(x.clone(), activation))
+    fused = fused_kernels().gate(x.clone(), activation)
+    close(fused, PLAIN.gate(x.clone(), activation))
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -16,20 +16,21 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.attention import make_backend
-from nanoengine.attention.rotate import HeadNormWeights, rotate
+from nanoengine.attention.base import HeadNormWeights, rotate
 from nanoengine.kernels import cpu_decoder
 from nanoengine.kernels.jit import stamp
-from nanoengine.layers.cpu_ops import CPUOps
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.ops import GATES, TorchOps
+from nanoengine.layers.kernels import GATES, Kernels
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_weight import QuantizedWeight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run
+from tests.support.model_helpers import DenseAttention, cpu_kernels
 from tests.support.paged_batches import Paged
 
 CPU = torch.device("cpu")
+PLAIN, FUSED = Kernels(DenseAttention()), cpu_kernels()
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -92,14 +93,14 @@ def test_an_embedding_reads_rows_of_a_packed_weight():
 def test_norms_equal_torch(rows, dtype):
     x, residual = torch.randn(2, rows, 96, dtype=dtype)
     weight = torch.randn(96, dtype=dtype)
-    expected = TorchOps().rms_norm(x, weight, 1e-5)
+    expected = PLAIN.rms_norm(x, weight, 1e-5)
     tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 1e-13, "atol": 1e-6}
-    torch.testing.assert_close(CPUOps().rms_norm(x, weight, 1e-5), expected, **tolerance)
-    normed, total = TorchOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    got, added = CPUOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    torch.testing.assert_close(FUSED.rms_norm(x, weight, 1e-5), expected, **tolerance)
+    normed, total = PLAIN.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    got, added = FUSED.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert torch.equal(added, total)
     torch.testing.assert_close(got, normed, **tolerance)
-    alone, _ = CPUOps().add_rms_norm(x[:1].clone(), residual[:1].clone(), weight, 1e-5)
+    alone, _ = FUSED.add_rms_norm(x[:1].clone(), residual[:1].clone(), weight, 1e-5)
     assert torch.equal(alone[0], got[0]), "other bits alone than in a batch"
 
 
@@ -109,13 +110,13 @@ def test_norms_equal_torch(rows, dtype):
 def test_gates_equal_torch(rows, activation, dtype):
     gate_up = 4 * torch.randn(rows, 2 * 72, dtype=dtype)
     gate_up[0, :4] = torch.tensor([100.0, -100.0, 0.0, -0.0])
-    out = CPUOps().gate(gate_up, activation)
+    out = FUSED.gate(gate_up, activation)
     # Why 1e-5: where tanh is near -1, 1 + tanh keeps few digits in float32, in torch's as in ours.
     tolerance = {"rtol": 2e-6, "atol": 1e-5} if dtype == torch.float32 else {}
-    torch.testing.assert_close(out, TorchOps().gate(gate_up, activation), **tolerance)
-    assert torch.equal(CPUOps().gate(gate_up[:1], activation)[0], out[0])
+    torch.testing.assert_close(out, PLAIN.gate(gate_up, activation), **tolerance)
+    assert torch.equal(FUSED.gate(gate_up[:1], activation)[0], out[0])
     gate_up[0, 3] = torch.nan
-    assert CPUOps().gate(gate_up, activation).isnan().sum() == 1
+    assert FUSED.gate(gate_up, activation).isnan().sum() == 1
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -211,7 +212,7 @@ def test_an_extreme_dot_product_is_exact():
 def test_weights_lie_side_by_side_in_one_array(tmp_path):
     make_checkpoint(tmp_path, "qwen3")
     for quantization in (None, "int8", "int4_weight_only"):
-        engine = make_engine(str(tmp_path), quantization=quantization)
+        engine = make_engine(str(tmp_path), attention_backend="cpu", quantization=quantization)
         model = engine.executor.model
         for tensors in (list(model.parameters()), list(model.buffers())):
             places = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
@@ -231,12 +232,13 @@ def test_a_closed_engine_keeps_neither_cache_nor_weights():
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
-def test_kernels_share_torchs_threads_under_any_attention_backend():
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernels_share_torchs_threads(dtype):
     """In a process of its own: numba's threads are chosen once."""
     code = (
         "import torch, numba; torch.set_num_threads(1);"
         "from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run;"
-        "e = make_engine(checkpoint('qwen3'), attention_backend='naive');"
+        f"e = make_engine(checkpoint('qwen3'), attention_backend='cpu', dtype='{dtype}');"
         "run(e, random_prompts(1, [20]), greedy(2));"
         "print(numba.threading_layer(), torch.get_num_threads(), numba.get_num_threads())"
     )

@@ -81,12 +81,12 @@ def test_a_fused_layer_gives_the_bits_of_its_parts(
         **options,
     ) as llm:
         decoder = llm.engine.executor.model.model
-        assert all(isinstance(layers, FusedLayers) for _, layers in decoder.stack)
+        assert all(isinstance(layers, FusedLayers) for layers in decoder.stack)
         fused = outputs(llm)
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "forward", partial(all_rows, decoder.forward))
             assert fused == outputs(llm)
-        decoder.stack = decoder.plain_stack()
+        decoder.stack = list(decoder.layers)
         assert fused == outputs(llm)
 
 
@@ -103,7 +103,7 @@ def test_a_layer_that_no_kernel_fits_runs_part_by_part(family, options):
     options = {"dtype": "float32", "num_kv_blocks": 16} | options
     with LLM(checkpoint(family), device="cpu", skip_tokenizer_init=True, **options) as llm:
         stack = llm.engine.executor.model.model.stack
-        assert all(isinstance(layer, DecoderLayer) for _, layer in stack)
+        assert all(isinstance(layer, DecoderLayer) for layer in stack)
 
 
 def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
@@ -111,8 +111,8 @@ def test_mixed_layers_of_a_model_are_fused_where_a_kernel_fits():
     directory = checkpoint("qwen3_moe")
     with LLM(directory, dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         stack = llm.engine.executor.model.model.stack
-        assert [len(layers.layers) for _, layers in stack] == [1, 2]
-        assert [layers.rest is None for _, layers in stack] == [False, False]
+        assert [len(layers.layers) for layers in stack] == [1, 2]
+        assert [layers.rest is None for layers in stack] == [False, False]
 
 
 @pytest.mark.parametrize(("family", "calls"), [("qwen3", [[2]]), ("gemma3", [[1, 1], [1]])])
@@ -129,7 +129,7 @@ def test_neighbours_that_turn_their_heads_alike_are_one_call(family, calls, monk
     with LLM(checkpoint(family), dtype="float32", device="cpu", skip_tokenizer_init=True) as llm:
         outputs(llm)
         stack = llm.engine.executor.model.model.stack
-        assert [[len(call.operands) for call in layers._calls] for _, layers in stack] == calls
+        assert [[len(call.operands) for call in layers._calls] for layers in stack] == calls
     assert min(ran) > 0  # where not all rows go on, the last layer runs apart
 
 
@@ -147,10 +147,10 @@ def test_neighbours_with_other_kinds_of_weights_have_calls_of_their_own(tmp_path
     options = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "max_num_seqs": 8}
     with LLM(path.parent, skip_tokenizer_init=True, **options) as llm:
         decoder = llm.engine.executor.model.model
-        ((_, layers),) = decoder.stack
+        (layers,) = decoder.stack
         fused = outputs(llm)
         assert [len(call.operands) for call in layers._calls] == [1, 1]
-        decoder.stack = decoder.plain_stack()
+        decoder.stack = list(decoder.layers)
         assert fused == outputs(llm)
 
 

@@ -10,15 +10,13 @@ import torch
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels import cpu_experts as kernels
-from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.cpu_experts import CPUExperts
-from nanoengine.layers.cpu_ops import CPUOps
-from nanoengine.models.mlp import SparseMLP
+from nanoengine.models.cpu import CPUKernels
+from nanoengine.models.moe import SparseMLP
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint
-from tests.support.model_helpers import build
+from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
-CPU = torch.device("cpu")
 FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2")
 """A softmax divided by the sum; biases and a clamped gate; sigmoids, groups, a correction and a
 factor; sigmoids without groups."""
@@ -32,10 +30,12 @@ WAYS = {
 
 def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
     """The mixture of experts of a checkpoint's last layer, fused."""
-    rounds, kept = way == "bfloat16", way in ("bfloat16", "16 bits")
-    factory = linear_method_for(CPU, torch.float32, WAYS.get(way), rounds_inputs=rounds)
+    kept = way in ("bfloat16", "16 bits")
+    kernels = cpu_kernels(torch.float32, WAYS.get(way))
+    if way == "bfloat16":
+        kernels = CPUKernels(DenseAttention(), dtype=torch.bfloat16)
     fields = {"weight_dtype": torch.bfloat16, "keeps_weights": False} if kept else {}
-    model = build(Path(directory), linear_method_factory=factory, ops=CPUOps(), **fields)
+    model = build(Path(directory), kernels=kernels, **fields)
     mlp = model.model.layers[-1].mlp
     assert isinstance(mlp, SparseMLP)
     assert isinstance(mlp.routed, CPUExperts)
@@ -111,8 +111,7 @@ def test_a_row_of_nan_stays_alone() -> None:
 
 def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=36)
-    factory = linear_method_for(CPU, torch.float32)
-    mlp = build(tmp_path, linear_method_factory=factory, ops=CPUOps()).model.layers[-1].mlp
+    mlp = build(tmp_path, kernels=cpu_kernels()).model.layers[-1].mlp
     assert not isinstance(mlp.routed, CPUExperts)
     x = torch.randn(9, 64)
     assert torch.equal(mlp.routed(x), mlp.experts(x, *mlp.gate(x)))

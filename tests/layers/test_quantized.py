@@ -26,7 +26,6 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
 from nanoengine.errors import WeightLoadError
-from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
     QuantizedLinear,
@@ -45,7 +44,7 @@ from nanoengine.models import loader
 from nanoengine.models.loader import model_size
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import all_logits, build, cpu_kernels
 from tests.support.model_helpers import random_prompts as token_prompts
 
 CPU = torch.device("cpu")
@@ -62,7 +61,7 @@ def method(
 ) -> QuantizedLinear:
     """A layer made and filled as a model does it, in two parts."""
     quantization = resolve_quantization(option, None, device="cpu")
-    made = linear_method_for(CPU, dtype, quantization)("model.layers.0.mlp.down_proj")
+    made = cpu_kernels(dtype, quantization).linear("model.layers.0.mlp.down_proj")
     made.create(weight.shape[1], weight.shape[0], dtype=dtype, device=CPU)
     half = weight.shape[0] // 2
     made.load(weight[half:], slice(half, weight.shape[0]))  # parts may come in any order
@@ -254,7 +253,7 @@ def test_long_dot_products_are_exact() -> None:
 
 def test_which_layers_are_quantized_and_how() -> None:
     def make(name: str, quantization: Quantization | None) -> object:
-        return linear_method_for(CPU, torch.float32, quantization)(name)
+        return cpu_kernels(torch.float32, quantization).linear(name)
 
     for option, bits in (("int8", 8), ("int4", 4)):
         quantization = resolve_quantization(option, None, device="cpu")
@@ -279,8 +278,7 @@ def test_a_model_computes_with_the_dequantized_weights(
     make_checkpoint(tmp_path, family)
     prompts = token_prompts(9, 3)
     quantization = resolve_quantization(option, None, device="cpu")
-    factory = linear_method_for(CPU, torch.float64, quantization)
-    model = build(tmp_path, torch.float64, linear_method_factory=factory)
+    model = build(tmp_path, torch.float64, kernels=cpu_kernels(torch.float64, quantization))
     plain = build(tmp_path, torch.float64)
     exact = all_logits(plain, prompts)
     methods = [m for m in plain.modules() if hasattr(m, "apply") and hasattr(m, "finish")]
@@ -310,8 +308,7 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
     assert plain_bytes == 4 * plain
     for option, share in (("int8", 8), ("int4", 4 + 16 / 32)):
         quantization = resolve_quantization(option, None, device="cpu")
-        factory = linear_method_for(CPU, torch.float32, quantization)
-        model = build(tmp_path, linear_method_factory=factory)
+        model = build(tmp_path, kernels=cpu_kernels(torch.float32, quantization))
         count, num_bytes = model_size(model)
         assert count == plain
         layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96)
@@ -326,10 +323,10 @@ def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", intermediate_size=128)
     quantization = resolve_quantization("int4", None, device="cpu")
     # Why float64: there the plain form is kept, which can be read.
-    factory = linear_method_for(CPU, torch.float64, quantization)
-    whole = build(tmp_path, torch.float64, linear_method_factory=factory).model.layers[0]
+    kernels = cpu_kernels(torch.float64, quantization)
+    whole = build(tmp_path, torch.float64, kernels=kernels).model.layers[0]
     shard = Shard(1, 2)
-    half = build(tmp_path, torch.float64, linear_method_factory=factory, shard=shard)
+    half = build(tmp_path, torch.float64, kernels=kernels, shard=shard)
     half = half.model.layers[0]
     down, cut = whole.mlp.down_proj.method, half.mlp.down_proj.method
     assert torch.equal(cut.scales, down.scales[:, 2:])
@@ -396,10 +393,10 @@ def test_a_mixture_of_experts_is_quantized_while_it_loads(
     """Each expert's matrices are those of a layer that is quantized alone, stacked or not."""
     make_checkpoint(tmp_path, "qwen3_moe", fused_experts=stacked)
     resolved = resolve_quantization(option, None, device="cpu")
-    factory = linear_method_for(CPU, torch.float32, resolved)
-    model, plain = build(tmp_path, linear_method_factory=factory), build(tmp_path)
+    kernels = cpu_kernels(torch.float32, resolved)
+    model, plain = build(tmp_path, kernels=kernels), build(tmp_path)
     expert, floats = (one.model.layers[0].mlp.experts.experts[5] for one in (model, plain))
-    alone = factory("model.layers.0.mlp.experts.5.down_proj")
+    alone = kernels.linear("model.layers.0.mlp.experts.5.down_proj")
     alone.create(32, 64, dtype=torch.float32, device=CPU)
     alone.load(floats.down.weight.detach(), slice(0, 64))
     inner = torch.randn(3, 32)

@@ -19,13 +19,12 @@ from nanoengine.checkpoint.quantization import (
     resolve_quantization,
 )
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
-from nanoengine.layers.choose import linear_method_for
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import unpack_words
 from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
 from tests.support.engines import greedy, make_engine, run, tokens
-from tests.support.model_helpers import all_logits, build, random_prompts
+from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts
 from tests.support.quantized_checkpoints import (
     PROJECTIONS,
     Drawn,
@@ -127,8 +126,8 @@ def load(directory: Path, option: str | None = None, **fields: Any) -> CausalLM:
     """The model of a checkpoint, in float64."""
     stored = load_model_config(directory).quantization
     quantization = resolve_quantization(option, stored, device="cpu")
-    factory = linear_method_for(torch.device("cpu"), torch.float64, quantization)
-    return build(directory, torch.float64, linear_method_factory=factory, **fields)
+    kernels = cpu_kernels(torch.float64, quantization)
+    return build(directory, torch.float64, kernels=kernels, **fields)
 
 
 @pytest.mark.parametrize("case", CASES)

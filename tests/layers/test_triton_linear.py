@@ -10,9 +10,7 @@ from nanoengine.attention.triton_uniform import UniformConfig
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_gemm, triton_layers
 from nanoengine.layers import triton_linear
-from nanoengine.layers.choose import linear_method_for
-from nanoengine.layers.linear_method import UnquantizedLinear
-from nanoengine.layers.ops import TorchOps
+from nanoengine.layers.kernels import Kernels, UnquantizedLinear
 from nanoengine.layers.triton_linear import (
     GatedLinear,
     GemmConfig,
@@ -20,12 +18,14 @@ from nanoengine.layers.triton_linear import (
     gate_config,
     gemm_config,
 )
-from nanoengine.layers.triton_ops import TritonOps
-from nanoengine.runner import numerics
+from nanoengine.runner.numerics import make_kernels
 from nanoengine.settings.params import SamplingParams
 from tests.support.attention_cases import DEVICE
 from tests.support.engines import checkpoint, make_engine, random_prompts, run, tokens
+from tests.support.model_helpers import DenseAttention
 from tests.support.row_products import row_products  # noqa: F401
+
+PLAIN = Kernels(DenseAttention())
 
 ATOL = {torch.float32: 2e-5, torch.float16: 4e-3}
 
@@ -63,7 +63,7 @@ def test_products_with_and_without_bias(small, sizes, dtype):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gates_in_the_same_kernel(small, activation):
-    method, x, ops = layer(64, 80, torch.float16), inputs(5, 64, torch.float16), TorchOps()
+    method, x, ops = layer(64, 80, torch.float16), inputs(5, 64, torch.float16), PLAIN
     expected = ops.gate(method.apply(x, None), activation)
     out = method.apply_gated(x, activation, ops)
     assert out.shape == (5, 40)
@@ -75,9 +75,9 @@ def test_gates_of_few_rows_are_one_kernel_and_those_of_many_are_not(monkeypatch,
     method = GatedLinear("layer").to(DEVICE)
     method.create(64, 80, dtype=torch.float16, device=DEVICE)
     method.load(layer(64, 80, torch.float16).weight, slice(0, 80))
-    x, ops, gated = inputs(rows, 64, torch.float16), TorchOps(), []
-    plain = TorchOps.gate
-    monkeypatch.setattr(TorchOps, "gate", lambda *args: gated.append(1) or plain(*args))
+    x, ops, gated = inputs(rows, 64, torch.float16), PLAIN, []
+    plain = Kernels.gate
+    monkeypatch.setattr(Kernels, "gate", lambda *args: gated.append(1) or plain(*args))
     expected = ops.gate(method.apply(x, None), "silu")
     gated.clear()
     torch.testing.assert_close(
@@ -88,7 +88,8 @@ def test_gates_of_few_rows_are_one_kernel_and_those_of_many_are_not(monkeypatch,
 
 def test_a_gpu_gets_these_gates_where_its_dtype_has_16_bits():
     def kind(device: str, dtype: torch.dtype) -> type:
-        return type(linear_method_for(torch.device(device), dtype)("gate_up_proj"))
+        kernels = make_kernels(DenseAttention(), device=torch.device(device), dtype=dtype)
+        return type(kernels.linear("gate_up_proj"))
 
     for dtype in (torch.float16, torch.bfloat16):
         assert kind("cuda", dtype) is GatedLinear
@@ -102,8 +103,8 @@ def test_a_row_has_the_same_bits_in_any_batch(small):
     many = method.apply(x, None)
     for rows in (slice(0, 1), slice(21, 22), slice(9, 30)):
         assert torch.equal(method.apply(x[rows], None), many[rows])
-    gated = method.apply_gated(x, "silu", TorchOps())
-    assert torch.equal(method.apply_gated(x[21:22], "silu", TorchOps()), gated[21:22])
+    gated = method.apply_gated(x, "silu", PLAIN)
+    assert torch.equal(method.apply_gated(x[21:22], "silu", PLAIN), gated[21:22])
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 120])
@@ -125,7 +126,6 @@ def test_tiles_fit_together(arch):
 @pytest.fixture
 def deterministic_engine(monkeypatch, row_products):  # noqa: F811
     """Makes engines whose every operation is the GPU's, interpreted, with small tiles."""
-    monkeypatch.setattr(numerics, "make_ops", lambda device, dtype: TritonOps(dtype))
     uniform = UniformConfig(rows=16, keys=16, warps=4, stages=2, split=16)
     monkeypatch.setattr(triton_uniform, "uniform_config", lambda *shape: uniform)
 
@@ -222,9 +222,7 @@ LAYER = ["norm", "qkv", "rotate and store", "attend", "o", "norm", "gate and up"
 AROUND = ["norm", "head"]
 
 
-def test_a_dense_layer_takes_eight_kernels(monkeypatch, launches_of_a_decode):
-    monkeypatch.setattr(numerics, "make_ops", lambda device, dtype: TritonOps(dtype))
-    monkeypatch.setattr(numerics, "linear_method_for", lambda *_, **__: GatedLinear)
+def test_a_dense_layer_takes_eight_kernels(launches_of_a_decode):
     engine = make_engine(
         checkpoint("qwen3", head_dim=16, num_hidden_layers=1, vocab_size=64), dtype="float16",
         attention_backend="triton", block_size=16, num_kv_blocks=24, max_num_seqs=8,

@@ -4,15 +4,22 @@ import pytest
 import torch
 
 from nanoengine.errors import ConfigError
-from nanoengine.layers.choose import make_ops
-from nanoengine.layers.ops import GATES, TorchOps
-from nanoengine.layers.triton_ops import TritonOps, norm_warps
+from nanoengine.layers.kernels import GATES, Kernels
+from nanoengine.models.cpu import CPUKernels
+from nanoengine.models.triton import TritonKernels, norm_warps
+from nanoengine.runner.numerics import make_kernels
 from tests.support.attention_cases import DEVICE
+from tests.support.model_helpers import DenseAttention
 
 EPS = 1e-6
+PLAIN = Kernels(DenseAttention())
 DTYPES = [torch.float32, torch.float16]
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3}
 """Two roundings of numbers of size 2 to 4: the twins may round a tie's neighbour differently."""
+
+
+def kernels_of(dtype):
+    return TritonKernels(DenseAttention(), dtype=dtype)
 
 
 def numbers(*shape, dtype, seed=0, spread=1.0):
@@ -30,7 +37,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize("size", [64, 80, 1000, 1024])
 @pytest.mark.parametrize("wide", [False, True])
 def test_norms(dtype, size, wide):
-    ops, plain = TritonOps(dtype), TorchOps()
+    ops, plain = kernels_of(dtype), PLAIN
     weight = 1 + numbers(size, dtype=torch.float32 if wide else dtype, seed=1, spread=0.3)
     x, residual = numbers(3, size, dtype=dtype), numbers(3, size, dtype=dtype, seed=2)
     close(ops.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
@@ -43,7 +50,7 @@ def test_norms(dtype, size, wide):
 def test_the_weight_s_dtype_says_where_the_norm_is_rounded():
     x = numbers(8, 128, dtype=torch.float16)
     weight = 1 + numbers(128, dtype=torch.float32, seed=1, spread=0.3)
-    ops, plain = TritonOps(torch.float16), TorchOps()
+    ops, plain = kernels_of(torch.float16), PLAIN
     narrow = ops.rms_norm(x, weight.half(), EPS)
     wide = ops.rms_norm(x, weight.half().float(), EPS)
     assert not torch.equal(narrow, wide)
@@ -58,15 +65,15 @@ def test_eps_and_rows_of_zeros(eps):
     x = numbers(2, 64, dtype=torch.float32)
     x[1] = 0
     weight = torch.ones(64, device=DEVICE)
-    out = TritonOps(torch.float32).rms_norm(x, weight, eps)
-    close(out, TorchOps().rms_norm(x, weight, eps))
+    out = kernels_of(torch.float32).rms_norm(x, weight, eps)
+    close(out, PLAIN.rms_norm(x, weight, eps))
     assert out[1].abs().max() == 0
 
 
 def test_rows_of_something_wider():
     wide = numbers(4, 200, dtype=torch.float32)
     weight = torch.ones(64, device=DEVICE)
-    ops, plain = TritonOps(torch.float32), TorchOps()
+    ops, plain = kernels_of(torch.float32), PLAIN
     close(ops.rms_norm(wide[:, 8:72], weight, EPS), plain.rms_norm(wide[:, 8:72], weight, EPS))
     close(ops.gate(wide[:, 4:100], "silu"), plain.gate(wide[:, 4:100], "silu"))
 
@@ -77,20 +84,20 @@ def test_rows_of_something_wider():
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gates(dtype, activation, size):
     gate_up = numbers(3, 2 * size, dtype=dtype, spread=4.0)
-    expected = TorchOps().gate(gate_up, activation)
-    close(TritonOps(dtype).gate(gate_up, activation), expected)
+    expected = PLAIN.gate(gate_up, activation)
+    close(kernels_of(dtype).gate(gate_up, activation), expected)
 
 
 @pytest.mark.parametrize("activation", list(GATES))
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gates_of_large_numbers(activation):
     gate_up = torch.tensor([[-1e4, -90.0, 90.0, 1e4, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
-    out = TritonOps(torch.float32).gate(gate_up, activation)
-    torch.testing.assert_close(out, TorchOps().gate(gate_up, activation))
+    out = kernels_of(torch.float32).gate(gate_up, activation)
+    torch.testing.assert_close(out, PLAIN.gate(gate_up, activation))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others():
-    ops = TritonOps(torch.float32)
+    ops = kernels_of(torch.float32)
     x, residual = numbers(5, 192, dtype=torch.float32), numbers(5, 192, dtype=torch.float32, seed=1)
     weight = numbers(192, dtype=torch.float32, seed=2)
     many = ops.add_rms_norm(x, residual.clone(), weight, EPS)
@@ -99,16 +106,24 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     assert torch.equal(ops.gate(x, "silu")[3:4], ops.gate(x[3:4], "silu"))
 
 
-def test_the_factory_takes_fused_ops_on_cuda_alone():
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert isinstance(make_ops(cuda, torch.bfloat16), TritonOps)
-    assert isinstance(make_ops(cuda, torch.float64), TorchOps)
-    assert not isinstance(make_ops(cpu, torch.float32), TritonOps)
+def test_a_gpu_gets_these_kernels_and_a_cpu_its_own():
+    def kind(device, dtype, backend=DenseAttention):
+        return type(make_kernels(backend(), device=torch.device(device), dtype=dtype))
+
+    class Naive(DenseAttention):
+        name = "naive"
+
+    assert kind("cuda", torch.bfloat16) is TritonKernels
+    assert kind("cuda", torch.float64) is Kernels
+    assert kind("cpu", torch.float32) is CPUKernels
+    assert kind("cpu", torch.bfloat16) is Kernels
+    for device in ("cuda", "cpu"):
+        assert kind(device, torch.float32, Naive) is Kernels
 
 
 def test_refuses_a_dtype_it_can_not_compute():
     with pytest.raises(ConfigError, match="float64"):
-        TritonOps(torch.float64)
+        kernels_of(torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +135,7 @@ def test_a_thread_reads_16_bytes_at_a_time(size, warps):
 
 def test_no_rows_are_no_work():
     """A chunk in the middle of a prompt gives no logits: nobody goes on in the last layer."""
-    ops, weight = TritonOps(torch.float32), torch.ones(64, device=DEVICE)
+    ops, weight = kernels_of(torch.float32), torch.ones(64, device=DEVICE)
     nothing = numbers(0, 64, dtype=torch.float32)
     assert ops.rms_norm(nothing, weight, EPS).shape == (0, 64)
     assert [x.shape for x in ops.add_rms_norm(nothing, nothing, weight, EPS)] == [(0, 64)] * 2

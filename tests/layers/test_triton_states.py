@@ -8,7 +8,7 @@ import torch
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan
 from nanoengine.layers.triton_states import TritonDeltaSteps, conv_step, through_chunks
-from nanoengine.models.fuse_triton import fuse_triton
+from nanoengine.models.triton import TritonKernels
 from tests.support.attention_cases import DEVICE
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
@@ -67,6 +67,6 @@ def test_chunks_give_what_plain_chunks_give(count, position):
 def test_a_model_runs_by_them(family):
     options = {"block_size": 8, "num_kv_blocks": 40, "dtype": "float32", "max_model_len": 64}
     one, two = (make_engine(checkpoint(family), **options) for _ in range(2))
-    fuse_triton(two.executor.model.model)
+    TritonKernels(two.executor.backend, dtype=torch.float32).fuse(two.executor.model)
     prompts = random_prompts(2, [9, 20])
     assert tokens(run(two, prompts, greedy(4))) == tokens(run(one, prompts, greedy(4)))

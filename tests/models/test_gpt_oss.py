@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
 from nanoengine.checkpoint.quantization import Quantization, resolve_quantization
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.layers.choose import linear_method_for
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build
+from tests.support.model_helpers import all_logits, build, cpu_kernels
 from tests.support.model_helpers import random_prompts as plain_prompts
 from tests.support.quantized_checkpoints import MXFP4, make_mxfp4
 
@@ -42,8 +41,7 @@ def expected(checkpoint: tuple[Path, torch.nn.Module]) -> torch.Tensor:
 
 def quantized(path: Path, option: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
     quantization = resolve_quantization(option, load_model_config(path).quantization, device="cpu")
-    factory = linear_method_for(torch.device("cpu"), dtype, quantization)
-    return build(path, dtype, linear_method_factory=factory)
+    return build(path, dtype, kernels=cpu_kernels(dtype, quantization))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -155,7 +153,8 @@ def test_what_is_not_implemented_is_refused_by_key_and_value(
 def test_mxfp4_is_for_experts_of_this_family() -> None:
     raw = {"architectures": ["MixtralForCausalLM"], "quantization_config": MXFP4}
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
-    counts = "num_hidden_layers", "num_attention_heads", "num_local_experts", "num_experts_per_tok"
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+              "num_local_experts", "num_experts_per_tok")  # fmt: skip
     sizes |= dict.fromkeys(counts, 2)
     with pytest.raises(UnsupportedModelError, match="mxfp4 is not implemented for mixtral"):
         parse_model_config(raw | sizes | {"max_position_embeddings": 64})

@@ -16,16 +16,18 @@ from transformers import PreTrainedModel
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError
-from nanoengine.layers.choose import linear_method_for
-from nanoengine.layers.linear_method import LinearMethod, UnquantizedLinear
+from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
+from nanoengine.runner.numerics import make_kernels
 from tests.support.checkpoints import make_checkpoint
 from tests.support.model_helpers import (
+    DenseAttention,
     all_logits,
     build,
+    cpu_kernels,
     make_context,
     prefill_batch,
     random_prompts,
@@ -110,6 +112,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral full": ("mistral", {"sliding_window": None}),
+    "olmo3 yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            }
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2 windows": (
@@ -270,7 +281,7 @@ def test_positions_past_the_models_context_are_refused_at_start(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"max_model_len=513 must be in \[1, 512\]"):
         build(tmp_path, max_positions=513)
     short = build(tmp_path, max_positions=20)
-    assert short.model.rotaries[0].table.shape == (20, 16)
+    assert short.model.rotary.table.shape == (20, 16)
     prompts = random_prompts(20)
     assert torch.equal(all_logits(short, prompts), all_logits(build(tmp_path), prompts))
 
@@ -313,7 +324,7 @@ def test_norm_with_residual_returns_the_norm_of_the_sum_and_the_sum() -> None:
     assert torch.equal(total, x + residual)
     expected = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
     torch.testing.assert_close(normed, expected)
-    torch.testing.assert_close(norm(total), expected)
+    torch.testing.assert_close(norm(total, None)[0], expected)
 
 
 class TransposedLinear(LinearMethod):
@@ -356,7 +367,7 @@ class TransposedLinear(LinearMethod):
 def test_another_linear_method_enters_by_the_door(tied: bool, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied, num_hidden_layers=1)
     TransposedLinear.made.clear()
-    model = build(tmp_path, linear_method_factory=TransposedLinear)
+    model = build(tmp_path, kernels=Kernels(DenseAttention(), TransposedLinear))
     assert TransposedLinear.made == [
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.self_attn.o_proj",
@@ -375,7 +386,7 @@ def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     reference = make_checkpoint(tmp_path, family, **overrides)
     prompts = random_prompts(40, 1, 23)
-    model = build(tmp_path, linear_method_factory=PackedLinear)
+    model = build(tmp_path, kernels=cpu_kernels())
     methods = [m for m in model.modules() if isinstance(m, PackedLinear)]
     assert all(m.is_packed for m in methods), "a weight was left unpacked"
     plain = build(tmp_path)
@@ -388,8 +399,8 @@ def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
 
 def test_packed_weights_are_for_float32_on_a_cpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    made = [linear_method_for(cpu, torch.float32)(name) for name in ("lm_head", "o_proj")]
+    made = [cpu_kernels().linear(name) for name in ("lm_head", "o_proj")]
     assert [type(method) for method in made] == [ScreenedHead, PackedLinear]
     for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
-        method = linear_method_for(device, dtype)("o_proj")
-        assert type(method) is UnquantizedLinear
+        kernels = make_kernels(DenseAttention(), device=device, dtype=dtype)
+        assert type(kernels.linear("o_proj")) is UnquantizedLinear

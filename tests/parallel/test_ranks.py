@@ -95,7 +95,7 @@ def check(case: str) -> None:
     two = make_engine(directory, tensor_parallel_size=2, **options)
     heads_each = 1 if "num_key_value_heads" in fields else 2
     assert two.info.block_bytes * heads_each == one.info.block_bytes
-    assert len(two.executor._ranks.processes) == 2
+    assert len(two.executor._ranks.workers) == 2
     expected, found = run(one, *work()), run(two, *work())
     assert tokens(found) == tokens(expected)
     stats = two.stats()

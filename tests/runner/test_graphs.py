@@ -13,9 +13,7 @@ import nanoengine.runner.decode_step as decode_step
 import nanoengine.runner.graphs as graphs_module
 import nanoengine.runner.start as runner_start
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
-from nanoengine.layers.linear_method import UnquantizedLinear
-from nanoengine.layers.ops import TorchOps
-from nanoengine.runner import numerics, sampling_ops
+from nanoengine.runner import sampling_ops
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import CudaGraphs, GraphedDecode, capture_sizes
@@ -314,9 +312,6 @@ def graphed_engine(graphs, **options):
         mock.patch.object(runner_start, "free_gpu_bytes", return_value=0),
         mock.patch.object(graphs_module, "CudaGraphs", return_value=graphs),
         mock.patch.object(runner_start, "make_backend", make_graph_safe),
-        # Why: numba's kernels write memory behind torch's back, and would not be recorded.
-        mock.patch.object(numerics, "make_ops", return_value=TorchOps()),
-        mock.patch.object(numerics, "linear_method_for", return_value=UnquantizedLinear),
     ):
         return make_engine(checkpoint(family, **overrides), **defaults | options)
 

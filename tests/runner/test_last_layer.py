@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from nanoengine.core.plan import Fork, StepPlan
-from nanoengine.layers.cpu_ops import CPUOps
-from nanoengine.layers.packed import PackedLinear
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.settings.params import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import build, prefill_batch
+from tests.support.model_helpers import build, cpu_kernels, prefill_batch
 
 FAMILIES = ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "gemma3"]
 
@@ -78,7 +76,7 @@ def test_forks_each_bring_the_row_of_their_parent(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_the_same_whoever_goes_along(family, rows, tmp_path):
     make_checkpoint(tmp_path, family)
-    model = build(tmp_path, linear_method_factory=PackedLinear, ops=CPUOps())
+    model = build(tmp_path, kernels=cpu_kernels())
     batch = prefill_batch(random_prompts(3, [9, 1, 5]))
     with torch.inference_mode():
         everything = model(replace(batch, logits_indices=None))

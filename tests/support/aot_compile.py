@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from nanoengine.attention import triton as backend_module
-from nanoengine.attention.rotate import HeadNormWeights
+from nanoengine.attention.base import HeadNormWeights
 from nanoengine.attention.triton import TritonBackend, kernels, store_kernels, uniform
 from nanoengine.kernels import triton_experts as expert_kernels
 from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton_states
@@ -38,13 +38,13 @@ from nanoengine.layers import triton_experts, triton_linear
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import DeltaInputs, scan
 from nanoengine.layers.triton_experts import TritonExperts
-from nanoengine.layers.triton_ops import TritonOps
 from nanoengine.layers.triton_states import TritonDeltaSteps, through_chunks
+from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.triton_rows import TritonRows
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.aot_loops import tile_loop
 from tests.support.attention_cases import Case, make_case
-from tests.support.model_helpers import make_context
+from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.states import delta_plan
 
 
@@ -117,7 +117,7 @@ def run_rotation(backend: TritonBackend, case: Case):
 
 def run_layers(dtype, hidden=4096, inner=12288):
     """The norm with a sum and the gate, at the sizes of an 8B model."""
-    ops = TritonOps(dtype)
+    ops = TritonKernels(DenseAttention(), dtype=dtype)
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.add_rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")

@@ -12,9 +12,12 @@ import torch
 from nanoengine.attention.base import AttentionBackend, LayerCache
 from nanoengine.attention.batch import Batch, Span, StateWave
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.layers.context import ModelContext
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.layers.kernels import Kernels
+from nanoengine.layers.layer import ModelContext
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.loader import load_model
+from nanoengine.runner.numerics import make_kernels
 
 
 class DenseAttention(AttentionBackend):
@@ -84,10 +87,20 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
 
 
+def cpu_kernels(
+    dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
+) -> Kernels:
+    """The kernel set of a CPU for a model of this dtype, with dense attention."""
+    return make_kernels(
+        DenseAttention(), device=torch.device("cpu"), dtype=dtype, quantization=quantization
+    )
+
+
 def make_context(dtype: torch.dtype = torch.float32, **fields: Any) -> ModelContext:
-    """A context with dense attention, on the CPU unless `fields` say otherwise."""
+    """A context on the CPU in plain torch with dense attention, unless `fields` say otherwise."""
     fields.setdefault("device", torch.device("cpu"))
-    return ModelContext(dtype=dtype, attention_backend=DenseAttention(), **fields)
+    fields.setdefault("kernels", Kernels(DenseAttention()))
+    return ModelContext(dtype=dtype, **fields)
 
 
 def build(

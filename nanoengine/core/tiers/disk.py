@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.prefixes import Prefixes
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.stats import TierStats
 from nanoengine.core.tiers.cost import Rate
 from nanoengine.core.tiers.found import Content, Level, TierBlock, content_of
+from nanoengine.core.tiers.stats import TierStats
 
 MAX_WRITES = 8
 """Most writes under way at once: copies are made in order, so a read may wait for all of them."""

@@ -35,10 +35,10 @@ from nanoengine.core.plan import StepPlan, StepResult, Transfer
 from nanoengine.core.prefix_cache import CachedPrefix
 from nanoengine.core.prefixes import Prefix
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.stats import TierStats
 from nanoengine.core.tiers.cost import CostModel
 from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
 from nanoengine.core.tiers.found import Content, Found, Level, Load, TierBlock, content_of
+from nanoengine.core.tiers.stats import TierStats
 
 LAZY_BLOCKS = 64
 """A lazy cache stores the device's cached blocks when they are among this many next evicted."""

@@ -1,0 +1,46 @@
+"""The scales of an fp8 cache, as some checkpoints hold them beside a layer's projections.
+
+Called by `models/loader.py` for a checkpoint that has any. A layer without them has scales of 1,
+and they mean nothing to a cache of the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.errors import WeightLoadError
+from nanoengine.layers.attention import Attention
+
+KV_SCALES = ("k_scale", "v_scale")
+
+
+def scale_slots(model: nn.Module) -> dict[str, WeightSlot]:
+    """Slots of the scales of all attention layers, by their names here.
+
+    Raises:
+        WeightLoadError: from a slot: a scale is not a positive number.
+    """
+    return {
+        f"{beside}.{name}": WeightSlot(
+            shape=(1,),
+            store=partial(_store, layer, f"{beside}.{name}"),
+            absent=partial(_store, layer, f"{beside}.{name}", torch.ones(1)),
+        )
+        for path, layer in model.named_modules()
+        if isinstance(layer, Attention)
+        for beside in (path.rpartition(".")[0],)
+        for name in KV_SCALES
+    }
+
+
+def _store(layer: Attention, name: str, scale: torch.Tensor) -> None:
+    value = scale.item()
+    if not 0 < value < float("inf"):
+        raise WeightLoadError(f"{name} must be a positive number, got {value}")
+    spec = replace(layer.spec, **{name.rpartition(".")[2]: value})
+    layer.cache = layer.cache._replace(spec=spec)

@@ -1,0 +1,176 @@
+"""Norms beside the plain one: with factors rounded or counted otherwise, with a mean, over all
+heads together.
+
+Called by `models/variants.py`. Where a weight's dtype is wider than the model's, it is multiplied
+before rounding.
+
+Source: Ba et al., "Layer Normalization" (arXiv 1607.06450); OLMo 2 (arXiv 2501.00656).
+
+Legend: T tokens, N size of a row, H / K query / KV heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.attention.base import HeadNormWeights
+from nanoengine.checkpoint.plan import NormKind
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.kernels import empty_parameter, ordered
+from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.norm import HeadNorm, RMSNorm
+
+
+def make_norm(
+    kind: NormKind, size: int, eps: float, *, bias: bool, context: ModelContext
+) -> RMSNorm | LayerNorm:
+    """The norm over the hidden size that a family has."""
+    if kind == "layer":
+        return LayerNorm(size, eps, bias=bias, context=context)
+    norm = CenteredNorm if kind == "centered" else RMSNorm
+    return norm(size, eps, context=context, dtype=norm_dtype(kind, context.dtype))
+
+
+def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm's weight: float32 or wider where the norm is rounded behind it."""
+    return dtype if kind == "rms" else torch.promote_types(dtype, torch.float32)
+
+
+class CenteredNorm(RMSNorm):
+    """RMSNorm whose stored weight is how far the factor is from 1.
+
+    Why added in the dtype that it is kept in: 1 + weight has more digits than 16 bits hold.
+    """
+
+    def store(self, stored: torch.Tensor) -> None:
+        self.weight.copy_(stored.to(self.weight.dtype) + 1)
+
+
+class LayerNorm(Layer):
+    """(x - mean(x)) / std(x) * weight, plus a bias where the checkpoint has one; in plain torch."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool, context: ModelContext) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        dtype = norm_dtype("layer", context.dtype)
+        self.weight = empty_parameter((size,), dtype, context.device)
+        self.bias = empty_parameter((size,), dtype, context.device) if bias else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `RMSNorm.forward`."""
+        total = x if residual is None else x + residual
+        wide = total.to(self.weight.dtype)
+        normed = F.layer_norm(wide, (self.size,), self.weight, self.bias, self.eps)
+        return normed.to(x.dtype), total
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        tensors = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+        return {
+            f"{path}.{name}": WeightSlot(shape=(self.size,), store=tensor.copy_)
+            for name, tensor in tensors.items()
+        }
+
+
+class OtherHeadNorm(HeadNorm):
+    """The norm of each head, of another kind, or with a head's dimensions in another order.
+
+    Args:
+        order: [D], as `OtherQKV` has them; None: the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        kind: NormKind,
+        order: torch.Tensor | None,
+        *,
+        context: ModelContext,
+    ) -> None:
+        dtype = norm_dtype(kind, context.dtype)
+        super().__init__(num_heads, num_kv_heads, head_dim, eps, context=context, dtype=dtype)
+        self.kind, self.order = kind, order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H + K, D] -> the same, each head normed, where no backend does it."""
+        wide = x.to(self.weight.dtype)
+        normed = F.rms_norm(wide, self.weight.shape[1:], None, self.weights.eps)
+        return (normed * self.weight).to(x.dtype)
+
+    def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
+        factors = stored.to(rows.dtype) + 1 if self.kind == "centered" else stored
+        rows.copy_(ordered(factors, self.order))
+
+
+class WidthNorm(Layer):
+    """RMSNorm over all query heads together, and over all key heads: `q_norm` and `k_norm` beside
+    this module in the checkpoint, [H * D] and [K * D] of all ranks.
+
+    Source: OLMo 2 (arXiv 2501.00656), section 3.3.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        kind: NormKind,
+        order: torch.Tensor | None,
+        *,
+        context: ModelContext,
+    ) -> None:
+        """`num_heads` and `num_kv_heads` are those of all ranks."""
+        super().__init__()
+        self.ranks, self.all_reduce = context.shard.world_size, context.all_reduce
+        self.eps, self.head_dim, self.order = eps, head_dim, order
+        self.heads = {"q_norm": num_heads, "k_norm": num_kv_heads}
+        self.shards = [context.shard.of_heads(heads) for heads in self.heads.values()]
+        self.counts = [
+            shard.split(heads)
+            for shard, heads in zip(self.shards, self.heads.values(), strict=True)
+        ]
+        dtype = norm_dtype(kind, context.dtype)
+        self.weight = empty_parameter((sum(self.counts), head_dim), dtype, context.device)
+
+    @property
+    def weights(self) -> HeadNormWeights | None:
+        """What backends norm with; None: heads are split over ranks, and `forward` norms them."""
+        if self.ranks > 1:
+            return None
+        together = self.counts[0], self.counts[1]
+        return HeadNormWeights(weight=self.weight, eps=self.eps, together=together)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """[T, H + 2 K, D] -> the same, value heads as they were; for heads split over ranks."""
+        q, k, v = heads.split((*self.counts, self.counts[1]), dim=1)
+        weights = self.weight.split(self.counts)
+        return torch.cat((self._normed(q, weights[0]), self._normed(k, weights[1]), v), dim=1)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = self.all_reduce(wide.square().sum((1, 2), keepdim=True))
+        # Why it holds for heads that several ranks share: they count as often in both.
+        size = weight.numel() * self.ranks
+        normed = (wide * torch.rsqrt(total / size + self.eps)).to(weight.dtype)
+        return (normed * weight).to(x.dtype)
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        beside, slots = path.rpartition(".")[0], {}
+        parts = self.weight.split(self.counts)
+        for (name, heads), shard, rows in zip(self.heads.items(), self.shards, parts, strict=True):
+            size = heads * self.head_dim
+
+            def store(weight: torch.Tensor, rows: torch.Tensor = rows) -> None:
+                by_head = weight.view(rows.shape)
+                rows.copy_(by_head if self.order is None else by_head[:, self.order])
+
+            slots[f"{beside}.{name}.weight"] = WeightSlot(
+                shape=(size,), part=(shard.slice(size, name),), store=store
+            )
+        return slots

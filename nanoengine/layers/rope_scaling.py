@@ -1,0 +1,63 @@
+"""Rotations of contexts longer than those of pre-training: linear, llama3, yarn, longrope.
+
+Called by `rotary.py` for a rope of such a type; each slows some of the wavelengths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanoengine.checkpoint.rope import RopeConfig
+
+
+def scaled(rope: RopeConfig, wavelengths: torch.Tensor, max_positions: int) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, as `rope.type` says: [pairs] float32.
+
+    Args:
+        wavelengths: [pairs], of the plain rope, divided by 2 pi.
+        max_positions: positions of this engine, which choose longrope's factors. Why not each
+            prompt's length: keys in the cache would have been turned by others.
+    """
+    if rope.type == "longrope":
+        is_long = max_positions > rope.original_max_position_embeddings
+        slowed = torch.tensor(rope.long_factor if is_long else rope.short_factor)
+        return 1.0 / (slowed * wavelengths)
+    frequencies = 1.0 / wavelengths
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    return (_llama3 if rope.type == "llama3" else _yarn)(frequencies, rope)
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Slows long wavelengths by `factor`, keeps short ones, blends those between.
+
+    Source: Llama 3.1 (arXiv 2407.21783, section 3.4.2) and the model code released with it.
+    """
+    turns = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = blend.clamp(0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Slows by `factor` what turns less than `beta_slow` times in the original context, keeps what
+    turns more than `beta_fast` times, and blends by dimension between.
+
+    Source: YaRN (arXiv 2309.00071), section 3.2.
+    """
+    size = 2 * len(frequencies)
+
+    def dimension(turns: float) -> float:
+        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return size * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001  # Why: a blend of no width would divide by zero
+    pairs = torch.arange(len(frequencies), dtype=torch.float32)
+    slowed = ((pairs - low) / width).clamp(0, 1)
+    return frequencies / rope.factor * slowed + frequencies * (1 - slowed)

@@ -1,0 +1,167 @@
+"""CPUKernels: the kernel set of a CPU, over kernels compiled by numba.
+
+Norms and gates are one pass each, weights lie in panels on huge pages, and once they are loaded,
+neighbouring decoder layers become one compiled call. `layers.kernels.Kernels` is the readable form;
+tests/kernels/test_cpu_kernels.py and tests/layers/test_cpu_decoder.py compare the two.
+
+Special: `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_delta.py`, which are
+loaded for a model that has such layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.errors import ConfigError
+from nanoengine.kernels import cpu_layers as kernels
+from nanoengine.kernels.numpy_views import NumpyViews
+from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
+from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, UnquantizedLinear
+from nanoengine.layers.packed import PackedLinear, ScreenedHead
+from nanoengine.layers.placement import place_buffers, place_parameters
+from nanoengine.layers.shard import Shard
+from nanoengine.models.decoder import CausalLM, DecoderLayer, GatedMLP
+
+
+class CPUKernels(Kernels):
+    """Fused kernels with the arithmetic of `Kernels`; `add_rms_norm` works in place.
+
+    float32 weights are packed, 16-bit ones stay as they are stored. With bfloat16 the products
+    alone are rounded: between two of them is float32. float64 has norms and gates only.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionBackend,
+        quantization: Quantization | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`dtype` is the model's: float32, float64 or bfloat16."""
+        super().__init__(attention, self.exact_linear)
+        self.dtype = dtype
+        if quantization is not None:
+            from nanoengine.layers import cpu_quantized, quantized
+
+            kind = cpu_quantized.kind_for(quantization) if dtype != torch.float64 else None
+            self.linear = quantized.quantized_linears(quantization, self.exact_linear, kind)
+        share_threads_with_torch()
+        self._views = NumpyViews()
+
+    def dtypes(
+        self, config: ModelConfig, dtype: torch.dtype, shard: Shard
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """Weights are stored in 16 bits where they come so, since kernels read those.
+
+        Raises:
+            ConfigError: bfloat16, and a layer of an odd number of inputs.
+        """
+        between = torch.float32 if dtype == torch.bfloat16 else dtype
+        # Why even: weights of 16 bits are read in pairs of inputs.
+        sizes = {
+            key: size if key == "hidden_size" else shard.split(size)
+            for key, size in config.linear_inputs.items()
+        }
+        if any(size % 2 for size in sizes.values()):
+            if dtype == torch.bfloat16:
+                given = " and ".join(f"{key}={size}" for key, size in sizes.items())
+                raise ConfigError(
+                    f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
+                    f" {given}, which must be even on each rank: set dtype='float32'"
+                )
+            return between, dtype
+        stored = getattr(torch, config.dtype)
+        return between, stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
+
+    def exact_linear(self, name: str) -> LinearMethod:
+        """Weights in panels; the head has a screen."""
+        if self.dtype == torch.float64:
+            return UnquantizedLinear(name)
+        kind = ScreenedHead if name == "lm_head" else PackedLinear
+        rounds_inputs = self.dtype == torch.bfloat16 and not name.endswith(ROUTERS)
+        return kind(name, rounds_inputs=rounds_inputs)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        source, factors = x.contiguous().numpy(), self._views(weight)
+        out = np.empty(source.shape, source.dtype)
+        kernels.rms_norm(source, factors, source.dtype.type(eps), out, num_workers())
+        return torch.from_numpy(out)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values, factors = x.numpy(), self._views(weight)
+        kernels.add_rms_norm(
+            values, residual.numpy(), factors, values.dtype.type(eps), num_workers()
+        )
+        return x, residual
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        source = gate_up.numpy()
+        rows, both = source.shape
+        out = np.empty((rows, both // 2), source.dtype)
+        kernels.gate(source, kernels.GATES[activation], out, num_workers())
+        return torch.from_numpy(out)
+
+    def place(self, model: CausalLM) -> None:
+        place_parameters(model)
+
+    def fuse(self, model: CausalLM) -> None:
+        """Neighbouring layers that a kernel computes become one call in `Decoder.stack`; single
+        steps of a delta rule and mixtures of experts become one call each."""
+        place_buffers(model)
+        if model.config.moe is not None:
+            from nanoengine.layers.cpu_experts import CPUExperts
+            from nanoengine.models.moe import mixtures
+
+            for mlp in mixtures(model):
+                if CPUExperts.takes(mlp.gate, mlp.experts):
+                    mlp.routed = CPUExperts(mlp.gate, mlp.experts)
+        if model.config.states is not None:
+            from nanoengine.layers.cpu_delta import CPUDeltaSteps
+            from nanoengine.models.states import GatedDeltaNet
+
+            for mixer in model.state_layers:
+                if isinstance(mixer, GatedDeltaNet):
+                    mixer.one_token_each = CPUDeltaSteps(mixer.plan, mixer.conv1d.weight)
+        decoder = model.model
+        decoder.stack = []
+        for layer in decoder.layers:
+            parts = _parts(layer)
+            before = decoder.stack[-1] if decoder.stack else None
+            if parts is None or not FusedLayers.takes(parts):
+                decoder.stack.append(layer)
+            elif isinstance(before, FusedLayers) and before.may_precede(parts):
+                before.append(parts)
+            else:
+                decoder.stack.append(FusedLayers(parts))
+
+
+def _parts(layer: DecoderLayer) -> LayerParts | None:
+    """What the layer is made of; None where it is not of the kernel's form. What only variants have
+    is asked for by name, so that their file is loaded for them alone."""
+    if getattr(layer, "needs_torch", False):
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    gated = mlp if isinstance(mlp, GatedMLP) else None
+    return LayerParts(
+        norm=layer.input_layernorm,
+        qkv=attention.qkv_proj,
+        head_norm=attention.norm_weights,
+        attention=attention.attention,
+        o=attention.o_proj,
+        attention_output_norm=getattr(layer, "attention_output_norm", None),
+        mlp_norm=layer.post_attention_layernorm,
+        gate_up=None if gated is None else gated.gate_up_proj,
+        down=None if gated is None else gated.down_proj,
+        mlp_output_norm=getattr(layer, "mlp_output_norm", None),
+        activation="" if gated is None else gated.activation,
+        scale=getattr(layer, "scale", 1.0),
+        rotation=getattr(layer, "rotation", None),
+        rest=layer.mlp_part if gated is None else None,
+    )

@@ -1,0 +1,85 @@
+"""SparseMLP: the mixture of experts that a layer has in place of an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.moe import Experts, Router
+from nanoengine.models.decoder import GatedMLP
+
+
+class SharedGate(Layer):
+    """How much of the shared expert a token takes: [T, hidden_size] -> [T, 1]."""
+
+    def __init__(self, path: str, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.shape = (1, hidden_size)
+        self.method = context.kernels.linear(path)
+        self.method.create(hidden_size, 1, dtype=context.dtype, device=context.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(x, None).sigmoid()
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        slot = self.method.weight_slot(path, shape=self.shape, part=(), rows=slice(0, 1))
+        return {f"{path}.weight": slot}
+
+
+class SparseMLP(Layer):
+    """A router (`gate` in the checkpoint), its experts, and an MLP that every token takes, of the
+    kind `gated`.
+
+    Attributes:
+        routed: what runs as router and experts, [T, hidden_size] -> the same: these themselves, or
+            what computes them in one call once the weights are loaded.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: ModelConfig,
+        context: ModelContext,
+        gated: type[GatedMLP] = GatedMLP,
+    ) -> None:
+        super().__init__()
+        moe, hidden = config.moe, config.hidden_size
+        assert moe is not None
+        self.gate = Router(f"{path}.gate", hidden, moe, context=context)
+        self.experts = Experts(
+            f"{path}.experts", hidden, moe, config.plan.activation, context=context
+        )
+        self.shared_experts = self.shared_expert_gate = None
+        if moe.shared_size:
+            shared = f"{path}.shared_experts"
+            self.shared_experts = gated(shared, moe.shared_size, config, context)
+        if moe.shared_gate:
+            self.shared_expert_gate = SharedGate(f"{path}.shared_expert_gate", hidden, context)
+        self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.routed(x)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x)
+        return out + shared
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether it decides nothing on the host. Experts one by one do: how many rows each has."""
+        return getattr(self.routed, "graph_safe", False)
+
+    def _one_by_one(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, *self.gate(x))
+
+
+def mixtures(model: nn.Module) -> list[SparseMLP]:
+    """All of a model."""
+    return [module for module in model.modules() if isinstance(module, SparseMLP)]

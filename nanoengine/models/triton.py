@@ -1,0 +1,131 @@
+"""TritonKernels: the kernel set of a GPU, in Triton; products without a gate are cuBLAS.
+
+Plain torch reads and writes a row once for each operation, and launches a kernel for it; one kernel
+for the operations of a norm or a gate saves that memory traffic. This file chooses grids, widths
+and warps; the arithmetic is in `kernels/triton_layers.py`. `layers.kernels.Kernels` is the readable
+form; tests/layers/test_triton_ops.py compares the two.
+
+The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
+sm_90. They have not run on a GPU yet.
+
+Special: `layers/triton_experts.py` and `layers/triton_states.py`, which are loaded for a model that
+has such layers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.errors import ConfigError, MissingDependencyError
+from nanoengine.layers.kernels import GATES, Kernels, UnquantizedLinear
+from nanoengine.models.decoder import CausalLM
+
+try:
+    import triton
+except ImportError as error:
+    raise MissingDependencyError(
+        "fused layers on a GPU need the package triton, which CUDA builds of torch bring along:"
+        " install such a build, or `pip install triton`"
+    ) from error
+
+from nanoengine.kernels import triton_layers as kernels
+from nanoengine.layers.triton_linear import DTYPES, GatedLinear, TritonLinear
+
+GATE_WIDTH = 1024
+"""Elements that one program gates: 8 a thread, 16 bytes of a 16-bit dtype."""
+
+
+class TritonKernels(Kernels):
+    """Norms and gates that read a row once and write it once; in 16 bits the products of a gated
+    MLP and the gate are one kernel.
+
+    Results differ from those of `Kernels` by the order of a row's sum and by the exponential's last
+    bit. `deterministic`: one matrix multiplication with a fixed tile for all linear layers.
+
+    Raises:
+        ConfigError: a dtype that the kernels don't compute.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"fused layers compute float16, bfloat16 and float32, got {dtype}: set dtype, or"
+                " attention_backend='naive'"
+            )
+        gated = UnquantizedLinear if dtype == torch.float32 else GatedLinear
+        super().__init__(attention, TritonLinear if deterministic else gated)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """The norm of x, or of x + residual, which then takes residual's place."""
+        num_tokens, size = x.shape
+        out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+        added = x if residual is None else residual
+        assert x.stride(1) == added.stride(1) == 1, "rows must be contiguous"
+        kernels.rms_norm_kernel[(num_tokens,)](
+            out, x, added, weight,
+            X_ROW=x.stride(0), RESIDUAL_ROW=added.stride(0), SIZE=size,
+            WIDTH=triton.next_power_of_2(size), EPS=eps, ADD=residual is not None,
+            num_warps=norm_warps(size),
+        )  # fmt: skip
+        return out
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        assert activation in GATES, activation
+        assert gate_up.stride(1) == 1, "rows must be contiguous"
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+        width = min(GATE_WIDTH, triton.next_power_of_2(size))
+        kernels.gate_kernel[(num_tokens, triton.cdiv(size, width))](
+            out, gate_up,
+            ROW=gate_up.stride(0), SIZE=size, WIDTH=width, ACTIVATION=activation, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def fuse(self, model: CausalLM) -> None:
+        """A mixture of experts becomes three launches; layers that keep states run by kernels of
+        their own."""
+        if model.config.moe is not None:
+            from nanoengine.layers.triton_experts import TritonExperts
+            from nanoengine.models.moe import mixtures
+
+            for mlp in mixtures(model):
+                if TritonExperts.takes(mlp.experts):
+                    mlp.routed = TritonExperts(mlp.gate, mlp.experts)
+        if model.config.states is not None:
+            from nanoengine.layers import triton_states
+            from nanoengine.models.states import GatedDeltaNet
+
+            for mixer in model.state_layers:
+                if isinstance(mixer, GatedDeltaNet):
+                    mixer.one_token_each = triton_states.TritonDeltaSteps(mixer.plan, mixer.conv1d)
+                    mixer.through_chunks = triton_states.through_chunks
+                else:
+                    mixer.conv_step = functools.partial(triton_states.conv_step, mixer.conv)
+
+
+def norm_warps(size: int) -> int:
+    """Warps that share a row of `size` elements.
+
+    Why 256 elements a warp: 8 a thread are one load of 16 bytes. More than 16 warps would wait for
+    each other longer than they read.
+    """
+    return min(max(triton.next_power_of_2(size) // 256, 1), 16)
