@@ -54,8 +54,7 @@ class PreparingExecutor(NoExecutor):
         """Prepares the plan; the forward takes no time."""
         start = time.perf_counter()
         self.rows.update(plan)
-        none = np.zeros(len(plan.rows), np.int64)
-        _, lines = self.rows.make_batch(plan, (none, none))
+        _, lines = self.rows.make_batch(plan)
         prepare_s = time.perf_counter() - start
         token_ids = np.ones(len(lines.rows), np.int64)
         self.rows.keep(lines, torch.from_numpy(token_ids))
