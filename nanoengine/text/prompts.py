@@ -170,7 +170,7 @@ class PromptReader:
                 from nanoengine.text.token_bound import TokenBound
 
                 self._bound = TokenBound(tokenizer)
-            self._checker.check_length(self._bound.at_least(text), "at least ")
+            self.checker.check_length(self._bound.at_least(text), "at least ")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _open_chats(self) -> Chats:
