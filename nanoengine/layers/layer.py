@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels
-from nanoengine.layers.shard import Shard
 
 
 class Layer(nn.Module):

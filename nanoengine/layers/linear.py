@@ -16,9 +16,9 @@ from collections.abc import Mapping
 import torch
 
 from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, empty_parameter, ordered
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.shard import Shard
 
 
 class Linear(Layer):
