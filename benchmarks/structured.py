@@ -80,17 +80,16 @@ def _add_tokenizer(directory: Path) -> None:
 def main() -> None:
     """Runs both in turns and prints a table."""
     options = parser(__doc__)
-    options.add_argument("--backend", default="auto", help="the library behind grammars")
     args = options.parse_args()
     numbers = itertools.count()
     with model_options(args) as model:
         if args.model in SHAPES:
             _add_tokenizer(Path(model["model"]))
-        model |= {"skip_tokenizer_init": False, "grammar_backend": args.backend}
+        model |= {"skip_tokenizer_init": False}
         with LLM(**model, dtype="float32", device="cpu") as llm:
             requests = requests_of("W1", vocab_size=llm.info.vocab_size)
             found = compare(
-                f"W1, {len(requests)} schemas, by {args.backend}",
+                f"W1, {len(requests)} schemas",
                 {
                     "free": lambda: timed(llm, requests, [None] * len(requests)),
                     "structured": lambda: timed(

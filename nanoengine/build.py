@@ -177,6 +177,7 @@ def _engine_on(
             debug_checks=config.debug_checks,
             make_proposer=make_proposer,
             check_params=stages.check,
+            params_ready=stages.is_ready,
         )
         if config.speculative or config.logits_processors:
             engine.draft()  # Why processors: one may know what must come next.

@@ -57,6 +57,7 @@ class LLMEngine:
             the engine.
         make_proposer: makes what drafts tokens, asked for by `draft`.
         check_params: raises RequestError for parameters that the executor can't obey.
+        params_ready: whether that needs no time.
 
     Attributes:
         on_queued: called with each request that is queued.
@@ -75,6 +76,7 @@ class LLMEngine:
         proposer: Proposer | None = None,
         make_proposer: Callable[[], Proposer | None] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
+        params_ready: Callable[[SamplingParams], bool] = lambda params: True,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -84,7 +86,7 @@ class LLMEngine:
         self.proposer = proposer
         self._make_proposer = make_proposer
         self.overlap = overlap
-        self.checker = RequestChecker(info, scheduler.block_manager, check_params)
+        self.checker = RequestChecker(info, scheduler.block_manager, check_params, params_ready)
         self.turns = Turns()
         self._seed = seed
         self._debug_checks = debug_checks

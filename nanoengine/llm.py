@@ -29,7 +29,6 @@ from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import (
-    PAUSE,
     Pause,
     Row,
     is_single_prompt,
@@ -237,8 +236,12 @@ class LLM(OtherCalls):
         with bar, call:
             while True:
                 # Why outside of the turn: an iterator of the caller's may do anything.
-                pulled = itertools.islice(waiting, limit - len(running))
-                new = list(itertools.takewhile(lambda one: one is not PAUSE, pulled))
+                new, pause = [], None
+                for one in itertools.islice(waiting, limit - len(running)):
+                    if isinstance(one, Pause):
+                        pause = one
+                        break
+                    new.append(one)
                 outputs = [one for one in new if isinstance(one, RequestOutput)]
                 with call.turn() as engine:
                     for prompt in new:
@@ -248,7 +251,7 @@ class LLM(OtherCalls):
                     outputs += [running.pop(i).build() for i in call.step(running)]
                     if kind != "final":
                         outputs += [b.build() for b in running.values() if b.has_grown()]
-                if not new and not outputs and not running:
+                if not new and not outputs and not running and pause is not Pause.COMPILING:
                     return
                 for output in outputs:
                     yield output

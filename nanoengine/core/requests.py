@@ -48,6 +48,7 @@ class RequestChecker:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
         further: raises RequestError for grammars and stages that can't be had.
+        is_ready: whether `further` need not wait; if not, it soon will not have to.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class RequestChecker:
         info: EngineInfo,
         manager: BlockManager,
         further: Callable[[SamplingParams], None] | None = None,
+        is_ready: Callable[[SamplingParams], bool] = lambda params: True,
     ) -> None:
         self.info = info
         self._manager = manager
         self._further = further
+        self.is_ready = is_ready
 
     def check(
         self,
@@ -92,7 +95,7 @@ class RequestChecker:
             raise RequestError("the prompt is empty: give at least one token")
         token_ids = self._plain_ids("prompt token ids", prompt_token_ids)
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
-        self._check_length(len(token_ids))
+        self.check_length(len(token_ids))
         if has_options(params):
             from nanoengine.core.request_options import check_options
 
@@ -125,22 +128,27 @@ class RequestChecker:
             raise RequestError(f"{name} must be in [0, {self.info.vocab_size}), got {bad}")
         return plain
 
-    def _check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int, at_least: str = "") -> None:
+        """Raises PromptTooLongError or CapacityError if a prompt of so many tokens can't run.
+
+        Args:
+            at_least: these words, for a prompt that may have more.
+        """
         info, manager = self.info, self._manager
         if num_tokens >= info.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens; max_model_len={info.max_model_len} leaves"
-                f" room for {info.max_model_len - 1} and one generated: shorten it, or raise"
+                f"the prompt has {at_least}{num_tokens} tokens; max_model_len={info.max_model_len}"
+                f" leaves room for {info.max_model_len - 1} and one generated: shorten it, or raise"
                 " max_model_len"
             )
         if not manager.can_ever_allocate(num_tokens):
             kept = manager.num_watermark_blocks
             reserve = f", of which the watermark keeps {kept} free" if kept else ""
             raise CapacityError(
-                f"the prompt of {num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
-                f" blocks of {info.block_size} tokens, the pool has {manager.pool.num_usable}"
-                f"{reserve}: shorten it, or raise num_kv_blocks or kv_cache_gib"
-                f"{' or lower watermark_frac' if kept else ''}"
+                f"the prompt of {at_least}{num_tokens} tokens needs"
+                f" {manager.num_blocks_for(num_tokens)} KV blocks of {info.block_size} tokens, the"
+                f" pool has {manager.pool.num_usable}{reserve}: shorten it, or raise num_kv_blocks"
+                f" or kv_cache_gib{' or lower watermark_frac' if kept else ''}"
             )
 
 

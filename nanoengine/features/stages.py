@@ -67,3 +67,7 @@ class Stages:
 
             sent = (params.logits_processors, params.extra_args)
             require_sendable("logits_processors and extra_args", sent, RequestError)
+
+    def is_ready(self, params: SamplingParams) -> bool:
+        """Whether `check` need not wait for a grammar; if not, it is being compiled from now on."""
+        return params.structured_outputs is None or self.structured.is_ready(params)

@@ -26,7 +26,7 @@ ASIDE = (
 RESULT_SETTINGS = (
     "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization",
     "device", "tensor_parallel_size", "seed", "max_model_len", "kv_cache_dtype", "deterministic",
-    "attention_backend", "grammar_backend",
+    "attention_backend",
 )  # fmt: skip
 """Settings of the engine that results depend on: a job is resumed with the same ones."""
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from nanoengine.errors import RequestError
 from nanoengine.outputs import RequestOutput
-from nanoengine.text.prompt_forms import PAUSE, Pause, each_params, each_priority
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.prompt_forms import PAUSE, Pause, Row, each_params, each_priority
 from nanoengine.text.prompts import (
     CheckedPrompt,
     OnError,
@@ -37,8 +38,22 @@ def read_lazily(
         )
     (params,) = each_params(sampling_params, 1, reader.default_params)
     (rank,) = each_priority(priority, 1)
+    return _each(reader, prompts, params, rank, on_error)
+
+
+def _each(
+    reader: PromptReader,
+    prompts: Iterable[object],
+    params: SamplingParams,
+    rank: int | None,
+    on_error: OnError,
+) -> Iterator[CheckedPrompt | RequestOutput | Pause]:
     numbers = itertools.count()
-    return (
-        PAUSE if one is PAUSE else reader.read(next(numbers), one, params, rank, on_error)
-        for one in prompts
-    )
+    for one in prompts:
+        if one is PAUSE:
+            yield PAUSE
+            continue
+        own = (one.sampling_params if isinstance(one, Row) else None) or params
+        while not reader.checker.is_ready(own):
+            yield Pause.COMPILING
+        yield reader.read(next(numbers), one, params, rank, on_error)

@@ -97,6 +97,8 @@ class Pause(enum.Enum):
     """
 
     PAUSE = "PAUSE"
+    COMPILING = "COMPILING"
+    """What the next prompt asks for is being compiled; the stream does not end."""
 
 
 PAUSE = Pause.PAUSE

@@ -4,7 +4,8 @@
                               └────────────── a bad one raises with its index, or is its own output
 
 `LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
-Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (conversations).
+Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (conversations),
+token_bound.py (texts that are too long by far).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from nanoengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanoengine.text.chats import Chats
+    from nanoengine.text.token_bound import TokenBound
+
+LONG_TEXT = 1 << 16
+"""Characters from which on a prompt is measured before it is encoded, which takes 0.2 s then."""
 
 OnError = Literal["raise", "record"]
 
@@ -56,10 +61,11 @@ class PromptReader:
         default_params: Callable[[], SamplingParams],
     ) -> None:
         self._tokenizer = tokenizer
-        self._checker = checker
+        self.checker = checker
         self.request_ids = request_ids
         self.default_params = default_params
         self._chats: Chats | None = None
+        self._bound: TokenBound | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -123,21 +129,21 @@ class PromptReader:
         try:
             if isinstance(prompt, str):
                 text = prompt
-                token_ids = self.tokenizer.encode(prompt)
+                token_ids = self._encode(prompt)
             else:
                 given = parse_prompt(prompt)
                 text, cache_salt = given.text, given.cache_salt
                 if given.token_ids is not None:
                     token_ids = given.token_ids
                 elif given.messages is None:
-                    token_ids = self.tokenizer.encode(given.text or "")
+                    token_ids = self._encode(given.text or "")
                 else:
                     text = self._open_chats().render(given.messages, dict(given.template_args))
-                    token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+                    token_ids = self._encode(text, add_special_tokens=False)
             if params.stop or params.bad_words:
                 _ = self.tokenizer
             words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
-            request = self._checker.check(
+            request = self.checker.check(
                 token_ids,
                 params,
                 priority=priority,
@@ -155,6 +161,17 @@ class PromptReader:
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
         return error_output(next(self.request_ids), index, text, token_ids, message, key=key)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; one that is too long by far is refused before."""
+        tokenizer = self.tokenizer
+        if len(text) > LONG_TEXT:
+            if self._bound is None:
+                from nanoengine.text.token_bound import TokenBound
+
+                self._bound = TokenBound(tokenizer)
+            self.checker.check_length(self._bound.at_least(text), "at least ")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _open_chats(self) -> Chats:
         if self._chats is None:

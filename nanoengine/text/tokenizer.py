@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.text.chat_template import render_conversation
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -98,12 +97,18 @@ class Tokenizer:
         """Token ids of `text`, with the BOS that the tokenizer adds.
 
         Raises:
-            RequestError: the text holds lone surrogates, which no encoding has.
+            RequestError: the text holds lone surrogates, which no encoding has; or the tokenizer's
+                pattern gives up on it.
         """
         try:
             return list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error}") from error
+        except BaseException as error:
+            # Why by name: a panic of Rust's is no Exception, and no module exports its class.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(f"the tokenizer gave up on the text: {error}") from error
 
     def render_chat(
         self,
@@ -123,6 +128,8 @@ class Tokenizer:
             RequestError: there is no template, it refuses these messages, or it takes longer than
                 `chat_template.RENDER_S`.
         """
+        from nanoengine.text.chat_template import render_conversation
+
         return render_conversation(
             self.backend,  # Why here: loading it is not the template's time.
             messages,
