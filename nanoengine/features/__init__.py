@@ -1,1 +1,1 @@
-"""What enters by a door: each file one feature, none of them known to core."""
+"""Options, a file each: imported where they are asked for, and known to no plain file."""

@@ -1,1 +1,1 @@
-"""Which part of a model a rank holds."""
+"""A batch over several engines: replicas on this machine, and Ray."""
