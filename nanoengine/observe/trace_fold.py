@@ -21,7 +21,7 @@ from nanoengine.errors import TraceError
 from nanoengine.observe.trace_reader import (
     Arrival,
     ContentEvent,
-    Ended,
+    EndedSequence,
     HeldState,
     Output,
     Recording,
@@ -58,7 +58,7 @@ class TracedSequence:
         return self.token_ids[self.num_prompt_tokens :]
 
 
-class Content(NamedTuple):
+class HeldContent(NamedTuple):
     """What a block holds, by a name that equal contents share; of which KV group."""
 
     name: int
@@ -115,7 +115,7 @@ class Fold:
         self.sequences: dict[int, TracedSequence] = {}
         self.running: dict[int, TracedSequence] = {}
         self.refs = [0] * (header.num_blocks + header.num_states)
-        self.content: dict[str, dict[int, Content]] = {"device": {}}
+        self.content: dict[str, dict[int, HeldContent]] = {"device": {}}
         self.computed_by: dict[int, Computed] = {}
         self._planned = -1
         self._events = BlockEvents()
@@ -248,7 +248,7 @@ class Fold:
         """Follows one event; returns the blocks that have lost their content, and its name."""
         held = self.content.setdefault(event.pool, {})
         if event.content is not None:
-            held[event.block_id] = Content(event.content, event.group)
+            held[event.block_id] = HeldContent(event.content, event.group)
             return []
         is_all = event.block_id == NULL_BLOCK
         lost = list(held) if is_all else [event.block_id] if event.block_id in held else []
@@ -266,7 +266,7 @@ class Fold:
                 if seq.finish_reason is None:  # Why: a step may be planned before its end is known.
                     seq.token_ids += tokens
 
-    def _end(self, ended: Iterable[Ended], outputs: Iterable[Output]) -> None:
+    def _end(self, ended: Iterable[EndedSequence], outputs: Iterable[Output]) -> None:
         for seq_id, request_id, token_ids in outputs:
             seq = self._sequence(seq_id, request_id)
             if not seq.token_ids and request_id in self.requests:  # one that never had a row

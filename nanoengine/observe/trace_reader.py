@@ -96,7 +96,7 @@ class Forked(NamedTuple):
     seq_id: int
 
 
-class Ended(NamedTuple):
+class EndedSequence(NamedTuple):
     """Why a sequence ended; of its output the first `num_output_tokens` count.
 
     `detail` is the stop id, the stop string or the error.
@@ -187,7 +187,7 @@ class TracedStep:
     errors: dict[int, str] = field(default_factory=dict)
     preempted: list[Preemption] = field(default_factory=list)
     waits: list[tuple[int, str]] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[EndedSequence] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     content: list[ContentEvent] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -197,7 +197,7 @@ class TraceEnd(NamedTuple):
     """What happened after the last step that was traced."""
 
     arrived: list[Arrival]
-    ended: list[Ended]
+    ended: list[EndedSequence]
     outputs: list[Output]
 
 
@@ -401,9 +401,12 @@ def _arrivals(told: dict[str, Any]) -> list[Arrival]:
     ]
 
 
-def _ends(told: dict[str, Any]) -> tuple[list[Ended], list[Output]]:
+def _ends(told: dict[str, Any]) -> tuple[list[EndedSequence], list[Output]]:
     return (
-        [Ended(_int(one[0]), str(one[1]), _int(one[2]), *one[3:]) for one in told.get("ended", ())],
+        [
+            EndedSequence(_int(one[0]), str(one[1]), _int(one[2]), *one[3:])
+            for one in told.get("ended", ())
+        ],
         [
             Output(_int(seq_id), str(request_id), _ints(token_ids))
             for seq_id, request_id, token_ids in told.get("outputs", ())

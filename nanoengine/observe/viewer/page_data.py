@@ -25,7 +25,7 @@ from nanoengine.core.block_pool import NULL_BLOCK
 from nanoengine.errors import TraceError
 from nanoengine.observe.explain import Story
 from nanoengine.observe.trace import TIMES
-from nanoengine.observe.trace_fold import Content, Fold, TracedSequence
+from nanoengine.observe.trace_fold import Fold, HeldContent, TracedSequence
 from nanoengine.observe.trace_reader import Recording, TracedStep
 
 MAX_FRAMES = 20_000
@@ -121,7 +121,7 @@ class _Gathering:
         self._lanes: dict[int, _Lane] = {}
         # Tables by row, and contents of the device's blocks, as the page has been told of them.
         self._tables: dict[int, tuple[_Lane | None, list[list[int]]]] = {}
-        self._contents: dict[int, Content] = {}
+        self._contents: dict[int, HeldContent] = {}
         self._takers: dict[int, tuple[int, int]] = {}  # block -> last lane, its table's first block
         self._dirty_rows: set[int] = set()
         self._dirty_blocks: set[int] = set()
