@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nanoengine.jobs.rows import size_of
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Ahead:
                     self._changed.wait(SOON_S)
                 if self._found:
                     line = self._found.popleft()
-                    self._num_bytes -= _size(line)
+                    self._num_bytes -= size_of(line.content)
                     self._changed.notify()
                 elif self._error is not None:
                     raise self._error
@@ -61,7 +62,7 @@ class Ahead:
                     while self._num_bytes > WAITING_BYTES:
                         self._changed.wait()
                     self._found.append(line)
-                    self._num_bytes += _size(line)
+                    self._num_bytes += size_of(line.content)
                     self._changed.notify()
         except BaseException as error:
             self._error = error
@@ -69,8 +70,3 @@ class Ahead:
             with self._changed:
                 self._has_ended = True
                 self._changed.notify()
-
-
-def _size(line: Line) -> int:
-    content = line.content
-    return len(content) if isinstance(content, bytes) else len(str(content))

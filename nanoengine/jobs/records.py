@@ -9,6 +9,7 @@ The row comes first and the error last, so that reading a log back takes no JSON
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import time
@@ -70,12 +71,8 @@ class Recorder:
 
     def failure(self, task: Task, error: RowError) -> bytes:
         """The record of a row that has no answer."""
-        told = {
-            "code": error.code,
-            "message": str(error),
-            "line": task.number,
-            "file": task.input.name,
-        }
+        told = {"code": error.code, "message": str(error)}
+        told |= {"line": task.number, "file": task.input.name}
         if task.kind == "simple":
             try:
                 return json_line(simple_record(task, [], None, told))
@@ -198,14 +195,11 @@ def _text_choice(completion: CompletionOutput) -> dict[str, Any]:
     if completion.logprobs is not None:
         sampled = [next(iter(entry.items())) for entry in completion.logprobs]
         tokens = [_token(*one) for one in sampled]
-        offsets = [0]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
         logprobs = {
             "tokens": tokens,
             "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for _, one in sampled],
             "top_logprobs": [_by_token(entry) for entry in completion.logprobs],
-            "text_offset": offsets[:-1],
+            "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
         }
     return {
         "index": completion.index,

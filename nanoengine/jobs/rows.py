@@ -73,10 +73,12 @@ MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 KNOWN_PARAMS = 1024
-KNOWN_CHARS = 1 << 22
-"""Of all that known parameters were made of: a row's may be of any size."""
+KNOWN_CHARS = 1 << 15
+"""Parameters that are made of more are not remembered: a row's may be of any size."""
 
 MOST_DEPTH = 100
+ITEM_BYTES = 56
+"""What a value of JSON takes in memory beside its text: 50,000 strings of 8 letters take 3 MB."""
 
 
 DEFAULT = SamplingParams()
@@ -161,7 +163,6 @@ class RowReader:
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
-        self._num_chars = 0
         self._other_models: set[str] = set()
         self._render = _compiled(options.template) if options.template is not None else None
         try:
@@ -176,8 +177,7 @@ class RowReader:
             kind: the form of its input; "chat" stands for both of OpenAI's.
         """
         task = Task(row=line.row, input=line.input, number=line.number, kind=kind)
-        task.key = str(line.row)
-        task.size = _size(line.content)
+        task.key, task.size = str(line.row), size_of(line.content)
         try:
             self._fill(task, value(line))
         except RowError as error:
@@ -198,8 +198,7 @@ class RowReader:
             self._fill_openai(task, row)
             return
         task.columns = row
-        if (own := own_id(row)) is not None:
-            task.key = own[1]
+        _, task.key = own_id(row) or ("", task.key)
         if self._options.columns_alone:
             task.prompt = self._as_chat(self._from_columns(row))
             task.params = self._params_for({}, "simple")
@@ -330,11 +329,10 @@ class RowReader:
         params = self._params.get(key)
         if params is None:
             params = self._make_params(own, kind)
-            if len(self._params) >= KNOWN_PARAMS or self._num_chars > KNOWN_CHARS:
+            if len(self._params) >= KNOWN_PARAMS:
                 self._params.clear()
-                self._num_chars = 0
-            self._params[key] = params
-            self._num_chars += len(key)
+            if len(key) <= KNOWN_CHARS:
+                self._params[key] = params
         return params
 
     def _make_params(self, own: dict[str, Any], kind: Kind) -> SamplingParams:
@@ -422,10 +420,11 @@ def value(line: Line) -> Any:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
 
 
-def _size(content: object) -> int:
-    """Of all that a row holds, near enough [bytes]."""
+def size_of(content: object) -> int:
+    """Of all that a row holds once it is read, near enough [bytes]."""
     try:
-        return len(content if isinstance(content, bytes) else str(content))
+        text: Any = content if isinstance(content, bytes) else str(content)
+        return len(text) + ITEM_BYTES * text.count(b"," if text is content else ",")
     except Exception:  # Why: a caller's row in memory may be too deep, or code that raises.
         return 0
 
@@ -446,8 +445,7 @@ def _no_constant(name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
+    if math.isinf(number := float(text)):
         told = f"{text:.40} is more than a 64-bit float holds: write it as a string"
         raise RowError("unreadable_row", told)
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from nanoengine.core.request_options import check_options as check
 from nanoengine.errors import MissingDependencyError, RequestError
 from nanoengine.jobs import rows as rows_module
-from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.rows import RowOptions, RowReader, size_of
 from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.params import MOST_TEXTS, SamplingParams
 from tests.support.batch_jobs import Batch, batch_fixture, chat
@@ -116,14 +117,22 @@ def test_parameters_that_are_remembered_are_bounded_by_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """1,024 of any size were remembered: gigabytes of stop strings, say."""
-    monkeypatch.setattr(rows_module, "KNOWN_CHARS", 10_000)
+    monkeypatch.setattr(rows_module, "KNOWN_CHARS", 1000)
     reader = RowReader(RowOptions())
-    for i in range(200):
-        row = {"prompt": "x", "stop": [f"{i}" * 300]}
-        task = reader.task(Line(i, FILE, i, json.dumps(row).encode()))
-        again = reader.task(Line(i, FILE, i, json.dumps(row).encode()))
-        assert task.params is again.params
-        assert sum(map(len, reader._params)) <= 10_000 + 2_000
+    for size in (10, 10_000):
+        line = Line(0, FILE, 1, json.dumps({"prompt": "x", "stop": ["y" * size]}).encode())
+        assert reader.task(line).params == reader.task(line).params
+        assert (reader.task(line).params is reader.task(line).params) == (size == 10)
+    assert max(map(len, reader._params)) <= 1000
+
+
+def test_the_size_of_a_row_is_that_of_its_values_in_memory() -> None:
+    """Rows wait in a window by size; 64 MB of lines were 400 MB of strings."""
+    row = {"prompt": "x", "stop": [f"{i:08}" for i in range(1000)]}
+    taken = sum(map(sys.getsizeof, [row["stop"], *row["stop"]]))
+    for content in (json.dumps(row).encode(), row):
+        assert 0.8 * taken < size_of(content) < 1.3 * taken
+    assert size_of(b'"text"') == 6
 
 
 def test_a_package_that_a_row_needs_is_told_with_the_row(
