@@ -4,13 +4,15 @@ The real scheduler, block manager and batch builder plan and prepare decode step
 executor that computes nothing answers with tokens. This time is lost to a GPU that waits for it.
 Median microseconds a step, by number of running sequences; wall time, and for the whole step CPU
 time, which other processes disturb less. A trace's cost is the CPU time of steps that are traced
-less that of steps that are not, those in which blocks fill among them. With `--shape small` a model
-of random weights runs, and the cost is told as a share of its step.
+less that of steps that are not, of two engines that take turns, those in which blocks fill among
+them. With `--shape small` a model of random weights runs, and the cost is told as a share of its
+step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -64,8 +66,8 @@ class PreparingExecutor(NoExecutor):
         return answered
 
 
-def build(num_seqs: int, num_steps: int) -> LLMEngine:
-    """An engine with room for all sequences, all of them queued."""
+def build(num_seqs: int, num_steps: int, trace: Path | None = None) -> LLMEngine:
+    """An engine with room for all sequences, all of them queued; `trace` is a file to trace it."""
     max_model_len = PROMPT_LEN + num_steps + 2
     engine = make_engine(
         PreparingExecutor(num_seqs, max_model_len),
@@ -74,6 +76,8 @@ def build(num_seqs: int, num_steps: int) -> LLMEngine:
         max_num_batched_tokens=num_seqs * PROMPT_LEN,
         max_model_len=max_model_len,
     )
+    if trace is not None:
+        trace_engine(engine, trace)
     draw = np.random.default_rng(0)
     params = SamplingParams(max_tokens=num_steps + 1, ignore_eos=True)
     for number, prompt in enumerate(draw.integers(0, VOCAB_SIZE, (num_seqs, PROMPT_LEN)).tolist()):
@@ -102,23 +106,25 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     return {**parts, "step, CPU time": total, "admission, a sequence": 1e6 * admit_s / num_seqs}
 
 
-def trace_cost(engine: LLMEngine, rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
+def trace_cost(
+    make: Callable[[Path | None], LLMEngine], rounds: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Microseconds of a step without a trace and with one: medians over rounds.
 
-    A round is 32 steps without one, 64 with one, 32 without: steps get longer as contexts grow,
-    and so that costs both alike.
+    Two equal engines take turns of 32 steps, so that what else the machine does meets both: the
+    plain one, the traced one twice, the plain one.
     """
     plain, traced = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as directory:
+        engines = make(None), make(Path(directory) / "run.trace.gz")
+        for engine in engines:
+            engine.step()  # all prompts
         for _ in range(rounds):
-            plain.append(_mean_step(engine, clock))
-            for _ in range(2):
-                trace = trace_engine(engine, Path(directory) / "run.trace.gz")
-                traced.append(_mean_step(engine, clock))
-                trace.close()
-                engine.observers.remove(trace)
-                engine.on_queued.clear()
-            plain.append(_mean_step(engine, clock))
+            plain.append(_mean_step(engines[0], clock))
+            traced += [_mean_step(engines[1], clock) for _ in range(2)]
+            plain.append(_mean_step(engines[0], clock))
+        for engine in engines:
+            engine.close()
     return _median_of_pairs(plain), _median_of_pairs(traced)
 
 
@@ -135,28 +141,30 @@ def _median_of_pairs(values: list[float]) -> float:
 
 def measure_trace(num_seqs: int, rounds: int) -> dict[str, float]:
     """What a trace costs a step of an executor that computes nothing."""
-    engine = build(num_seqs, 4 * rounds * IN_TURN + 2)
-    engine.step()  # all prompts
-    without, traced = trace_cost(engine, rounds, time.process_time)
+    make = functools.partial(build, num_seqs, 2 * rounds * IN_TURN + 2)
+    without, traced = trace_cost(make, rounds, time.process_time)
     return {"trace, CPU time": traced - without}
 
 
 def run_shape(shape: str, num_seqs: int, rounds: int) -> None:
     """Prints what a trace costs a decode step of a model, by the clock on the wall."""
-    num_tokens = 4 * rounds * IN_TURN + 2
-    with tempfile.TemporaryDirectory() as directory:
-        write_shape(shape, Path(directory))
+    num_tokens = 2 * rounds * IN_TURN + 2
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0)
+
+    def make(trace: Path | None) -> LLMEngine:
         config = EngineConfig(
-            model=directory, load_format="dummy", max_num_seqs=num_seqs, kv_cache_gib=6,
+            model=directory, load_format="dummy", max_num_seqs=num_seqs, kv_cache_gib=3,
             skip_tokenizer_init=True, max_model_len=16 + num_tokens, max_num_batched_tokens=4096,
+            trace=None if trace is None else str(trace),
         )  # fmt: skip
         engine = build_engine(config)
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0)
-    for number in range(num_seqs):
-        engine.add_request(str(number), [5 + number + i for i in range(16)], params)
-    engine.step()
-    without, traced = trace_cost(engine, rounds, time.perf_counter)
-    engine.close()
+        for number in range(num_seqs):
+            engine.add_request(str(number), [5 + number + i for i in range(16)], params)
+        return engine
+
+    with tempfile.TemporaryDirectory() as directory:
+        write_shape(shape, Path(directory))
+        without, traced = trace_cost(make, rounds, time.perf_counter)
     print(
         f"shape {shape}, {num_seqs} sequences: {without:,.0f} us a decode step, {traced:,.0f} us"
         f" with a trace: {traced / without:.4f}"

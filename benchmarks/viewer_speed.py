@@ -63,7 +63,7 @@ def written(folder: Path, num_requests: int, num_blocks: int) -> Path:
     html.write_text(page(data), encoding="utf-8")
     print(
         f"{data.meta['frames']:,} frames, {len(data.columns['events']) // 3:,} events,"
-        f" {recording.header.num_blocks:,} blocks, {len(data.meta['lanes']):,} lanes;"
+        f" {recording.header['layout']['num_blocks']:,} blocks, {len(data.meta['lanes']):,} lanes;"
         f" trace {trace.stat().st_size / 1e6:.1f} MB, page {html.stat().st_size / 1e6:.1f} MB of"
         f" which data {len(packed(data)) * 4 / 3 / 1e6:.1f} MB"
     )

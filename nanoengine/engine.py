@@ -58,9 +58,6 @@ class LLMEngine:
         make_proposer: makes what drafts tokens, asked for by `draft`.
         check_params: raises RequestError for parameters that the executor can't obey.
         params_ready: whether that needs no time.
-
-    Attributes:
-        on_queued: called with each request that is queued.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class LLMEngine:
         self.scheduler = scheduler
         self.info = info
         self.observers = list(observers)
-        self.on_queued: list[Callable[[Request], object]] = []
         self.proposer = proposer
         self._make_proposer = make_proposer
         self.overlap = overlap
@@ -302,8 +298,6 @@ class LLMEngine:
             max_num_tokens=checked.max_num_tokens,
         )
         self._requests[request_id] = request
-        for tell in self.on_queued:
-            tell(request)
         return request
 
     @one_at_a_time

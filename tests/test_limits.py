@@ -32,7 +32,7 @@ ROOMS = {
     "kernels": 3810,
     "layers": 2310,
     "models": 1070,
-    "observe": 2390,
+    "observe": 2080,
     "parallel": 670,
     "ranks": 450,
     "runner": 2460,

@@ -152,9 +152,7 @@ def simulate(
     while True:
         ahead = scheduler.max_num_seqs - scheduler.num_waiting
         for item in islice(queue, max(0, ahead)):
-            request = _add(scheduler, executor, report.requests, item, length_cap)
-            if trace is not None:
-                trace.on_request(request)
+            _add(scheduler, executor, report.requests, item, length_cap)
             report.requests += 1
         if not scheduler.has_unfinished:
             break
@@ -191,7 +189,7 @@ def simulate(
 
 def _add(
     scheduler: Scheduler, executor: FilledExecutor, number: int, item: WorkItem, cap: int | None
-) -> Request:
+) -> None:
     """Queues one item; with a cap its length is known to the executor only."""
     ids, length = list(item.prompt_token_ids), item.max_tokens
     asked, hidden = max(cap or 0, length), cap is not None
@@ -201,7 +199,6 @@ def _add(
     request = Request(str(number), ids, params, arrival=number, arrival_time=time.perf_counter())
     stop_ids = frozenset((STOP,)) if hidden else frozenset[int]()
     scheduler.add(request, seed=0, stop_ids=stop_ids, max_num_tokens=len(ids) + asked)
-    return request
 
 
 def make_scheduler(

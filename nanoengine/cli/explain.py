@@ -39,10 +39,10 @@ def main(args: ExplainArgs) -> None:
     Raises:
         TraceError: the file is no trace, or tells of no such request or step.
     """
-    from nanoengine.observe.explain import Story
+    from nanoengine.observe.explain import explained
     from nanoengine.observe.trace_reader import read_trace
 
-    story = Story(read_trace(args.recording), step=args.step)
+    story = explained(read_trace(args.recording), step=args.step)
     if args.request is not None:
         lines = story.request_lines(args.request)
     else:

@@ -66,9 +66,9 @@ class SimulateArgs:
     json: bool = False
     """Print JSON."""
     trace: str | None = None
-    """Write what each step does to this file; see docs/trace.md."""
+    """Write what comes into the run to this file; see docs/trace.md."""
     trace_steps: str | None = None
-    """Trace the steps from A up to and without B: A:B, either of which may be left out."""
+    """End the trace before step B and show it from step A: A:B, either of which may be left out."""
 
     def __post_init__(self) -> None:
         self.engine_config()

@@ -59,7 +59,7 @@ def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], st
     Raises:
         ConfigError: a tokenizer was asked for, and there is none.
     """
-    config = recording.header.config
+    config = recording.header["config"]
     if tokenizer is not None and not tokenizer.is_dir():
         raise ConfigError(f"tokenizer must be a model's directory, got {str(tokenizer)!r}")
     name = str(tokenizer or config.get("tokenizer") or config.get("model"))

@@ -116,7 +116,7 @@ class Forks:
         extras = seq.extras
         assert extras is not None
         choices, extras.choices = extras.choices, None
-        if choices is not None:
+        if choices is not None and extras.logprobs is not None:
             chosen = next(entry for entry in choices if entry.token_id == token_id)
             self.note(extras, [chosen, *choices])
         if seq.status is Status.RUNNING:

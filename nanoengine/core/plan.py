@@ -1,8 +1,8 @@
 """StepPlan and StepResult: the narrow waist between deciding (core) and executing (runner).
 
 A plan holds plain ints only. It says everything an executor needs, in the order it is carried out,
-and nothing more: tensor parallelism broadcasts it, the trace logs it, the simulator and the fake
-executor of the tests consume it.
+and nothing more: tensor parallelism broadcasts it, a trace has its digest, the simulator and the
+fake executor of the tests consume it.
 
     released, admitted, forks, chosen_tokens,     the executor's rows are brought up to date
         table_updates

@@ -50,7 +50,9 @@ class Scheduler:
     Attributes:
         running: sequences that hold a row, by priority and arrival.
         special: None until `extras.enlist` is called, for the first sequence with `Extras`.
-        last_finished: requests that the latest commit finished, for observers.
+        last_finished, last_ended: requests that the latest commit finished, and sequences that have
+            ended by it or since the one before; for observers.
+        newly_ended: sequences that have ended since the latest commit.
         ended: what has ended, for policies that predict others by it.
     """
 
@@ -76,6 +78,7 @@ class Scheduler:
         if policy is not None:
             policy.watch(self.ended)
         self.seq_ids = itertools.count()
+        self.last_ended, self.newly_ended = list[Sequence](), list[Sequence]()
         self._clear()
 
     def _clear(self) -> None:
@@ -147,6 +150,7 @@ class Scheduler:
                     seq.row = NO_ROW
                     seq.finish("abort")
                     self.ended.count += 1
+                    self.newly_ended.append(seq)
         self.block_manager.discard_all()
         self._clear()
         self.rows.release_all()
@@ -374,6 +378,8 @@ class Scheduler:
         if self.block_manager.prefix_cache.tiers is not None:
             self.block_manager.prefix_cache.tiers.commit(plan, result)
         self.last_finished, self._done = self._done, []
+        if self.newly_ended or self.last_ended:
+            self.last_ended, self.newly_ended = self.newly_ended, []
         self.stats.finished_requests += len(self.last_finished)
         return self.last_finished
 
@@ -425,6 +431,7 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.waiting.discount()
         seq.finish(reason, stop_reason)
+        self.newly_ended.append(seq)
         self.ended.count += 1
         if reason in ("stop", "length"):
             self.ended.lengths.append(seq.num_output_tokens)

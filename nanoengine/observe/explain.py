@@ -1,25 +1,30 @@
-"""Story: what a trace says of a run, in sentences: of the run, of a request, of a step.
+"""Story: what a run does, in sentences: of the run, of a request, of a step.
 
-    Recording ── Fold, step by step ──► Story ── run_lines()            five things worth knowing
-                                              ├─ request_lines(id)      from arrival to end
-                                              └─ step_lines(number)     what one step did, and why
+    plans, sequences, pools ──► Story ── run_lines()            five things worth knowing
+                                      ├─ request_lines(id)      from arrival to end
+                                      └─ step_lines()           what one step did, and why
 
-Every sentence follows from the trace alone. Where a setting would change what a sentence of the run
-tells, the sentence ends with that setting. Used by `nanoengine explain` and by the viewer.
+Where a setting would change what a sentence of the run tells, the sentence ends with that setting.
+A `StepObserver`, of a replay or of an engine that runs. Used by `nanoengine explain` and by the
+viewer.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-from nanoengine.core.plan import StepTimes
+from nanoengine.core.block_pool import NULL_BLOCK, Block
+from nanoengine.core.plan import AdmittedSequence, StepPlan, StepTimes
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Sequence
 from nanoengine.errors import TraceError
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.observe.trace_fold import BlockEvents, Fold
-from nanoengine.observe.trace_reader import Admitted, Recording, TracedStep
+from nanoengine.observe.steps import Step, StepObserver
+from nanoengine.observe.trace_reader import Recording
 
 LACKS = {
     "row": "for want of a row",
@@ -51,11 +56,12 @@ REMEDIES = {
 
 @dataclass(slots=True)
 class Waiting:
-    """A sequence in the queue: since which step of the trace and when, what it lacked itself, and
+    """A sequence in the queue: since which step that was seen and when, what it lacked itself, and
     how many that came later went first, because of their priority or not."""
 
     since: int
     time_s: float
+    priority: int
     lacked: Counter[str] = field(default_factory=Counter)
     num_overtaken: int = 0
     num_by_priority: int = 0
@@ -66,291 +72,273 @@ class RequestStory:
     """What is told of one request: (step, sentence), and how it waited before its first row."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
-    waited_s: float = 0.0
-    waited_steps: int = 0
-    waited: str = ""
-    lacked: str = ""
+    wait: tuple[int, float, str, str] | None = None  # steps, seconds, why, what lacked most
 
 
-class Story:
-    """Follows a whole recording, once.
+def explained(recording: Recording, *, step: int | None = None) -> Story:
+    """The story of a recorded run.
+
+    Raises:
+        TraceError: it can't be replayed.
+    """
+    replay = recording.replay()
+    story = Story(replay.scheduler, replay.clock, step=step)
+    replay.run(story)
+    story.conclude(is_torn=recording.is_torn)
+    return story
+
+
+class Story(StepObserver):
+    """Follows a run; `conclude` ends it.
+
+    Args:
+        step: the number of the step of which `step_lines` tells.
 
     Attributes:
         requests: id -> its story.
     """
 
-    def __init__(self, recording: Recording, *, step: int | None = None) -> None:
-        self.recording = recording
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(scheduler, clock)
         self.requests: dict[str, RequestStory] = {}
         self.counts: Counter[str] = Counter()
         self.hurt: Counter[str] = Counter()  # request -> tokens it computed after an eviction
-        self._fold = Fold(recording.header, recording.state)
+        self._manager = manager = scheduler.block_manager
+        self._before = replace(scheduler.stats)
+        self._numbers: list[int] = []  # of the steps so far
+        self._last_s = 0.0
+        self._is_torn = False
         self._waiting: dict[int, Waiting] = {}
         self._heads: dict[str, list[int]] = {lack: [0] for lack in LACKS}
-        self._evicted: dict[int, int] = {}  # content -> the step in which its last block lost it
+        # By digest of a content: the sequence and the step that have computed it, and the step in
+        # which it was evicted.
+        self._computed_by: dict[bytes, tuple[int, int]] = {}
+        self._evicted: dict[bytes, int] = {}
         self._lost: dict[int, int] = {}  # preempted sequence -> computed tokens that it gave up
-        self._storing: set[int] = set()  # host blocks
-        self._from_disk: set[int] = set()  # host blocks
         self._again: set[int] = set()  # sequences back from preemption
-        self._prefill: dict[int, int] = {}  # sequence -> tokens it had to compute at its admission
-        self._chunks: dict[int, list[int]] = {}
+        self._prefill: dict[int, tuple[int, list[int]]] = {}  # sequence -> known tokens, chunks
         self._step = step
         self._step_lines: list[str] = []
-        for index, (one, fold, events) in enumerate(Fold.follow(recording)):
-            self._fold = fold
-            self._follow(index, one, events)
-        self._finish()
+        self._blocks: Counter[str] = Counter()  # what has happened to them since the plan before
+        self._told_blocks: dict[str, int] = {}
+        manager.pool.observers.append(self)
 
     # --- following ----------------------------------------------------------------------------
 
-    def _follow(self, index: int, step: TracedStep, events: BlockEvents) -> None:
-        for arrival in step.arrived:
-            self.requests[arrival.request_id] = story = RequestStory()
-            several = f", {arrival.n} times" if arrival.n > 1 else ""
-            priority = f", of priority {arrival.priority}" if arrival.priority else ""
-            story.lines.append(
-                (step.step, f"Request {arrival.request_id} arrived at {_s(arrival.time_s)} with"
-                            f" {_tokens(arrival.num_prompt_tokens)}, to sample at most"
-                            f" {arrival.max_tokens}{several}{priority}.")
-            )  # fmt: skip
-            self._waiting[arrival.seq_id] = Waiting(index, arrival.time_s)
-        self._note_preemptions(index, step)
-        for fork in step.forked:
-            parent = self._fold.running.get(fork.parent_row)
-            of = f" from {self.name(parent.seq_id)}" if parent else ""
-            self._tell(fork.seq_id, step.step, f"forked{of}: the two share all blocks until one of"
-                                               " them writes.")  # fmt: skip
-        self._note_tiers(step)
-        for new in step.admitted:
-            self._admit(index, step, new)
-        self._note_content(step, events)
-        self._note_rows(step)
-        self._count(index, step, events)
-        for seq_id, reason, num_tokens, detail in step.ended:
-            self._end(seq_id, step.step, reason, num_tokens, detail)
-        if step.step == self._step:
-            self._step_lines = list(self._describe(index, step, events))
+    def on_plan(self, plan: StepPlan) -> None:
+        """Looks at the blocks of the step that is asked for."""
+        super().on_plan(plan)
+        if plan.step == self._step:
+            blocks, happened = self._manager.pool.blocks, self._blocks
+            refs = [blocks[i].ref_count for update in plan.table_updates for i in update.block_ids]
+            revived, shared = happened["reused"], sum(count > 1 for count in refs)
+            self._told_blocks = {
+                "taken": len(refs) - refs.count(0) - shared - revived, "revived": revived,
+                "shared": shared, "hashed": happened["stored"], "freed": happened["freed"],
+                "evicted": happened["removed"],
+            }  # fmt: skip
+        self._blocks.clear()
 
-    def _note_preemptions(self, index: int, step: TracedStep) -> None:
-        for seq_id, num_computed, reason in step.preempted:
-            why = self._named(reason)
-            if why.startswith(f"{self.name(seq_id)} needs"):
-                why = "it needed a block, none was free, and it is the last in the order"
-            self._tell(
-                seq_id, step.step, f"preempted with {_tokens(num_computed)} computed: {why}."
+    def on_block(self, event: str, block: Block) -> None:
+        """Notes when content of the device is evicted."""
+        self._blocks[event] += 1
+        if event == "removed" and block.prefix is not None:
+            self._evicted[block.prefix.digest] = self.scheduler.stats.steps - 1
+            self.counts["evicted"] += 1
+
+    def step(self, step: Step) -> None:
+        """Tells of one step."""
+        plan, index = step.plan, len(self._numbers)
+        self._numbers.append(plan.step)
+        self._last_s = step.time_s
+        for request in step.arrived:
+            seq, story = request.sequences[0], RequestStory()
+            self.requests[request.request_id] = story
+            arrived_s = request.arrival_time - self.start_s
+            several = f", {request.params.n} times" if request.params.n > 1 else ""
+            priority = f", of priority {request.priority}" if request.priority else ""
+            told = (
+                f"Request {request.request_id} arrived at {_s(arrived_s)} with"
+                f" {_tokens(seq.num_prompt_tokens)}, to sample at most"
+                f" {seq.max_num_tokens - seq.num_prompt_tokens}{several}{priority}."
             )
-            self._lost[seq_id] = num_computed
-            self.counts["preemptions"] += 1
-            self.counts["lost tokens"] += num_computed
-            self._waiting[seq_id] = Waiting(index + 1, step.time_s)
+            story.lines.append((plan.step, told))
+            self._waiting[seq.seq_id] = Waiting(index, arrived_s, request.priority)
+        for seq_id, num_computed, reason in plan.preempted:
+            self._preempt(seq_id, num_computed, reason)
+        for fork in plan.forks:
+            parent = self.name(step.rows[fork.parent_row].seq_id)
+            told = f"forked from {parent}: the two share all blocks until one of them writes."
+            self._tell(fork.seq_id, told)
+        again = self._compute(step)
+        for new in plan.admitted:
+            self._admit(step, new)
+        for seq_id, evicted in again.items():
+            self._note_evicted(seq_id, evicted)
+        for seq, start, count, _ in step.computed() if self._prefill else ():
+            self._note_chunk(seq.seq_id, start, count)
+        self._count(step)
+        for seq in step.ended:
+            self._end(seq)
+        if plan.step == self._step:
+            self._step_lines = list(self._describe(step))
 
-    def _note_tiers(self, step: TracedStep) -> None:
-        """Which host blocks hold what came from disk: what no store from the device explains."""
-        for move in step.moved:
-            if move.kind == "store":
-                self._storing.update(move.tier_ids)
-        for event in step.content:
-            if event.pool == "host":
-                self._from_disk.discard(event.block_id)
-                if event.content is not None and event.block_id not in self._storing:
-                    self._from_disk.add(event.block_id)
-                self._storing.discard(event.block_id)
+    def _preempt(self, seq_id: int, num_computed: int, reason: str) -> None:
+        why = self._named(reason)
+        if why.startswith(f"{self.name(seq_id)} needs"):
+            why = "it needed a block, none was free, and it is the last in the order"
+        self._tell(seq_id, f"preempted with {_tokens(num_computed)} computed: {why}.")
+        self._lost[seq_id] = num_computed
+        self.counts["lost tokens"] += num_computed
+        waiting = Waiting(len(self._numbers), self._last_s, self.who[seq_id].priority)
+        self._waiting[seq_id] = waiting
 
-    def _admit(self, index: int, step: TracedStep, new: Admitted) -> None:
+    def _admit(self, step: Step, new: AdmittedSequence) -> None:
         """A sequence has got a row: how long it waited, and what of it was cached."""
-        waiting = self._waiting.pop(new.seq_id, None)
-        if new.seq_id not in self._lost:
-            self._overtake(new.seq_id)
-        start_s = step.time_s - step_seconds(step.times)
-        parts = []
+        index, seq_id, num_known = len(self._numbers) - 1, new.seq_id, len(new.token_ids)
+        waiting = self._waiting.pop(seq_id, None)
+        if seq_id not in self._lost:
+            self._overtake(seq_id)
+        told = f"admitted to row {new.row} at once"
         if waiting is not None and index > waiting.since:
-            waited_s = max(0.0, start_s - waiting.time_s)
-            waited = self._why_waited(waiting, index)
-            parts.append(
+            waited_s = max(0.0, step.start_s - waiting.time_s)
+            why = self._note_wait(seq_id, waiting, index, waited_s)
+            told = (
                 f"admitted to row {new.row} after {_n(index - waiting.since, 'step')} of waiting"
-                f" ({_s(waited_s)}): {waited}"
+                f" ({_s(waited_s)}): {why}"
             )
-            story = self._story(new.seq_id)
-            if new.seq_id not in self._lost and story is not None:
-                story.waited_s, story.waited_steps = waited_s, index - waiting.since
-                story.waited, story.lacked = waited, self._main_lack(waiting, index)
-        else:
-            parts.append(f"admitted to row {new.row} at once")
-        num_known = len(new.token_ids)
-        loaded = {
-            device_id: "disk" if tier_id in self._from_disk else move.tier
-            for move in step.moved
-            if move.kind == "load"
-            for device_id, tier_id in zip(move.device_ids, move.tier_ids, strict=True)
-        }
-        if new.num_cached_tokens:
-            parts.append(self._whence(new, num_known, loaded))
-        else:
-            parts.append(f"none of its {_tokens(num_known)} was cached")
-        lost = self._lost.pop(new.seq_id, 0)
+        was_read = waiting is not None and waiting.lacked["read"] > 0
+        told += f"; {self._whence(step, new, 'disk' if was_read else '')}"
+        lost = self._lost.pop(seq_id, 0)
         if lost:
             again = max(lost - new.num_cached_tokens, 0)
-            self._again.add(new.seq_id)
-            self.counts["recomputed tokens"] += again
-            parts.append(f"{again} had to be computed again" if again else "nothing was lost")
-        self._prefill[new.seq_id] = num_known
-        self._chunks[new.seq_id] = []
-        self._tell(new.seq_id, step.step, "; ".join(parts) + ".")
+            self._again.add(seq_id)
+            told += f"; {again} had to be computed again" if again else "; nothing was lost"
+        self._prefill[seq_id] = num_known, []
+        self._tell(seq_id, f"{told}.")
 
     def _overtake(self, seq_id: int) -> None:
         """Counts, for those that have waited for longer, that this one goes first."""
-        priority = self._priority(seq_id)
         for other, waiting in self._waiting.items():
             if other > seq_id:  # Why: they wait in the order of their arrival.
                 break
             waiting.num_overtaken += 1
-            waiting.num_by_priority += priority < self._priority(other)
+            waiting.num_by_priority += self.who[seq_id].priority < waiting.priority
 
-    def _priority(self, seq_id: int) -> int:
-        request = self._fold.requests.get(self._request_of(seq_id))
-        return request.priority if request else 0
-
-    def _whence(self, new: Admitted, num_known: int, loaded: dict[int, str]) -> str:
-        """Who had computed what was cached, and which of it a tier held."""
-        size, sources, tiers = self.recording.header.block_size, Counter[str](), Counter[str]()
-        table = self._fold.running[new.row].block_tables[0] if new.row in self._fold.running else []
-        for block_id in table[: new.num_cached_tokens // size]:
-            if block_id in loaded:
-                tiers[loaded[block_id]] += 1
-            held = self._fold.content["device"].get(block_id)
-            by = self._fold.computed_by.get(held.name) if held else None
-            if by is not None:
-                name = "itself" if by.seq_id == new.seq_id else self.name(by.seq_id)
-                sources[f"{name} in step {by.step}"] += size
-        told = f"{new.num_cached_tokens} of its {_tokens(num_known)} were cached"
+    def _whence(self, step: Step, new: AdmittedSequence, tier: str) -> str:
+        """Who had computed what was cached, and how much of it a tier held."""
+        plan, size, seq = step.plan, self._manager.block_size, step.rows[new.row]
+        num_known, num_cached = _tokens(len(new.token_ids)), new.num_cached_tokens
+        if not num_cached:
+            return f"none of its {num_known} was cached"
+        loads = {i: move.tier for move in plan.transfers if move.kind == "load"
+                 for i in move.device_ids}  # fmt: skip
+        table = next(u.block_ids for u in plan.table_updates if u[:3] == (new.row, 0, 0))
+        sources, tiers = Counter[str](), Counter[str]()
+        for block_id, prefix in zip(table[: num_cached // size], seq.prefixes, strict=False):
+            if block_id in loads:
+                tiers[tier or loads[block_id]] += 1
+            if block_id != NULL_BLOCK and prefix.digest in self._computed_by:
+                by, number = self._computed_by[prefix.digest]
+                name = "itself" if by == seq.seq_id else self.name(by)
+                sources[f"{name} in step {number}"] += size
+        told = f"{num_cached} of its {num_known} were cached"
         if sources:
-            most = [f"{name} ({n})" if len(sources) > 1 else name for name, n in
-                    sources.most_common(3)]  # fmt: skip
+            most = [f"{name} ({n})" if len(sources) > 1 else name
+                    for name, n in sources.most_common(3)]  # fmt: skip
             more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
             told += f", computed by {', '.join(most)}{more}"
-        for tier, count in tiers.items():
-            told += f"; {_n(count, 'block')} came back from {tier}"
-        return told
+        return told + "".join(f"; {_n(n, 'block')} came back from {t}" for t, n in tiers.items())
 
-    def _note_content(self, step: TracedStep, events: BlockEvents) -> None:
-        """Content that is computed although it was cached before: its eviction has hurt."""
-        size = self.recording.header.block_size
-        when: dict[int, list[int]] = {}  # sequence -> for each block the step of its eviction
-        computed = {block_id: seq_id for block_id, seq_id in events.hashed if seq_id is not None}
-        for event in step.content:
-            if event.pool == "device" and event.content is not None:
-                evicted = self._evicted.pop(event.content, None)
-                if evicted is not None and event.block_id in computed:
-                    when.setdefault(computed[event.block_id], []).append(evicted)
-        for seq_id, steps in when.items():
-            if seq_id not in self._again:  # else it is waste of the preemption
-                self.hurt[self._request_of(seq_id)] += size * len(steps)
-            until = f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
-            self._tell(
-                seq_id,
-                step.step,
-                f"computes {_tokens(size * len(steps))} that had been cached until step {until},"
-                " when their blocks were evicted.",
-            )
-        for _, content in events.evicted:
-            self._evicted[content] = step.step
-        self.counts["evicted"] += len(events.evicted)
+    def _compute(self, step: Step) -> dict[int, list[int]]:
+        """Who computes which content; by sequence, when what was cached before was evicted."""
+        size, number, again = self._manager.block_size, step.plan.step, dict[int, list[int]]()
+        for seq, start, count, _ in step.computed():
+            for prefix in seq.prefixes[start // size : (start + count) // size]:
+                self._computed_by[prefix.digest] = seq.seq_id, number
+                if self._evicted.get(prefix.digest, number) < number:
+                    again.setdefault(seq.seq_id, []).append(self._evicted.pop(prefix.digest))
+        return again
 
-    def _note_rows(self, step: TracedStep) -> None:
-        """How a prompt is computed: whole, or in chunks."""
-        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-            seq = self._fold.running.get(row)
-            if seq is None or seq.seq_id not in self._prefill:
-                continue
-            known = self._prefill[seq.seq_id]
-            chunks = self._chunks[seq.seq_id]
-            chunks.append(count)
-            if start + count < known:
-                continue
-            del self._prefill[seq.seq_id], self._chunks[seq.seq_id]
-            if len(chunks) > 1:
-                sizes = ", ".join(map(str, chunks[:6])) + (", ..." if len(chunks) > 6 else "")
-                self._tell(
-                    seq.seq_id,
-                    step.step,
-                    f"computed to its end in {len(chunks)} chunks of {sizes} tokens:"
-                    f" {self._why_chunks(chunks)}.",
-                )
+    def _note_evicted(self, seq_id: int, evicted: list[int]) -> None:
+        num_tokens, last = self._manager.block_size * len(evicted), max(evicted)
+        if seq_id not in self._again:  # else it is waste of the preemption
+            self.hurt[self.who[seq_id].request_id] += num_tokens
+        until = f"{last}" if min(evicted) == last else f"{min(evicted)} to {last}"
+        self._tell(seq_id, f"computes {_tokens(num_tokens)} that had been cached until step"
+                           f" {until}, when their blocks were evicted.")  # fmt: skip
 
-    def _why_chunks(self, chunks: list[int]) -> str:
-        limits = self.recording.header.scheduler
-        threshold = limits.get("long_prefill_threshold", 0)
-        if threshold and max(chunks) == threshold:
-            return f"long_prefill_threshold is {threshold}"
-        return f"a step computes at most {limits['max_num_batched_tokens']} tokens, decodes first"
+    def _note_chunk(self, seq_id: int, start: int, count: int) -> None:
+        num_known, chunks = self._prefill.get(seq_id, (0, []))
+        chunks.append(count)
+        if start + count >= num_known and self._prefill.pop(seq_id, None) and len(chunks) > 1:
+            sizes = ", ".join(map(str, chunks[:6])) + (", ..." if len(chunks) > 6 else "")
+            limit = self.scheduler.long_prefill_threshold
+            why = f"long_prefill_threshold is {limit}"
+            if not limit or max(chunks) != limit:
+                limit = self.scheduler.max_num_batched_tokens
+                why = f"a step computes at most {limit} tokens, decodes first"
+            told = f"computed to its end in {len(chunks)} chunks of {sizes} tokens: {why}."
+            self._tell(seq_id, told)
 
-    def _count(self, index: int, step: TracedStep, events: BlockEvents) -> None:
+    def _count(self, step: Step) -> None:
         """Sums over the run, and what the head of the queue lacks in this step."""
-        head = ""
-        if step.waits:
-            head = step.waits[0][1]
-        elif step.num_waiting:
-            head = "preempted" if step.preempted else "spent"
+        plan, counts, head = step.plan, self.counts, ""
+        num_waiting = self.scheduler.num_waiting
+        if plan.waits:
+            head = plan.waits[0][1]
+        elif num_waiting:
+            head = "preempted" if plan.preempted else "spent"
         for lack, sums in self._heads.items():
             sums.append(sums[-1] + (lack == head))
-        for seq_id, lack in step.waits:
+        for seq_id, lack in plan.waits:
             if seq_id in self._waiting:
                 self._waiting[seq_id].lacked[lack] += 1
-        num_tokens = sum(step.counts)
-        self.counts["tokens"] += num_tokens
-        self.counts["sampled"] += sum(map(len, step.sampled))
-        if step.num_waiting:
-            self.counts["steps with a queue"] += 1
-            self.counts["tokens with a queue"] += num_tokens
-            self.counts[f"queue lacks {head}"] += 1
-        for row in step.drafts:
-            self.counts["drafts"] += len(step.drafts[row])
-            tokens = step.sampled[step.rows.index(row)]
-            self.counts["right drafts"] += max(len(tokens) - 1, 0)
-        for move in step.moved:
-            self.counts[f"{move.kind} {move.tier}"] += len(move.device_ids)
-        self.counts["copies"] += len(step.copied)
+        if num_waiting:
+            counts["steps with a queue"] += 1
+            counts["tokens with a queue"] += plan.num_tokens
+            counts[f"queue lacks {head}"] += 1
+        for move in plan.transfers:
+            counts[f"{move.kind} {move.tier}"] += len(move.device_ids)
 
-    def _end(
-        self, seq_id: int, step: int, reason: str, num_tokens: int, detail: int | str | None
-    ) -> None:
+    def _end(self, seq: Sequence) -> None:
+        tokens, detail = _tokens(seq.num_output_tokens), seq.stop_reason
+        by = " of the model's own" if detail is None else f" ({detail!r})"
         words = {
-            "length": f"ended by its length, with {_tokens(num_tokens)}",
-            "stop": "ended by a stop"
-                    + (f" ({detail!r})" if detail is not None else " of the model's own")
-                    + f", with {_tokens(num_tokens)}",
-            "abort": f"aborted with {_tokens(num_tokens)}",
-            "error": f"failed with {_tokens(num_tokens)}: {detail}",
-            "drop": f"dropped with {_tokens(num_tokens)}: the search goes on without it",
-        }  # fmt: skip
-        waiting = self._waiting.pop(seq_id, None)
-        never = "; it never had a row" if waiting and seq_id not in self._lost else ""
-        self._tell(seq_id, step, f"{words.get(reason, reason)}{never}.")
+            "length": f"ended by its length, with {tokens}",
+            "stop": f"ended by a stop{by}, with {tokens}",
+            "abort": f"aborted with {tokens}",
+            "error": f"failed with {tokens}: {seq.request.error}",
+            "drop": f"dropped with {tokens}: the search goes on without it",
+        }
+        waiting = self._waiting.pop(seq.seq_id, None)
+        never = "; it never had a row" if waiting and seq.seq_id not in self._lost else ""
+        reason = str(seq.finish_reason)
+        self._tell(seq.seq_id, f"{words.get(reason, reason)}{never}.")
 
-    def _finish(self) -> None:
-        """What the last line tells, and who still waits."""
-        last = self.recording.steps[-1].step if self.recording.steps else 0
-        end = self.recording.end
-        for seq_id, reason, num_tokens, detail in end.ended if end else ():
-            self._end(seq_id, last, reason, num_tokens, detail)
+    def conclude(self, *, is_torn: bool = False) -> None:
+        """Tells who has ended without a step, and who still waits."""
+        self._is_torn = is_torn
+        self._know(self.scheduler.newly_ended)
+        for seq in self.scheduler.newly_ended:
+            self._end(seq)
+        num_steps = len(self._numbers)
         for seq_id, waiting in self._waiting.items():
-            num_steps = len(self.recording.steps) - waiting.since
-            why = self._why_waited(waiting, len(self.recording.steps))
-            self._tell(
-                seq_id,
-                last,
-                f"still waits where the trace ends, for {_n(num_steps, 'step')}: {why}.",
-            )
-            story = self._story(seq_id)
-            if story is not None and seq_id not in self._lost:
-                story.waited_s = max(0.0, self._last_s() - waiting.time_s)
-                story.waited_steps, story.waited = num_steps, why
-                story.lacked = self._main_lack(waiting, len(self.recording.steps))
+            why = self._note_wait(seq_id, waiting, num_steps, self._last_s - waiting.time_s)
+            waited = _n(num_steps - waiting.since, "step")
+            self._tell(seq_id, f"still waits where the trace ends, for {waited}: {why}.")
 
     # --- waits --------------------------------------------------------------------------------
 
-    def _why_waited(self, waiting: Waiting, until: int) -> str:
-        """What it lacked, in how many of the steps, and who went first."""
+    def _note_wait(self, seq_id: int, waiting: Waiting, until: int, waited_s: float) -> str:
+        """What a sequence lacked, in how many of the steps, and who went first; its story keeps
+        the wait before its first row."""
         heads, own = self._heads_between(waiting, until), waiting.lacked
         parts = [
             f"{count:,} {LACKS[lack]}"
@@ -359,61 +347,41 @@ class Story:
         behind = heads - own - Counter(dict.fromkeys(FOR_ALL, until))
         if behind:
             main = max(behind, key=lambda lack: behind[lack])
-            parts.append(
-                f"{behind.total():,} behind others that waited"
-                f" {LACKS[main].replace(' it ', ' them ').replace(' its ', ' their ')}"
-            )
+            them = LACKS[main].replace(" it ", " them ").replace(" its ", " their ")
+            parts.append(f"{behind.total():,} behind others that waited {them}")
         told = ", ".join(parts)
         if waiting.num_overtaken:
             told += f"; {_n(waiting.num_overtaken, 'request')} that came later went first"
             if waiting.num_by_priority:
                 told += f", {waiting.num_by_priority} of them of higher priority"
+        story = self._story(seq_id)
+        if story is not None and seq_id not in self._lost:
+            lack = max(heads, key=lambda lack: heads[lack])
+            story.wait = until - waiting.since, max(waited_s, 0.0), told, lack
         return told
-
-    def _main_lack(self, waiting: Waiting, until: int) -> str:
-        lacks = self._heads_between(waiting, until)
-        return max(lacks, key=lambda lack: lacks[lack])
 
     def _heads_between(self, waiting: Waiting, until: int) -> Counter[str]:
         """What the head of the queue lacked, in how many of these steps."""
-        return Counter(
-            {lack: sums[min(until, len(sums) - 1)] - sums[min(waiting.since, len(sums) - 1)]
-             for lack, sums in self._heads.items()}
-        )  # fmt: skip
+        spans = self._heads.items()
+        return Counter({
+            lack: sums[min(until, len(sums) - 1)] - sums[min(waiting.since, len(sums) - 1)]
+            for lack, sums in spans
+        })  # fmt: skip
 
     # --- names --------------------------------------------------------------------------------
-
-    def name(self, seq_id: int) -> str:
-        """ "request 7", or "sequence 12 of request 7" if that has several."""
-        seq = self._fold.sequences.get(seq_id)
-        request_id = seq.request_id if seq else ""
-        request = self._fold.requests.get(request_id)
-        if request is None:
-            return f"sequence {seq_id}"
-        if request.seq_id == seq_id:
-            return f"request {request_id}"
-        return f"sequence {seq_id} of request {request_id}"
 
     def _named(self, reason: str) -> str:
         """The scheduler's words, with requests in place of its numbers."""
         return re.sub(r"\bseq (\d+)", lambda match: self.name(int(match[1])), reason)
 
-    def _request_of(self, seq_id: int) -> str:
-        seq = self._fold.sequences.get(seq_id)
-        return seq.request_id if seq else ""
-
     def _story(self, seq_id: int) -> RequestStory | None:
-        return self.requests.get(self._request_of(seq_id))
+        return self.requests.get(self.who[seq_id].request_id) if seq_id in self.who else None
 
-    def _tell(self, seq_id: int, step: int, what: str) -> None:
+    def _tell(self, seq_id: int, what: str) -> None:
         story = self._story(seq_id)
         if story is not None:
-            request = self._fold.requests[self._request_of(seq_id)]
-            who = "" if request.seq_id == seq_id else f"its sequence {seq_id}: "
-            story.lines.append((step, f"step {step}: {who}{what}"))
-
-    def _last_s(self) -> float:
-        return self.recording.steps[-1].time_s if self.recording.steps else 0.0
+            fork, step = self.who[seq_id].fork, self._numbers[-1] if self._numbers else 0
+            story.lines.append((step, f"step {step}: {f'its {fork}: ' if fork else ''}{what}"))
 
     # --- what is asked ------------------------------------------------------------------------
 
@@ -438,75 +406,77 @@ class Story:
             TraceError: the trace has no such step.
         """
         if not self._step_lines:
-            steps = self.recording.steps
-            has = f"steps {steps[0].step} to {steps[-1].step}" if steps else "no step"
+            steps = self._numbers
+            has = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
             raise TraceError(f"the trace has no step {self._step}: it has {has}")
         return self._step_lines
 
     def run_lines(self) -> list[str]:
         """The five things worth knowing of the run, each with the setting that would change it."""
-        header, steps = self.recording.header, self.recording.steps
+        manager, drafts = self._manager, self._since("drafted_tokens")
         title = (
-            f"{_n(len(steps), 'step')} in {_s(self._last_s())}:"
-            f" {_n(len(self.requests), 'request')}, {self.counts['tokens']:,} tokens computed,"
-            f" {self.counts['sampled']:,} sampled;"
-            f" {_n(header.num_blocks - 1, 'block')} of {header.block_size} tokens,"
-            f" {_n(header.scheduler['max_num_seqs'], 'row')}."
+            f"{_n(len(self._numbers), 'step')} in {_s(self._last_s)}:"
+            f" {_n(len(self.requests), 'request')}, {self._num_computed():,} tokens computed,"
+            f" {self._since('output_tokens'):,} sampled;"
+            f" {_n(manager.pool.num_usable, 'block')} of {manager.block_size} tokens,"
+            f" {_n(self.scheduler.max_num_seqs, 'row')}."
         )
-        if self.counts["drafts"]:
-            right, drafts = self.counts["right drafts"], self.counts["drafts"]
-            title += f" {right:,} of {drafts:,} drafts were right."
-        if self.recording.is_torn:
+        if drafts:
+            title += f" {self._since('accepted_tokens'):,} of {drafts:,} drafts were right."
+        if self._is_torn:
             title += " The file breaks off: the run was killed, or goes on."
         told = (self._waits(), self._waste(), self._evictions(), self._budget(), self._tiers())
         return [title, *(f"{i}. {line}" for i, line in enumerate(told, 1))]
 
+    def _since(self, name: str) -> int:
+        """How far one of the scheduler's counters has come since the story began."""
+        count: int = getattr(self.scheduler.stats, name) - getattr(self._before, name)
+        return count
+
+    def _num_computed(self) -> int:
+        return self._since("prefill_tokens") + self._since("decode_tokens")
+
     def _waits(self) -> str:
-        waited = [(story.waited_steps, i) for i, story in self.requests.items() if story.waited]
+        waited = [(story.wait, i) for i, story in self.requests.items() if story.wait]
         if not waited:
             return "Waiting: every request was admitted in the step that followed its arrival."
-        longest = self.requests[max(waited, key=lambda one: one[0])[1]]
-        name = max(waited, key=lambda one: one[0])[1]
+        (num_steps, seconds, why, lack), name = max(waited, key=lambda one: one[0][0])
         return (
             f"Waiting: {len(waited)} of {len(self.requests)} requests waited. Request {name} waited"
-            f" longest, {_n(longest.waited_steps, 'step')} ({_s(longest.waited_s)}):"
-            f" {longest.waited}."
-            f" What would shorten it: {REMEDIES[longest.lacked]}."
+            f" longest, {_n(num_steps, 'step')} ({_s(seconds)}): {why}."
+            f" What would shorten it: {REMEDIES[lack]}."
         )
 
     def _waste(self) -> str:
-        count = self.counts["preemptions"]
+        count, again = self._since("preemptions"), self._since("recomputed_tokens")
         if not count:
             return "Waste: nobody was preempted, so nothing was computed twice for want of blocks."
-        again = self.counts["recomputed tokens"]
-        told = (
+        remedy = MORE_BLOCKS
+        if self.scheduler.policy is None:
+            remedy += ", or admission='predictive', which admits fewer at a time"
+        return (
             f"Waste: {_n(count, 'preemption')} gave up {_tokens(self.counts['lost tokens'])};"
             f" {again:,} of them were computed again,"
-            f" {again / max(self.counts['tokens'], 1):.1%} of all that was computed."
+            f" {again / max(self._num_computed(), 1):.1%} of all that was computed."
+            f" What would avoid it: {remedy}."
         )
-        remedy = MORE_BLOCKS
-        if self.recording.header.scheduler.get("admission") == "WatermarkOnly":
-            remedy += ", or admission='predictive', which admits fewer at a time"
-        return f"{told} What would avoid it: {remedy}."
 
     def _evictions(self) -> str:
-        evicted = self.counts["evicted"]
-        if not evicted:
+        if not self.counts["evicted"]:
             return "Evictions: no block lost its content."
-        told = f"Evictions: {_n(evicted, 'block')} lost their content"
+        told = f"Evictions: {_n(self.counts['evicted'], 'block')} lost their content"
         if not self.hurt:
-            but = " but those that were preempted" if self.counts["preemptions"] else ""
+            but = " but those that were preempted" if self._since("preemptions") else ""
             return f"{told}, and nobody{but} asked for it again."
         name, most = self.hurt.most_common(1)[0]
         return (
-            f"{told}, and {_tokens(sum(self.hurt.values()))} were computed again for it, most for"
+            f"{told}, and {_tokens(self.hurt.total())} were computed again for it, most for"
             f" request {name} ({most:,}). What would keep them: {MORE_BLOCKS}, or a tier"
             " (kv_host_gib, kv_tiers)."
         )
 
     def _budget(self) -> str:
-        steps, limits = self.counts["steps with a queue"], self.recording.header.scheduler
-        budget = limits["max_num_batched_tokens"]
+        steps, budget = self.counts["steps with a queue"], self.scheduler.max_num_batched_tokens
         if not steps:
             return "Budget: no step left anybody waiting, so no budget was left unused."
         used = self.counts["tokens with a queue"] / (steps * budget)
@@ -521,83 +491,70 @@ class Story:
         )
 
     def _tiers(self) -> str:
-        tiers = self.recording.header.tiers
+        below = self._manager.prefix_cache.tiers
+        tiers = below.tier_stats() if below is not None else ()
         if not tiers:
             return "Tiers: there are none below the device (kv_host_gib, kv_disk)."
-        name = next(iter(tiers))
+        name = tiers[0].name
         loads, stores = self.counts[f"load {name}"], self.counts[f"store {name}"]
         told = f"Tiers: {_n(stores, 'block')} went to {name}, {loads:,} came back"
         if not loads and stores:
             return f"{told}: it cost copies and saved nothing; without kv_host_gib there are none."
-        size = self.recording.header.block_size
         return (
-            f"{told}, which spared {_tokens(loads * size)} of computing. Stores only when blocks"
-            " are soon evicted: HostTier(store='lazy')."
+            f"{told}, which spared {_tokens(loads * self._manager.block_size)} of computing. Stores"
+            " only when blocks are soon evicted: HostTier(store='lazy')."
         )
 
     # --- one step -----------------------------------------------------------------------------
 
-    def _describe(self, index: int, step: TracedStep, events: BlockEvents) -> Iterable[str]:
-        seconds = step_seconds(step.times)
-        took = f", took {1e3 * seconds:.3g} ms{_split(step.times)}" if seconds else ""
-        yield f"Step {step.step} was committed at {_s(step.time_s)}{took}."
-        decodes, prompts = [], []
-        for i, (row, start, count) in enumerate(
-            zip(step.rows, step.starts, step.counts, strict=True)
-        ):
-            seq = self._fold.running.get(row)
-            if seq is None:
-                continue
-            if count == 1 and step.num_logits[i] == 1 and start >= seq.num_prompt_tokens:
-                decodes.append(seq)
+    def _describe(self, step: Step) -> Iterator[str]:
+        plan, seconds = step.plan, step_seconds(step.result.times)
+        took = f", took {1e3 * seconds:.3g} ms{_split(step.result.times)}" if seconds else ""
+        yield f"Step {plan.step} was committed at {_s(step.time_s)}{took}."
+        num_decodes, prompts = 0, []
+        for seq, start, count, num_logits in step.computed():
+            if count == num_logits == 1 and start >= seq.num_prompt_tokens:
+                num_decodes += 1
             elif count:
                 prompts.append(f"{self.name(seq.seq_id)} (tokens {start} to {start + count - 1})")
         yield (
-            f"It computed {_tokens(sum(step.counts))}: {_n(len(decodes), 'sequence')} decoded one"
+            f"It computed {_tokens(plan.num_tokens)}: {_n(num_decodes, 'sequence')} decoded one"
             f" token each" + (f", the others are from {', '.join(prompts)}." if prompts else ".")
         )
-        for new in step.admitted:
-            yield f"{self._last_line(new.seq_id, 'admitted')}"
-        for fork in step.forked:
+        for new in plan.admitted:
+            story, name = self._story(new.seq_id), self.name(new.seq_id).capitalize()
+            lines = [line for _, line in story.lines if "admitted" in line] if story else []
+            yield f"{name}: {lines[-1].partition(': ')[2] if lines else 'admitted.'}"
+        for fork in plan.forks:
             yield f"Forked: {self.name(fork.seq_id)}."
-        for seq_id, num_computed, reason in step.preempted:
+        for seq_id, num_computed, reason in plan.preempted:
             yield (
                 f"Preempted: {self.name(seq_id)} with {_tokens(num_computed)} computed, because"
                 f" {self._named(reason)}."
             )
-        for row, tokens in step.drafts.items():
-            right = len(step.sampled[step.rows.index(row)]) - 1
-            seq = self._fold.running[row]
-            yield f"Drafts: {right} of {len(tokens)} were right for {self.name(seq.seq_id)}."
-        yield from self._block_lines(events)
-        if step.waits:
-            who = [f"{self.name(seq_id)} {LACKS[lack]}" for seq_id, lack in step.waits[:4]]
-            yield f"Waiting, {step.num_waiting} in all: {', '.join(who)}."
-        elif step.num_waiting:
-            yield f"Waiting: {step.num_waiting}."
-        yield from (f"The scheduler says: {self._named(reason)}." for reason in step.reasons)
-        for seq_id, reason, num_tokens, _ in step.ended:
-            yield f"Ended: {self.name(seq_id)}, by {reason}, with {_tokens(num_tokens)}."
+        for row, drafts in plan.draft_token_ids.items():
+            right = max(len(step.result.token_ids[plan.rows.index(row)]) - 1, 0)
+            name = self.name(step.rows[row].seq_id)
+            yield f"Drafts: {right} of {len(drafts)} were right for {name}."
+        yield from self._block_lines(plan)
+        num_waiting = self.scheduler.num_waiting
+        if plan.waits:
+            who = [f"{self.name(seq_id)} {LACKS[lack]}" for seq_id, lack in plan.waits[:4]]
+            yield f"Waiting, {num_waiting} in all: {', '.join(who)}."
+        elif num_waiting:
+            yield f"Waiting: {num_waiting}."
+        yield from (f"The scheduler says: {self._named(reason)}." for reason in plan.reasons)
+        for seq in step.ended:
+            tokens = _tokens(seq.num_output_tokens)
+            yield f"Ended: {self.name(seq.seq_id)}, by {seq.finish_reason}, with {tokens}."
 
-    def _last_line(self, seq_id: int, word: str) -> str:
-        story = self._story(seq_id)
-        told = next((t for _, t in reversed(story.lines) if word in t), "") if story else ""
-        return f"{self.name(seq_id).capitalize()}: {told.partition(': ')[2] or 'admitted.'}"
-
-    def _block_lines(self, events: BlockEvents) -> Iterable[str]:
-        parts = [
-            f"{len(entries)} {word}"
-            for word, entries in (
-                ("taken", events.taken), ("revived", events.revived), ("shared", events.shared),
-                ("hashed", events.hashed), ("freed", events.freed), ("evicted", events.evicted),
-            )
-            if entries
-        ]  # fmt: skip
+    def _block_lines(self, plan: StepPlan) -> Iterator[str]:
+        parts = [f"{count} {word}" for word, count in self._told_blocks.items() if count]
         if parts:
             yield f"Blocks: {', '.join(parts)}."
-        for src, dst in events.copied:
+        for src, dst in plan.block_copies:
             yield f"Copied: block {src} to {dst}, because two share it and one of them writes."
-        for move in events.moved:
+        for move in plan.transfers:
             way = "from" if move.kind == "load" else "to"
             yield f"Moved: {_n(len(move.device_ids), 'block')} {way} {move.tier}."
 

@@ -7,13 +7,12 @@ removed, and in one request a parent before its child. Enters `BlockPool.observe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoengine.core.block_pool import Block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStored:
+class BlockStored(NamedTuple):
     """A block's content can be hit from now on.
 
     The hash names the block's tokens and all before them. `parent_hash` is that of the block before
@@ -27,8 +26,7 @@ class BlockStored:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRemoved:
+class BlockRemoved(NamedTuple):
     """A block's content is gone; another block may hold the same."""
 
     block_id: int
@@ -36,8 +34,7 @@ class BlockRemoved:
     block_hash: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllCleared:
+class AllCleared(NamedTuple):
     """Nothing is cached any more."""
 
 
@@ -61,24 +58,16 @@ class KVEvents:
 
     def on_block(self, event: str, block: Block) -> None:
         """Collects what concerns content; "freed" and "reused" are about references only."""
-        prefix = block.prefix
         if event == "cleared":
             self._events.append(AllCleared())
-        elif event == "stored":
+        elif event in ("stored", "removed"):
+            prefix = block.prefix
             assert prefix is not None and prefix.parent is not None, block
+            what = block.block_id, block.group, prefix.digest
             self._events.append(
-                BlockStored(
-                    block_id=block.block_id,
-                    group=block.group,
-                    block_hash=prefix.digest,
-                    parent_hash=prefix.parent.digest,
-                    token_ids=tuple(prefix.token_ids),
-                )
-            )
-        elif event == "removed":
-            assert prefix is not None, block
-            self._events.append(
-                BlockRemoved(block_id=block.block_id, group=block.group, block_hash=prefix.digest)
+                BlockRemoved(*what)
+                if event == "removed"
+                else BlockStored(*what, prefix.parent.digest, tuple(prefix.token_ids))
             )
 
     def drain(self) -> list[KVEvent]:

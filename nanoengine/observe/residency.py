@@ -42,23 +42,19 @@ class Residency:
 
     def on_block(self, event: str, block: Block) -> None:
         """Notes the time of the event, and the span that it ends."""
+        block_id = block.block_id
         if event == "cleared":
             self._stored.clear()
             self._freed.clear()
-            return
-        block_id = block.block_id
-        if block_id % self._every:
-            return
-        now = self._clock()
-        if event == "stored":
-            self._stored[block_id] = now
-        elif event == "freed":
-            self._freed[block_id] = now
-        elif event == "reused":
-            self._count(self.reuse_gap_s, now, self._freed.pop(block_id, None))
-        elif event == "removed":
-            self._count(self.idle_s, now, self._freed.pop(block_id, None))
-            self._count(self.lifetime_s, now, self._stored.pop(block_id, None))
+        elif block_id % self._every == 0:
+            now = self._clock()
+            if event in ("stored", "freed"):
+                (self._stored if event == "stored" else self._freed)[block_id] = now
+                return
+            spans = self.reuse_gap_s if event == "reused" else self.idle_s
+            self._count(spans, now, self._freed.pop(block_id, None))
+            if event == "removed":
+                self._count(self.lifetime_s, now, self._stored.pop(block_id, None))
 
     def _count(self, histogram: dict[float, int], now: float, start: float | None) -> None:
         if start is not None:
@@ -67,13 +63,13 @@ class Residency:
 
     def __str__(self) -> str:
         """One line a histogram."""
-        rows = (
-            ("lifetime", self.lifetime_s),
-            ("idle before removal", self.idle_s),
-            ("reuse gap", self.reuse_gap_s),
-        )
+        rows = {
+            "lifetime": self.lifetime_s,
+            "idle before removal": self.idle_s,
+            "reuse gap": self.reuse_gap_s,
+        }
         return "\n".join(
             f"{name:<20}"
             + "  ".join(f"<= {bound:g} s: {count}" for bound, count in sorted(histogram.items()))
-            for name, histogram in rows
+            for name, histogram in rows.items()
         )

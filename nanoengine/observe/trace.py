@@ -1,52 +1,59 @@
-"""Trace: an Observer that writes what each step did, a JSON line each, to look at the run later.
+"""Trace: writes what comes into the core of one run, so that the core can be led through it again.
 
-    plan, result ── on_step ──────► a line: what has changed since the line before
-    requests ────── on_request ───►   arrived
-    pools ───────── on_block ─────►   content: what blocks hold from now on
+    engine ── add, schedule, commit, abort, ... ──► Scheduler
+                     └─► a line: what was asked, what was sampled
 
-A line holds the plan in its own ints, so a step in which 256 sequences decode a token each writes
-little more than these tokens. Block tables, reference counts and outputs follow from all lines so
-far: `trace_fold.Fold` rebuilds them. docs/trace.md describes the format; `trace_reader.read_trace`
-reads it.
+The core is deterministic: requests, sampled tokens, aborts, forks, drafts, a chooser's choices,
+stop strings and the answers of a disk decide all of its plans. So nothing else is written, beside
+times and a digest of each plan, by which a reader notices that its core decides otherwise.
+docs/trace.md describes the format; `trace_reader.read_trace` reads it.
 
-Enters `LLMEngine.observers`, `LLMEngine.on_queued` and `BlockPool.observers`; changes nothing.
+Stands in front of the public methods of one Scheduler (`taps.py`); changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import logging
+import struct
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from itertools import chain
-from operator import add
 from os import PathLike, fspath
+from types import SimpleNamespace
 from typing import Any, TextIO
 
-from nanoengine.core.block_pool import Block, BlockPool
+import xxhash
+
+from nanoengine.core.extras import enlist
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Request, Sequence
+from nanoengine.core.sequence import OutputFollower, Request, Sequence, SequenceMoves
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.observe.taps import Taps
+from nanoengine.observe.traced_disk import TracedDisk, trace_disk
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
 
-FORMAT = (1, 0)
+FORMAT = (2, 0)
 """Version of the format: a reader of one major version reads all its minor ones."""
 FLUSH_S = 1.0
 """A process that is killed loses the lines of this many seconds [s]."""
-SWEEP_STEPS = 256
-"""Steps between two looks for requests that were aborted while they waited."""
-CLEARED = 0
-"""In place of a block's id, which the null block's never is: nothing is held any more."""
 TIMES = ("schedule", "prepare", "load", "forward", "sample", "commit")
-"""The parts of a step, in the order of `ms`; seconds in `StepTimes`."""
+"""The parts of a step, in the order of `s`; seconds in `StepTimes`."""
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "long_prefill_threshold")
+"""What a Scheduler is made with, besides its block manager and its policy."""
+PARAMS = ("n", "min_tokens", "stop", "prompt_logprobs", "prompt_logprobs_start")
+"""What the core looks at of the parameters of a request."""
+DECIDED = ("released", "chosen_tokens", "table_updates", "transfers", "block_copies", "preempted",
+           "waits")  # fmt: skip
+"""Lists of a plan that are empty in most steps, and of which a digest takes all."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +67,23 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=
 
 
 class Trace:
-    """Writes the trace of one scheduler's steps. A context manager; `close` ends the file.
-
-    A trace may begin at any step: its first line then says what is held at that moment.
+    """Writes the trace of one scheduler, from its first request on. A context manager.
 
     Args:
         path: of the file; with the suffix .gz it is compressed.
-        scheduler: whose steps are traced.
-        steps: the first step to write, and the one to stop before; None: no end.
+        scheduler: whose steps are traced; a fresh one, because a replay begins with a fresh core.
+        steps: the first step to show, and the one to stop before; None: no end.
         about: what else the header tells of the run: model, config.
+
+    Raises:
+        ConfigError: the scheduler has run, or the file can't be written.
 
     >>> import os, tempfile
     >>> from nanoengine.bench.simulator import make_scheduler
     >>> path = os.path.join(tempfile.mkdtemp(), "run.trace")
-    >>> with Trace(path, make_scheduler(num_blocks=9, block_size=4)) as trace:
-    ...     trace.on_step(StepPlan(step=0), StepResult(token_ids=[]), object())
-    >>> json.loads(open(path).read().splitlines()[1])["step"]
+    >>> with Trace(path, scheduler := make_scheduler(num_blocks=9, block_size=4)):
+    ...     plan = scheduler.schedule()
+    >>> json.loads(open(path).read().splitlines()[1])["plan"]
     0
     """
 
@@ -87,25 +95,32 @@ class Trace:
         steps: tuple[int, int | None] = (0, None),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self._first, self._end = steps
-        self._scheduler = scheduler
+        if scheduler.stats.steps or scheduler.has_unfinished:
+            raise ConfigError(
+                f"trace={fspath(path)!r}: a trace begins with its engine, and this engine has run"
+                f" {scheduler.stats.steps} steps or has requests: give trace where it is built"
+            )
+        self._scheduler, self._end = scheduler, steps[1]
         self._file = _open(fspath(path))
         self._start_s = self._flushed_s = time.perf_counter()
         self._is_over = False
-        self._watched: dict[str, _Watched] = {}
-        self._content: list[tuple[int, str, Any]] = []  # (steps planned by then, pool, event)
-        self._arrived: list[dict[str, Any]] = []
-        self._requests: dict[int, Request] = {}  # by first sequence, not finished
-        self._live: dict[int, Sequence] = {}  # known and not ended
-        self._ended: set[int] = set()  # of requests that go on
-        self._told: set[int] = set()  # admitted or forked in some line
-        self._held: dict[int, Sequence | None] = {}  # by row, as the executor sees it
-        self._ends: dict[int, int] = {}  # by row: where its next token is expected to start
-        self._rows: list[int] = []
-        self._waits: list[tuple[int, str]] = []
-        self._write(_header(scheduler, about or {}))
-        if scheduler.stats.steps >= self._first:
-            self._begin()
+        self._answers: dict[str, list[Any]] = {}  # of others, in the call under way
+        self._committed: tuple[dict[str, Any], StepResult] | None = None  # not written yet
+        cache = scheduler.block_manager.prefix_cache
+        self._disk: TracedDisk | None = trace_disk(cache, self._answers)
+        # Why: by these times a TieredPrefixCache decides.
+        self._exact = ("load", "forward") if isinstance(cache, TieredPrefixCache) else ()
+        self._taps = Taps(
+            (scheduler, "add", self._add),
+            (scheduler, "schedule", self._schedule),
+            (scheduler, "commit", self._commit),
+            (scheduler, "abort", self._noting(lambda request: {"abort": request.arrival})),
+            (enlist(scheduler), "fork", self._fork),
+            (scheduler, "recover", self._recover),
+            (cache, "evict", self._noting(lambda block_ids: {"evict": list(block_ids)})),
+            (cache, "reset", self._noting(lambda: {"reset": True})),
+        )
+        self._write(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
 
     def __enter__(self) -> Trace:
         return self
@@ -114,254 +129,107 @@ class Trace:
         self.close()
 
     def close(self) -> None:
-        """Writes what has ended without a step, and closes the file; closing twice is harmless."""
+        """Ends the file; closing twice is harmless."""
         if not self._is_over:
-            end: dict[str, Any] = {"arrived": self._arrived, "ended": [], "outputs": []}
-            if self._watched:
-                self._sweep(end)
-            self._write({"end": {name: entries for name, entries in end.items() if entries}})
-            self._end_now()
-
-    # --- what happens -------------------------------------------------------------------------
-
-    def on_request(self, request: Request) -> None:
-        """Notes a request that is queued."""
-        if self._is_over:
-            return
-        first = request.sequences[0]
-        self._requests[first.seq_id], self._live[first.seq_id] = request, first
-        if self._watched:
-            self._arrived.append(self._request(request))
+            self._tell({"end": True})
+            self._stop()
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """Writes the line of a step, from the first one asked for to the last."""
-        if self._is_over:
-            return
-        if not self._watched:
-            if self._scheduler.stats.steps >= self._first:
-                self._begin()
-            elif plan.step % SWEEP_STEPS == 0:
-                self._forget_finished()
-            return
-        now = time.perf_counter()
-        times = result.times
-        record: dict[str, Any] = {
-            "step": plan.step,
-            "t": round(now - self._start_s, 6),
-            "ms": [round(1e3 * getattr(times, f"{name}_s"), 3) for name in TIMES],
-            "waiting": self._scheduler.num_waiting,
-            "running": self._scheduler.num_running,
-            "arrived": self._arrived,
-            "ended": [],
-            "outputs": [],
-        }
-        self._arrived = []
-        self._note_sequences(plan, record)
-        self._note_rows(plan, record)
-        record["sampled"] = [one[0] if len(one) == 1 else one for one in result.token_ids]
-        record["errors"] = list(result.errors.items())
-        record["content"] = self._take_content(plan.step + 1)
-        record["tables"] = plan.table_updates
-        record["copied"] = plan.block_copies
-        record["moved"] = plan.transfers
-        record["reasons"] = plan.reasons
-        if plan.waits != self._waits:
-            record["waits"] = self._waits = plan.waits
-        self._note_ends(plan, record)
-        self._write({k: v for k, v in record.items() if v or k in _ALWAYS})
+        """Writes the step that was committed, now that all of its times are known."""
+        self._write_step()
         if self._end is not None and plan.step + 1 >= self._end:
             self.close()
 
-    # --- the parts of a line ------------------------------------------------------------------
+    # --- what comes in ------------------------------------------------------------------------
 
-    def _note_sequences(self, plan: StepPlan, record: dict[str, Any]) -> None:
-        """Who takes rows, gives them back and is preempted; in the plan's order."""
-        record["preempted"] = plan.preempted
-        record["released"] = plan.released
-        for row in plan.released:
-            seq = self._held.pop(row, None)
-            if seq is not None and seq.is_finished and seq.seq_id in self._live:
-                self._note_end(seq, record)
-        siblings = []
-        for new in plan.admitted:
-            seq = self._find(new.seq_id)
-            self._take_row(new.row, new.seq_id, seq)
-            self._ends[new.row] = new.num_cached_tokens
-            if seq is not None and seq.index:
-                siblings.append([new.seq_id, seq.request.request_id])
-        record["siblings"] = siblings
-        record["admitted"] = [
-            [a.row, a.seq_id, a.num_cached_tokens, a.token_ids] for a in plan.admitted
-        ]
-        for fork in plan.forks:
-            self._take_row(fork.row, fork.seq_id, self._find(fork.seq_id, fork.parent_row))
-            self._ends[fork.row] = -1
-        record["forked"] = [fork[:3] for fork in plan.forks]
-        record["chosen"] = plan.chosen_tokens
-
-    def _note_rows(self, plan: StepPlan, record: dict[str, Any]) -> None:
-        """Which rows compute what, as far as it is not what they did in the line before."""
-        rows, starts, counts, ends = plan.rows, plan.starts, plan.num_scheduled_tokens, self._ends
-        if rows != self._rows:
-            record["rows"] = self._rows = rows
-        expected = [ends[row] for row in rows]
-        if starts != expected:
-            record["starts"] = [
-                [i, start] for i, (start, e) in enumerate(zip(starts, expected, strict=True))
-                if start != e
-            ]  # fmt: skip
-        ends.update(zip(rows, map(add, starts, counts), strict=True))
-        record["counts"] = _but_ones(counts)
-        record["logits"] = _but_ones(plan.num_logits)
-        record["drafts"] = list(plan.draft_token_ids.items())
-
-    def _note_ends(self, plan: StepPlan, record: dict[str, Any]) -> None:
-        """The sequences of requests that this step has finished."""
-        for request in self._scheduler.last_finished:
-            self._note_finished(request, record)
-        if plan.step % SWEEP_STEPS == 0:
-            self._sweep(record)
-
-    def _sweep(self, record: dict[str, Any]) -> None:
-        """Finds those that were aborted while they waited: no plan and no commit tells of them."""
-        for request in [one for one in self._requests.values() if one.finished]:
-            self._note_finished(request, record)
-
-    def _note_finished(self, request: Request, record: dict[str, Any]) -> None:
-        for seq in request.sequences:
-            if seq.seq_id in self._live or seq.seq_id not in self._ended:
-                self._note_end(seq, record)
-        self._ended.difference_update(seq.seq_id for seq in request.sequences)
-        self._requests.pop(request.sequences[0].seq_id, None)
-
-    def _note_end(self, seq: Sequence, record: dict[str, Any]) -> None:
-        """Why a sequence has ended, and how many of its tokens count."""
-        request = seq.request
-        detail = request.error if seq.finish_reason == "error" else seq.stop_reason
-        entry = [seq.seq_id, seq.finish_reason, seq.num_output_tokens]
-        record["ended"].append(entry if detail is None else [*entry, detail])
-        untold = seq.seq_id not in self._told and (seq.index or seq.num_output_tokens)
-        if untold or request.chooser is not None:  # Why: no plan has told all of its tokens.
-            record["outputs"].append([seq.seq_id, request.request_id, seq.output_token_ids])
-        self._live.pop(seq.seq_id, None)
-        self._told.discard(seq.seq_id)
-        self._ended.add(seq.seq_id)
-
-    def _forget_finished(self) -> None:
-        """Drops what has ended before the trace began."""
-        self._requests = {i: one for i, one in self._requests.items() if not one.finished}
-        self._live = {i: seq for i, seq in self._live.items() if not seq.is_finished}
-
-    def _request(self, request: Request) -> dict[str, Any]:
-        """What is told of a request, once."""
-        seq = request.sequences[0]
-        told = {
-            "id": request.request_id,
-            "seq": seq.seq_id,
-            "t": round(request.arrival_time - self._start_s, 6),
-            "prompt": len(request.prompt_token_ids),
-            "max": seq.max_num_tokens - len(request.prompt_token_ids),
-        }
-        if request.priority:
-            told["priority"] = request.priority
-        if request.params.n > 1:
-            told["n"] = request.params.n
+    def _add(self, call: Any, request: Request, **more: Any) -> None:
+        if request.make_follower is not None:
+            request.make_follower = functools.partial(
+                _follow, request.make_follower, self._answers, request.arrival
+            )
         if request.chooser is not None:
-            told["chooser"] = True
-        return told
+            request.chooser = SimpleNamespace(
+                choose=functools.partial(self._choose, request.chooser.choose)
+            )
+        call(request, **more)
+        self._tell(_request(request, self._start_s))
 
-    def _take_row(self, row: int, seq_id: int, seq: Sequence | None) -> None:
-        self._held[row] = seq
-        self._told.add(seq_id)
-        if seq is not None:
-            self._live[seq_id] = seq
+    def _schedule(self, call: Any) -> StepPlan:
+        plan: StepPlan = call()
+        line = {"plan": plan.step, "digest": digest(plan)}
+        if plan.draft_token_ids:
+            line["drafts"] = list(plan.draft_token_ids.items())
+        self._tell(line)
+        return plan
 
-    def _find(self, seq_id: int, parent_row: int | None = None) -> Sequence | None:
-        """The sequence of this id; None if it has gone since it was planned."""
-        if seq_id in self._live:
-            return self._live[seq_id]
-        parent = None if parent_row is None else self._held.get(parent_row)
-        requests = self._requests.values() if parent is None else [parent.request]
-        several = [request.sequences for request in requests if len(request.sequences) > 1]
-        return next((seq for seq in chain.from_iterable(several) if seq.seq_id == seq_id), None)
+    def _commit(self, call: Any, plan: StepPlan, result: StepResult) -> list[Request]:
+        finished: list[Request] = call(plan, result)
+        tokens = result.token_ids
+        flat: list[Any] = [*chain.from_iterable(tokens)]
+        if not len(flat) == len(tokens) == plan.num_logits.count(1):
+            flat = [one[0] if len(one) == 1 else one for one in tokens]
+        now_s = time.perf_counter() - self._start_s
+        line = {"step": plan.step, "t": round(now_s, 6), "sampled": flat} | self._take_answers()
+        if result.errors:
+            line["errors"] = list(result.errors.items())
+        self._write_step()
+        self._committed = line, result
+        return finished
 
-    def _take_content(self, num_planned: int) -> dict[str, list[Any]]:
-        """By pool, what its blocks hold or have lost, up to the time that the step was the last one
-        planned; in the overlapped loop the next one is planned by now."""
-        self._watch_tiers()
-        events, taken = self._content, dict[str, list[Any]]()
-        num_taken = 0
-        for planned, pool, event in events:
-            if planned > num_planned:
-                break
-            taken.setdefault(pool, []).append(event)
-            num_taken += 1
-        del events[:num_taken]
-        return taken
+    def _fork(self, call: Any, parent: Sequence, next_token_id: int | None = None) -> Sequence:
+        child: Sequence = call(parent, next_token_id)
+        if "chosen" not in self._answers:  # else it is the move of a chooser
+            self._tell({"fork": [parent.request.arrival, parent.index, next_token_id]})
+        return child
 
-    # --- the beginning ------------------------------------------------------------------------
+    def _recover(self, call: Any, requests: Any) -> None:
+        self._answers.clear()  # Why: of the call that has failed no line tells.
+        call(requests)
+        self._tell({"recover": self._scheduler.stats.steps} | self._held())
 
-    def _begin(self) -> None:
-        """Watches the pools from now on, and writes what is held already, if anything is."""
-        manager = self._scheduler.block_manager
-        self._watch("device", manager.pool)
-        self._watch_tiers()
-        held = self._take_content(self._scheduler.stats.steps)
-        running = self._scheduler.running
-        if not (held or running or self._scheduler.stats.steps):
-            return
-        for seq in running:
-            self._take_row(seq.row, seq.seq_id, seq)
-            self._ends[seq.row] = seq.num_computed_tokens
-        for seq in running:
-            self._requests[seq.request.sequences[0].seq_id] = seq.request
-        self._forget_finished()
-        self._write(
-            {
-                "state": {
-                    "planned": self._scheduler.stats.steps - 1,
-                    "requests": [self._request(request) for request in self._requests.values()],
-                    "rows": [
-                        [seq.row, seq.seq_id, seq.request.request_id, seq.num_computed_tokens,
-                         seq.token_ids, seq.block_tables]
-                        for seq in running
-                    ],
-                    "content": held,
-                }
-            }
-        )  # fmt: skip
+    def _noting(self, line_of: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+        """Makes a call and writes the line that its arguments are."""
 
-    def _watch(self, name: str, pool: BlockPool) -> None:
-        """Watches one pool, and notes what it holds already."""
-        planned = self._scheduler.stats.steps
-        if name in self._watched:
-            self._content.append((planned, name, CLEARED))
-        watched = self._watched[name] = _Watched(name, pool, self._scheduler, self._content)
-        pool.observers.append(watched)
-        for block in pool.blocks:
-            if block.prefix is not None:
-                watched.on_block("stored", block)
+        def noted(call: Any, *args: Any, **more: Any) -> Any:
+            result = call(*args, **more)
+            self._tell(line_of(*args, **more))
+            return result
 
-    def _watch_tiers(self) -> None:
-        """Watches the pools of the tiers; after a failed step these are new ones."""
-        cache = self._scheduler.block_manager.prefix_cache
-        if isinstance(cache, TieredPrefixCache):
-            pools = {"host": cache.host, "disk": cache.disk.pool}
-            for tier in cache.tiers.tier_stats() if cache.tiers is not None else ():
-                pool, watched = pools[tier.name], self._watched.get(tier.name)
-                if watched is None or watched.pool is not pool:
-                    self._watch(tier.name, pool)
+        return noted
 
-    def _end_now(self) -> None:
-        """Stops watching; nothing is written any more."""
-        self._is_over = True
-        for watched in self._watched.values():
-            watched.pool.observers.remove(watched)
-        with contextlib.suppress(OSError):
-            self._file.close()
+    def _choose(self, call: Any, request: Request, moves: SequenceMoves) -> None:
+        noted: list[Any] = []
+        self._answers.setdefault("chosen", []).append([request.arrival, noted])
+        call(request, _Moves(moves, noted))
+
+    def _held(self) -> dict[str, Any]:
+        """What the disk tier is told of its directory when it starts."""
+        return {} if self._disk is None else {"held": self._disk.contents()}
+
+    # --- lines --------------------------------------------------------------------------------
+
+    def _take_answers(self) -> dict[str, Any]:
+        """What others have answered in the call that has just returned."""
+        answers = {name: value for name, value in self._answers.items() if any(value)}
+        self._answers.clear()
+        return answers
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        self._write_step()
+        self._write(line | self._take_answers())
+
+    def _write_step(self) -> None:
+        """Writes the step that was committed last, unless it is written."""
+        if self._committed is not None:
+            (line, result), self._committed = self._committed, None
+            seconds = {name: getattr(result.times, f"{name}_s") for name in TIMES}
+            line["s"] = [v if n in self._exact else round(v, 6) for n, v in seconds.items()]
+            self._write(line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Writes a line; a disk that takes no more ends the trace, and not the run."""
+        if self._is_over:
+            return
         try:
             self._file.write(_encode(line) + "\n")
             now = time.perf_counter()
@@ -370,38 +238,16 @@ class Trace:
                 self._flushed_s = now
         except OSError as error:
             logger.warning("the trace %s ends here: %s", self._file.name, error)
-            self._end_now()
+            self._stop()
 
-
-class _Watched:
-    """What the blocks of one pool hold: a `BlockObserver` that notes it, in order."""
-
-    def __init__(
-        self, name: str, pool: BlockPool, scheduler: Scheduler, events: list[tuple[int, str, Any]]
-    ) -> None:
-        self.pool = pool
-        self._name = name
-        self._stats = scheduler.stats
-        self._events = events
-
-    def on_block(self, event: str, block: Block) -> None:
-        """Notes content that comes and goes; who refers to a block follows from the tables."""
-        told: Any
-        if event == "stored":
-            assert block.prefix is not None, block
-            told = (block.block_id, block.group, content_key(block.prefix.digest))
-        elif event == "removed":
-            told = block.block_id
-        elif event == "cleared":
-            told = CLEARED
-        else:
-            return
-        self._events.append((self._stats.steps, self._name, told))
-
-
-def content_key(digest: bytes) -> int:
-    """The name of a block's content in a trace: 48 bits of its digest, exact in any JSON reader."""
-    return int.from_bytes(digest[:6], "big")
+    def _stop(self) -> None:
+        """Looks on no more."""
+        self._is_over = True
+        self._taps.remove()
+        if self._disk is not None:
+            self._disk.remove()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def trace_engine(
@@ -411,54 +257,127 @@ def trace_engine(
     steps: tuple[int, int | None] = (0, None),
     config: EngineConfig | None = None,
 ) -> Trace:
-    """Traces an engine's steps from now on, until the trace, or the engine, is closed."""
-    info = engine.info
+    """Traces an engine that has just been built, until the trace, or the engine, is closed.
+
+    Raises:
+        ConfigError: it has run, or the file can't be written.
+    """
     told = ("model_name", "dtype", "device", "attention_backend", "max_model_len", "quantization")
     about = {
-        "model": {name: getattr(info, name) for name in told},
+        "model": {name: getattr(engine.info, name) for name in told},
         "config": {one.name: getattr(config, one.name) for one in fields(config)} if config else {},
     }
     trace = Trace(path, engine.scheduler, steps=steps, about=about)
     engine.observers.append(trace)
-    engine.on_queued.append(trace.on_request)
     return trace
 
 
-_ALWAYS = frozenset(("step", "t", "ms", "waiting", "running", "rows", "waits"))
-"""Written also where they are 0 or empty; the last two only where they have changed."""
+def digest(plan: StepPlan) -> int:
+    """A number of 32 bits that two plans share if they plan the same."""
+    numbers = [*plan.rows, *plan.starts, *plan.num_scheduled_tokens, *plan.num_logits]
+    summed = xxhash.xxh32(struct.pack(f"<{len(numbers)}q", *numbers))
+    rest = [
+        [(new.row, new.seq_id, new.num_cached_tokens, len(new.token_ids)) for new in plan.admitted],
+        [fork[:3] for fork in plan.forks],
+        list(plan.draft_token_ids.items()),
+        *(getattr(plan, name) for name in DECIDED),
+    ]
+    if any(rest):
+        summed.update(_encode(rest).encode())
+    return summed.intdigest()
 
 
-def _but_ones(values: SequenceOf[int]) -> list[list[int]]:
-    """[index, value] of those that are not 1."""
-    if values.count(1) == len(values):
-        return []
-    return [[i, value] for i, value in enumerate(values) if value != 1]
-
-
-def _header(scheduler: Scheduler, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The first line: what the run was made of."""
-    manager = scheduler.block_manager
-    tiers = manager.prefix_cache.tiers
-    return {
+def _header(scheduler: Scheduler) -> dict[str, Any]:
+    """What the core is made of."""
+    manager, policy = scheduler.block_manager, scheduler.policy
+    cache = manager.prefix_cache
+    header = {
         "trace": ".".join(map(str, FORMAT)),
         "engine": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "layout": asdict(manager.layout),
-        "scheduler": {
-            "max_num_seqs": scheduler.max_num_seqs,
-            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "chunked_prefill": scheduler.chunked_prefill,
-            "long_prefill_threshold": scheduler.long_prefill_threshold,
-            "prefix_caching": manager.prefix_cache.enabled,
+        "layout": manager.layout,
+        "scheduler": {name: getattr(scheduler, name) for name in LIMITS}
+        | {
+            "prefix_caching": cache.enabled,
             "watermark_blocks": manager.num_watermark_blocks,
-            "admission": type(scheduler.policy).__name__ if scheduler.policy else "WatermarkOnly",
+            "admission": "WatermarkOnly" if policy is None else type(policy).__name__,
+        },
+        "policy": {
+            name: one for name, one in (vars(policy) if policy else {}).items() if name[0] != "_"
         },
         "tiers": {
             tier.name: tier.empty_blocks + tier.cached_blocks + tier.active_blocks
-            for tier in (tiers.tier_stats() if tiers is not None else ())
+            for tier in (() if cache.tiers is None else cache.tiers.tier_stats())
         },
-        **about,
     }
+    if isinstance(cache, TieredPrefixCache):
+        states = cache.host.num_states
+        header["tier_settings"] = {"lazy": cache.lazy, "host_states": states, "cost": cache.cost}
+    return header
+
+
+def _request(request: Request, start_s: float) -> dict[str, Any]:
+    """A request as the core sees it; what is as usual is left out."""
+    seq, params = request.sequences[0], request.params
+    usual = {one.name: one.default for one in fields(params)}
+    line = {
+        "prompt": request.prompt_token_ids,
+        "most": seq.max_num_tokens,
+        "stop": sorted(seq.stop_ids),
+        "priority": request.priority,
+        "salt": request.cache_salt,
+        "params": {name: getattr(params, name) for name in PARAMS
+                   if getattr(params, name) != usual[name]},
+        "follower": request.make_follower is not None,
+        "chooser": request.chooser is not None,
+    }  # fmt: skip
+    if params.structured_outputs is not None:
+        line["params"].pop("min_tokens", None)  # Why: a grammar says when the text may end.
+    line = {name: value for name, value in line.items() if value}
+    arrived_s = round(request.arrival_time - start_s, 6)
+    return {"add": request.arrival, "id": request.request_id, "t": arrived_s} | line
+
+
+def _follow(
+    make: Callable[[int], OutputFollower | None],
+    answers: dict[str, list[Any]],
+    arrival: int,
+    index: int,
+) -> _Followed | None:
+    follower = make(index)
+    return None if follower is None else _Followed(follower, answers, arrival, index)
+
+
+class _Followed:
+    """An `OutputFollower`; where another one meets a stop string is noted."""
+
+    def __init__(self, follower: OutputFollower, answers: dict[str, list[Any]], *of: int) -> None:
+        self._follower, self._answers, self._of = follower, answers, of
+        self._num_tokens = 0
+
+    def append(self, token_id: int) -> str | None:
+        self._num_tokens += 1
+        stop = self._follower.append(token_id)
+        if stop is not None:
+            self._answers.setdefault("stops", []).append([*self._of, self._num_tokens, stop])
+        return stop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._follower, name)
+
+
+class _Moves:
+    """`SequenceMoves`, each of them noted before others make it."""
+
+    def __init__(self, moves: SequenceMoves, noted: list[Any]) -> None:
+        self._moves, self._noted = moves, noted
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def move(seq: Sequence, *args: Any, **more: Any) -> Any:
+            self._noted.append([name, seq.index, *args, *more.values()])
+            return getattr(self._moves, name)(seq, *args, **more)
+
+        return move
 
 
 def _open(path: str) -> TextIO:

@@ -1,219 +1,83 @@
-"""read_trace: a trace as typed records, each line checked; docs/trace.md describes the format.
+"""read_trace, Recording, Replay: a trace is read, and the core is led through its run again.
 
-    file ──► Recording ── header, state, a TracedStep a line, end
-                              └─ rows, starts and counts in full, where the file has changes alone
+    file ── read_trace ──► Recording ── replay ──► Replay.scheduler     sequences, tables, pools
+                                                        └── steps(observers) ──► plan, result
 
-A run may have been killed, so a last line that breaks off is read past, and `is_torn` says so.
-Anything else that is wrong with a file is a `TraceError` that names the line. Whoever wants tables,
-reference counts or outputs folds the steps: `trace_fold.Fold`.
+A Replay makes the real Scheduler, BlockManager and pools of the run, without a model, and calls
+what the trace says was called. So whoever wants to know what held when reads the core itself, and
+an observer of a run is an observer of its replay.
+
+A core that decides otherwise than the traced one would tell of another run. So each plan is held to
+the digest of the traced one, and the first that differs ends the replay.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import json
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
-from nanoengine.core.plan import (
-    BlockCopy,
-    ChosenToken,
-    Preemption,
-    StepTimes,
-    TableUpdate,
-    Transfer,
-)
+from nanoengine.core.extras import enlist, set_drafts
+from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.make import make_block_manager
+from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprobs
+from nanoengine.core.policies import Hysteresis, Predictive
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Request, Sequence, SequenceMoves
+from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import TraceError
-from nanoengine.observe.trace import FORMAT, TIMES
+from nanoengine.observe.trace import FORMAT, LIMITS, TIMES, digest
+from nanoengine.observe.traced_disk import ReplayedDisk
 from nanoengine.settings.checks import shown
+from nanoengine.settings.params import SamplingParams
+from nanoengine.version import __version__
 
+POLICIES = {"WatermarkOnly": lambda: None, "Hysteresis": Hysteresis, "Predictive": Predictive}
+CALLS = {"add", "plan", "step", "abort", "fork", "recover", "evict", "reset"}
+"""Each line has one of these keys; others are passed over, as a later minor version may write."""
+MOVES = {"append_token", "fork", "finish", "drop"}
+"""What a chooser may do."""
 
-class Group(NamedTuple):
-    """One KV group: its layers, and its sliding window [tokens] or None."""
-
-    layers: tuple[int, ...]
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceHeader:
-    """What the run was made of.
-
-    Attributes:
-        version: of the format, and `engine` of nanoengine.
-        date: when the trace began, UTC.
-        num_blocks: of the device's pool, the null block included.
-        num_states: whose ids follow those of the blocks.
-        block_size: tokens of a block.
-        scheduler: its settings by name, as docs/trace.md lists them.
-        tiers: name -> usable blocks.
-        model, config: as the run was told; empty where there was neither.
-    """
-
-    version: str
-    engine: str
-    date: str
-    num_blocks: int
-    num_states: int
-    block_size: int
-    groups: tuple[Group, ...]
-    scheduler: dict[str, Any]
-    tiers: dict[str, int]
-    model: dict[str, Any]
-    config: dict[str, Any]
-
-
-class Arrival(NamedTuple):
-    """A request that was queued, `time_s` after the trace began; `seq_id` is its first sequence."""
-
-    request_id: str
-    seq_id: int
-    time_s: float
-    num_prompt_tokens: int
-    max_tokens: int
-    priority: int = 0
-    n: int = 1
-    has_chooser: bool = False
-
-
-class Admitted(NamedTuple):
-    """A sequence that took a row, with all tokens known so far."""
-
-    row: int
-    seq_id: int
-    num_cached_tokens: int
-    token_ids: list[int]
-
-
-class Forked(NamedTuple):
-    """A row that begins as a copy of another one's."""
-
-    row: int
-    parent_row: int
-    seq_id: int
-
-
-class EndedSequence(NamedTuple):
-    """Why a sequence ended; of its output the first `num_output_tokens` count.
-
-    `detail` is the stop id, the stop string or the error.
-    """
-
-    seq_id: int
-    reason: str
-    num_output_tokens: int
-    detail: int | str | None = None
-
-
-class Output(NamedTuple):
-    """The output of a sequence whose tokens the steps don't tell."""
-
-    seq_id: int
-    request_id: str
-    token_ids: list[int]
-
-
-class ContentEvent(NamedTuple):
-    """A block holds the content of this name from now on; None: nothing any more.
-
-    The null block stands for all blocks of the pool.
-    """
-
-    pool: str
-    block_id: int
-    group: int = 0
-    content: int | None = None
-
-
-class HeldRow(NamedTuple):
-    """A running sequence at the moment when a trace began amid a run."""
-
-    row: int
-    seq_id: int
-    request_id: str
-    num_computed_tokens: int
-    token_ids: list[int]
-    block_tables: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldState:
-    """What was held when a trace began amid a run; steps up to `planned` were planned by then."""
-
-    planned: int
-    requests: list[Arrival]
-    rows: list[HeldRow]
-    content: list[ContentEvent]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
-    """One step. `rows`, `starts`, `counts`, `num_logits` and `sampled` run in parallel.
-
-    Attributes:
-        time_s: after the commit, since the trace began.
-        num_waiting, num_running: after the step.
-        siblings: (sequence, request) of admitted ones that are not a request's first.
-        drafts: row -> the tokens that were proposed; all but the last of the row's `sampled` are
-            those of them that were right.
-        errors: index -> why that row has no valid token.
-        waits: (sequence, what it lacked) of the queue's first, as in `StepPlan.waits`.
-        The others are as in `StepPlan`.
-    """
-
-    step: int
-    time_s: float
-    times: StepTimes
-    num_waiting: int
-    num_running: int
-    rows: list[int]
-    starts: list[int]
-    counts: list[int]
-    num_logits: list[int]
-    sampled: list[list[int]]
-    arrived: list[Arrival] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)
-    admitted: list[Admitted] = field(default_factory=list)
-    siblings: list[tuple[int, str]] = field(default_factory=list)
-    forked: list[Forked] = field(default_factory=list)
-    chosen: list[ChosenToken] = field(default_factory=list)
-    tables: list[TableUpdate] = field(default_factory=list)
-    copied: list[BlockCopy] = field(default_factory=list)
-    moved: list[Transfer] = field(default_factory=list)
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    preempted: list[Preemption] = field(default_factory=list)
-    waits: list[tuple[int, str]] = field(default_factory=list)
-    ended: list[EndedSequence] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    content: list[ContentEvent] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-
-
-class TraceEnd(NamedTuple):
-    """What happened after the last step that was traced."""
-
-    arrived: list[Arrival]
-    ended: list[EndedSequence]
-    outputs: list[Output]
+Told = dict[str, Any]
+"""A line of a trace."""
+Happened = Iterable[tuple[Any, ...]]
+"""What observers are told: the name of their method, and its arguments."""
+BEFORE_FIRST = ("",)
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """A whole trace. `end` is its last line; None: the file breaks off."""
+    """A whole trace.
 
-    header: TraceHeader
-    state: HeldState | None = None
-    steps: list[TracedStep] = field(default_factory=list)
-    end: TraceEnd | None = None
+    Attributes:
+        path: of the file.
+        header: its first line, as docs/trace.md describes it.
+        lines: the others, each with its number in the file.
+        steps: the numbers of the steps that were committed and are to be shown.
+        is_torn: True if the run was killed, or goes on.
+    """
 
-    @property
-    def is_torn(self) -> bool:
-        """True if the run was killed, or goes on."""
-        return self.end is None
+    path: str
+    header: Told
+    lines: list[tuple[int, Told]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    is_torn: bool = True
+
+    def replay(self, first: int = 0) -> Replay:
+        """The run, up to where step `first`, or the first that is to be shown, is planned next.
+
+        Raises:
+            TraceError: as `Replay.steps`.
+        """
+        return Replay(self, max(first, self.header["first"]))
 
 
 def read_trace(path: str | PathLike[str]) -> Recording:
@@ -223,29 +87,26 @@ def read_trace(path: str | PathLike[str]) -> Recording:
         TraceError: the file can't be read, is no trace, one of another major version, or damaged.
     """
     path = fspath(path)
-    recording, reader = None, _StepReader()
+    recording = None
     try:
         with open(path, "rb") as raw:
-            for number, line, is_whole in _lines(raw):
+            for number, line in _lines(raw):
                 try:
-                    told = _object(line)
+                    told = _parsed(line)
                     if recording is None:
-                        recording = Recording(header=_header(path, told))
+                        recording = Recording(path=path, header=_header(path, told))
                     elif "trace" in told:
                         raise ValueError("another trace begins")
-                    elif "step" in told:
-                        recording.steps.append(reader.read(told))
-                        _check_order(recording.steps[-2:])
-                    elif "state" in told:
-                        recording.state = reader.read_state(told["state"])
-                    elif "end" in told:
-                        recording.end = TraceEnd(_arrivals(told["end"]), *_ends(told["end"]))
-                except (ValueError, KeyError, TypeError, IndexError) as error:
-                    if is_whole or recording is None:
-                        why = f"{type(error).__name__}: {error}"
-                        if recording is None:
-                            raise TraceError(f"{path} is no trace of nanoengine ({why})") from error
-                        raise TraceError(f"{path}, line {number}, is damaged: {why}") from error
+                    else:
+                        if "step" in told and _ints([told["step"]])[0] >= recording.header["first"]:
+                            recording.steps.append(told["step"])
+                        recording.lines.append((number, told))
+                        recording.is_torn = "end" not in told
+                except (ValueError, RecursionError) as error:
+                    if recording is None:
+                        raise TraceError(f"{path} is no trace of nanoengine ({error})") from error
+                    if line.endswith(b"\n"):  # else a process was killed while it wrote this line
+                        raise TraceError(f"{path}, line {number}, is damaged: {error}") from error
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error}") from error
     if recording is None:
@@ -253,193 +114,267 @@ def read_trace(path: str | PathLike[str]) -> Recording:
     return recording
 
 
-def _check_order(steps: list[TracedStep]) -> None:
-    if len(steps) > 1 and steps[1].step <= steps[0].step:
-        raise ValueError(f"step {steps[1].step} comes behind step {steps[0].step}")
+class Replay:
+    """The core of a traced run, led through it again.
+
+    Attributes:
+        scheduler: the real one; its block manager, pools and sequences are as they were.
+        time_s: when what has been replayed last was done, since the trace began.
+    """
+
+    def __init__(self, recording: Recording, first: int = 0) -> None:
+        self._recording = recording
+        self._requests: dict[int, Request] = {}  # by arrival, not finished
+        self._planned: dict[int, StepPlan] = {}  # and not committed
+        self._stops: dict[tuple[int, ...], str] = {}
+        self._chosen: list[Any] = []  # by choosers in the call under way
+        self._has_choosers = False
+        self.time_s = 0.0
+        held = recording.header.get("held")
+        self._disk = None if held is None else ReplayedDisk(held)
+        with _damage(recording, 1):
+            self.scheduler = _scheduler(recording.header, self._disk)
+        self._happened = self._lead(first)
+        while first and next(self._happened, BEFORE_FIRST) is not BEFORE_FIRST:
+            pass
+
+    def clock(self) -> float:
+        """`time_s`, for those who measure time."""
+        return self.time_s
+
+    def run(self, *observers: object) -> None:
+        """Leads the core to the end of the recording; see `steps`."""
+        for _ in self.steps(*observers):
+            pass
+
+    def steps(self, *observers: object) -> Iterator[tuple[StepPlan, StepResult]]:
+        """Each further step, once it is committed.
+
+        Observers are told before. Of these methods those are called that one has:
+        `on_request(request)`, `on_plan(plan)`, and `on_step(plan, result, scheduler)` behind the
+        commit.
+
+        Raises:
+            TraceError: the trace is damaged, or its plans are not those of this core.
+        """
+        for what, *values in self._happened:
+            for observer in observers:
+                if hasattr(observer, what):
+                    getattr(observer, what)(*values)
+            if what == "on_step":
+                yield values[0], values[1]
+
+    def _lead(self, first: int) -> Iterator[tuple[Any, ...]]:
+        """Makes all calls, and pauses where `first` is planned next."""
+        for number, told in self._recording.lines:
+            if first and told.get("plan") == first:
+                yield BEFORE_FIRST
+            with _damage(self._recording, number):
+                self._stops |= {(a, i, n): str(stop) for a, i, n, stop in told.get("stops", ())}
+                self._chosen = list(told.get("chosen", ()))
+                if self._disk is not None:
+                    self._disk.answers = list(told.get("disk", ()))
+                for kind in told.keys() & CALLS:
+                    yield from getattr(self, f"_{kind}")(told)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def _add(self, told: Told) -> Happened:
+        self.time_s = float(told["t"])
+        follower = functools.partial(_Follower, self._stops, told["add"])
+        request = Request(
+            str(told["id"]),
+            _ints(told["prompt"]),
+            SamplingParams(**{"max_tokens": None} | told.get("params", {})),
+            arrival=told["add"],
+            arrival_time=self.time_s,
+            priority=told.get("priority", 0),
+            cache_salt=told.get("salt"),
+            make_follower=follower if told.get("follower") else None,
+            chooser=self if told.get("chooser") else None,
+        )
+        self._has_choosers |= request.chooser is not None
+        self._requests[request.arrival] = request
+        stop_ids = frozenset(_ints(told.get("stop", [])))
+        if request.is_special:
+            enlist(self.scheduler)
+        self.scheduler.add(request, seed=0, stop_ids=stop_ids, max_num_tokens=told["most"])
+        yield "on_request", request
+
+    def _plan(self, told: Told) -> Happened:
+        drafted = dict(told.get("drafts", ()))
+        for seq in self.scheduler.running if drafted else ():
+            if seq.row in drafted:
+                set_drafts(self.scheduler, seq, tuple(_ints(drafted[seq.row])))
+        plan = self.scheduler.schedule()
+        if (plan.step, digest(plan)) != (told["plan"], told["digest"]):
+            engine, path = self._recording.header["engine"], self._recording.path
+            raise TraceError(
+                f"{path} can't be followed beyond step {told['plan']}: of the same requests and"
+                f" tokens nanoengine {__version__} plans another step than nanoengine {engine},"
+                " which wrote it. Read it with that version; if it is this one, it is damaged"
+            )
+        self._planned[plan.step] = plan
+        yield "on_plan", plan
+
+    def _step(self, told: Told) -> Happened:
+        self.time_s = float(told["t"])
+        plan = self._planned.pop(told["step"])
+        tokens = [_ints(one if type(one) is list else [one]) for one in told["sampled"]]
+        if len(tokens) != len(plan.rows):
+            raise ValueError(f"{len(tokens)} rows have sampled, {len(plan.rows)} are planned")
+        seconds = zip((f"{name}_s" for name in TIMES), map(float, told["s"]), strict=True)
+        result = StepResult(
+            token_ids=tokens,
+            errors={index: str(error) for index, error in told.get("errors", ())},
+            times=StepTimes(**dict(seconds)),
+        )
+        if self._has_choosers:
+            # Why empty: a chooser is offered nothing, because the trace has what it has chosen.
+            nothing: TokenLogprobs = [[] for _ in range(max(plan.num_logits, default=0))]
+            result.logprobs = dict.fromkeys(range(len(tokens)), nothing)
+        for request in self.scheduler.commit(plan, result):
+            del self._requests[request.arrival]
+        yield "on_step", plan, result, self.scheduler
+
+    def _abort(self, told: Told) -> Happened:
+        self.scheduler.abort(self._requests.pop(told["abort"]))
+        return ()
+
+    def _fork(self, told: Told) -> Happened:
+        arrival, index, next_token_id = told["fork"]
+        parent = _sequence(self._requests[arrival], index)
+        enlist(self.scheduler).fork(parent, next_token_id)
+        return ()
+
+    def _recover(self, told: Told) -> Happened:
+        if self._disk is not None:
+            self._disk.held = told["held"]
+        self.scheduler.recover(self._requests.values())
+        self.scheduler.stats.steps = told["recover"]  # Why: planning may be what has failed.
+        self._requests.clear()
+        return ()
+
+    def _evict(self, told: Told) -> Happened:
+        self.scheduler.block_manager.prefix_cache.evict(told["evict"])
+        return ()
+
+    def _reset(self, told: Told) -> Happened:
+        self.scheduler.block_manager.prefix_cache.reset()
+        return ()
+
+    def choose(self, request: Request, moves: SequenceMoves) -> None:
+        """Makes the moves of the chooser whose turn it was: the `TokenChooser` of all requests."""
+        arrival, noted = self._chosen.pop(0)
+        assert arrival == request.arrival, request
+        for name, index, *values in noted:
+            assert name in MOVES, name
+            getattr(moves, name)(_sequence(request, index), *values)
 
 
-def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes, bool]]:
-    """Number, text and whether it ends as a line does, up to where the file breaks off."""
+class _Follower:
+    """An `OutputFollower` that knows no text, only where the traced one met a stop string."""
+
+    text = ""
+
+    def __init__(self, stops: dict[tuple[int, ...], str], *of: int) -> None:
+        self._stops, self._of = stops, of
+        self._num_tokens = 0
+
+    def append(self, token_id: int) -> str | None:
+        self._num_tokens += 1
+        return self._stops.pop((*self._of, self._num_tokens), None)
+
+    def finish(self, token_ids: object) -> str:
+        return self.text
+
+
+def _scheduler(header: Told, disk: ReplayedDisk | None) -> Scheduler:
+    """A core as that of the header, with nothing in it."""
+    told, limits, settings = header["layout"], header["scheduler"], header.get("tier_settings")
+    groups = tuple(
+        KVGroup(**group | {"layers": tuple(group["layers"])}) for group in told["groups"]
+    )
+    layout = KVLayout(**told | {"groups": groups})
+    cache = None
+    if settings is not None:
+        cost = settings["cost"]
+        host, below = (LoadCost(**cost[name] | {"rate": Rate(**cost[name]["rate"])})
+                       for name in ("host", "disk"))  # fmt: skip
+        cache = TieredPrefixCache(
+            layout,
+            num_host_blocks=header["tiers"]["host"],
+            cost=CostModel(host=host, disk=below, prefill=Rate(**cost["prefill"])),
+            lazy=settings["lazy"],
+            disk=disk,
+            num_disk_blocks=header["tiers"].get("disk", 1),
+            num_host_states=settings["host_states"],
+        )
+    manager = make_block_manager(
+        layout,
+        prefix_cache=cache,
+        enable_prefix_caching=limits["prefix_caching"],
+        max_chunk=limits["max_num_batched_tokens"],
+        chunked=limits["chunked_prefill"],
+    )
+    manager.num_watermark_blocks = limits["watermark_blocks"]
+    policy = POLICIES[limits["admission"]](**header["policy"])
+    return Scheduler(manager, policy=policy, **{name: limits[name] for name in LIMITS})
+
+
+def _sequence(request: Request, index: int) -> Sequence:
+    return next(seq for seq in request.sequences if seq.index == index)
+
+
+@contextlib.contextmanager
+def _damage(recording: Recording, number: int) -> Iterator[None]:
+    """Whatever goes wrong with a line is the file's fault: the call has gone well once."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise TraceError(f"{recording.path}, line {number}, is damaged: {why}") from error
+
+
+def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Numbers and lines, up to where the file breaks off."""
     is_packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    lines: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_packed else raw  # type: ignore[assignment]
-    number = 0
-    try:
-        while line := lines.readline():
-            number += 1
-            yield number, line, line.endswith(b"\n")
-    except (EOFError, zlib.error):
-        return
+    with contextlib.suppress(EOFError, zlib.error):
+        yield from enumerate(gzip.GzipFile(fileobj=raw) if is_packed else raw, 1)
 
 
-def _header(path: str, told: dict[str, Any]) -> TraceHeader:
-    version = told.get("trace")
-    if not isinstance(version, str) or not version.replace(".", "", 1).isdecimal():
-        raise ValueError("its first line has no version")
-    major = int(version.partition(".")[0])
-    if major != FORMAT[0]:
-        raise TraceError(
-            f"{path} is a trace of version {version}, written by nanoengine {told.get('engine')};"
-            f" this one reads version {FORMAT[0]}.x: read it with that one"
-        )
-    layout = told["layout"]
-    return TraceHeader(
-        version=version,
-        engine=str(told["engine"]),
-        date=str(told["date"]),
-        num_blocks=_int(layout["num_blocks"]),
-        num_states=_int(layout.get("num_states", 0)),
-        block_size=_int(layout["block_size"]),
-        groups=tuple(
-            Group(tuple(_ints(group["layers"])), group["sliding_window"])
-            for group in layout["groups"]
-        ),
-        scheduler=dict(told["scheduler"]),
-        tiers=dict(told["tiers"]),
-        model=dict(told.get("model", {})),
-        config=dict(told.get("config", {})),
-    )
-
-
-class _StepReader:
-    """Reads steps in order, because a line leaves out what follows from the one before."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._starts: dict[int, int] = {}  # by row, expected
-        self._waits: list[tuple[int, str]] = []
-
-    def read_state(self, told: dict[str, Any]) -> HeldState:
-        rows = [
-            HeldRow(_int(row), _int(seq_id), str(request_id), _int(computed), _ints(token_ids),
-                    [_ints(table) for table in tables])
-            for row, seq_id, request_id, computed, token_ids, tables in told["rows"]
-        ]  # fmt: skip
-        self._starts.update((held.row, held.num_computed_tokens) for held in rows)
-        return HeldState(
-            planned=_int(told["planned"]),
-            requests=_arrivals({"arrived": told["requests"]}),
-            rows=rows,
-            content=_content(told["content"]),
-        )
-
-    def read(self, told: dict[str, Any]) -> TracedStep:
-        self._rows = rows = _ints(told.get("rows", self._rows))
-        admitted = [
-            Admitted(_int(row), _int(seq_id), _int(cached), _ints(token_ids))
-            for row, seq_id, cached, token_ids in told.get("admitted", ())
-        ]
-        self._starts.update((new.row, new.num_cached_tokens) for new in admitted)
-        starts = [self._starts.get(row, 0) for row in rows]
-        counts, num_logits = [1] * len(rows), [1] * len(rows)
-        for name, values in (("starts", starts), ("counts", counts), ("logits", num_logits)):
-            for index, value in told.get(name, ()):
-                values[_int(index)] = _int(value)
-        ends = (start + count for start, count in zip(starts, counts, strict=True))
-        self._starts.update(zip(rows, ends, strict=True))
-        sampled = [one if type(one) is list else [_int(one)] for one in told.get("sampled", ())]
-        if len(sampled) != len(rows):
-            raise ValueError(f"{len(sampled)} rows have sampled, {len(rows)} are planned")
-        if "waits" in told:
-            self._waits = [(_int(seq_id), str(lacks)) for seq_id, lacks in told["waits"]]
-        ended, outputs = _ends(told)
-        return TracedStep(
-            step=_int(told["step"]),
-            time_s=float(told["t"]),
-            times=StepTimes(
-                **{f"{n}_s": ms / 1e3 for n, ms in zip(TIMES, told["ms"], strict=True)}
-            ),
-            num_waiting=_int(told["waiting"]),
-            num_running=_int(told["running"]),
-            rows=rows,
-            starts=starts,
-            counts=counts,
-            num_logits=num_logits,
-            sampled=[_ints(tokens) for tokens in sampled],
-            arrived=_arrivals(told),
-            released=_ints(told.get("released", [])),
-            admitted=admitted,
-            siblings=[(_int(i), str(request_id)) for i, request_id in told.get("siblings", ())],
-            forked=[Forked(*_ints(one)) for one in told.get("forked", ())],
-            chosen=[ChosenToken(*_ints(one)) for one in told.get("chosen", ())],
-            tables=[
-                TableUpdate(_int(row), _int(group), _int(start), tuple(_ints(block_ids)))
-                for row, group, start, block_ids in told.get("tables", ())
-            ],
-            copied=[BlockCopy(*_ints(one)) for one in told.get("copied", ())],
-            moved=[
-                Transfer(str(kind), str(tier), tuple(_ints(device)), tuple(_ints(below)))
-                for kind, tier, device, below in told.get("moved", ())
-            ],
-            drafts={_int(row): _ints(tokens) for row, tokens in told.get("drafts", ())},
-            errors={_int(index): str(error) for index, error in told.get("errors", ())},
-            preempted=[
-                Preemption(_int(seq_id), _int(computed), str(reason))
-                for seq_id, computed, reason in told.get("preempted", ())
-            ],
-            waits=self._waits,
-            ended=ended,
-            outputs=outputs,
-            content=_content(told.get("content", {})),
-            reasons=[str(reason) for reason in told.get("reasons", ())],
-        )
-
-
-def _arrivals(told: dict[str, Any]) -> list[Arrival]:
-    return [
-        Arrival(
-            str(one["id"]),
-            _int(one["seq"]),
-            float(one["t"]),
-            _int(one["prompt"]),
-            _int(one["max"]),
-            _int(one.get("priority", 0)),
-            _int(one.get("n", 1)),
-            bool(one.get("chooser", False)),
-        )
-        for one in told.get("arrived", ())
-    ]
-
-
-def _ends(told: dict[str, Any]) -> tuple[list[EndedSequence], list[Output]]:
-    return (
-        [
-            EndedSequence(_int(one[0]), str(one[1]), _int(one[2]), *one[3:])
-            for one in told.get("ended", ())
-        ],
-        [
-            Output(_int(seq_id), str(request_id), _ints(token_ids))
-            for seq_id, request_id, token_ids in told.get("outputs", ())
-        ],
-    )
-
-
-def _content(told: dict[str, Any]) -> list[ContentEvent]:
-    return [
-        ContentEvent(str(pool), *_ints(one)) if type(one) is list else ContentEvent(pool, _int(one))
-        for pool, events in told.items()
-        for one in events
-    ]
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        told = json.loads(line, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+def _parsed(line: bytes) -> Told:
+    told = json.loads(line, parse_constant=_number, parse_float=_number)
     if not isinstance(told, dict):
         raise ValueError(f"it must be a JSON object, got {shown(told)}")
     return told
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of seconds")
+    return number
 
 
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"an integer is needed, got {shown(value)}")
-    return value
+def _header(path: str, told: Told) -> Told:
+    version = told.get("trace")
+    if not isinstance(version, str) or not version.replace(".", "", 1).isdecimal():
+        raise ValueError("its first line has no version")
+    if int(version.partition(".")[0]) != FORMAT[0]:
+        raise TraceError(
+            f"{path} is a trace of version {version}, written by nanoengine {told.get('engine')};"
+            f" this one reads version {FORMAT[0]}.x: read it with that one"
+        )
+    parts: Told = {key: {} for key in ("layout", "scheduler", "policy", "tiers", "model", "config")}
+    header = {"first": 0, "engine": "?", "date": "?"} | parts | told
+    _ints([header["first"]])
+    if not all(isinstance(header[name], dict) for name in parts):
+        raise ValueError("its first line is no header")
+    return header
 
 
 def _ints(value: Any) -> list[int]:

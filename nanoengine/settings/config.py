@@ -130,10 +130,10 @@ class EngineConfig:
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
     trace: str | None = None
-    """Write what each step does to this file, compressed where it ends in .gz; docs/trace.md says
-    what it holds, `nanoengine explain` what it means."""
+    """Write what comes into the run to this file, compressed where it ends in .gz; docs/trace.md
+    says what it holds, `nanoengine explain` what the steps did."""
     trace_steps: str | None = None
-    """Trace the steps from A up to and without B: A:B, either of which may be left out."""
+    """End the trace before step B and show it from step A: A:B, either of which may be left out."""
 
     deterministic: bool = False
     """The same bits for the same tokens, whatever runs beside them and however prompts are chunked

@@ -130,6 +130,7 @@ def test_what_only_the_repository_has_says_where_it_is(
     "name",
     [
         "nanoengine.observe.metrics",
+        "nanoengine.observe.taps",
         "nanoengine.observe.trace",
         "nanoengine.observe.kv_events",
         "nanoengine.bench.simulator",

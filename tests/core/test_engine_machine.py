@@ -53,7 +53,7 @@ from tests.support.fake_executor import (
     next_token,
     prefix_hashes,
 )
-from tests.support.followed_trace import FollowedTrace
+from tests.support.replayed_trace import ReplayedTrace
 from tests.support.slow_scheduler import SlowScheduler
 
 # Why so many: a prefix must have left the device when it comes again, for a tier to have it.
@@ -113,14 +113,14 @@ class EngineRun:
         )
         assert isinstance(self.engine.executor, FakeExecutor)
         self.executor = self.engine.executor
+        self.executor.token_s = 1 / 30_000
         self.executor.row_errors = lambda row: "NaN" if row.seq_id in self.broken else None
         self.scheduler = self.engine.scheduler
         self.manager = self.scheduler.block_manager
         # Why this bound: nothing is ever refused, so that every output is the oracle's.
         self.max_total = max(n for n in range(1, LONGEST) if self.manager.can_ever_allocate(n))
         # Why not for both: a SlowScheduler's plans are the same.
-        first = (0, 0, 7)[seed % 3]
-        self.trace = FollowedTrace(self.engine, first=first) if is_checked else None
+        self.trace = ReplayedTrace(self.engine) if is_checked else None
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.broken: set[int] = set()
@@ -137,7 +137,7 @@ class EngineRun:
         )
         if random.random() < 0.5:  # else nothing is measured, and auto loads
             cost.prefill = Rate(random.choice([1.0, 2000.0, 1e6]), 1.0)
-            cost.host.rate = cost.disk.rate = Rate(500.0, 1.0)
+            cost.host.rate, cost.disk.rate = Rate(500.0, 1.0), Rate(500.0, 1.0)
         self.tiers = TieredPrefixCache(
             executor.layout,
             num_host_blocks=random.choice([1, 4, 8, 16, 40, 40]),
@@ -325,7 +325,7 @@ class EngineRun:
             self.has_the_right_output(request)
         self.nothing_is_held()
         if self.trace is not None:
-            self.events["steps rebuilt from a trace"] += self.trace.check(self.requests)
+            self.events["steps replayed from a trace"] += self.trace.check(self.requests)
         self.count_events()
         assert self.engine.reset_prefix_cache()
         assert self.manager.pool.counts()["empty"] == self.manager.pool.num_usable
@@ -495,7 +495,7 @@ NUM_LIVES = 30
 
 OFTEN = {
     "late examples": 10,
-    "steps rebuilt from a trace": 1000,
+    "steps replayed from a trace": 1000,
     "preemptions": 100,
     "evicted blocks": 1000,
     "copy-on-write copies": 50,

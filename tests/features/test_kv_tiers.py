@@ -131,7 +131,7 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
 
 def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
     engine = small_engine(host_and_disk(tmp_path))
-    disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache._storage, [], Event()
+    disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache.storage, [], Event()
     submit, carry_out = disk.submit, disk._carry_out
 
     def carry_out_later(copy: DiskCopy) -> Finished:

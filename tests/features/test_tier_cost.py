@@ -99,7 +99,7 @@ def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypa
     expected = tokens(run(first, prompts, greedy(4)))
     first.close()
     second = make_engine(model, kv_tiers=tiers, block_size=8, num_kv_blocks=40)
-    storage, finished = second.scheduler.block_manager.prefix_cache._storage, []
+    storage, finished = second.scheduler.block_manager.prefix_cache.storage, []
     collect = storage.collect
 
     def collect_one(wait_s: float) -> list[Finished]:
@@ -108,7 +108,7 @@ def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypa
         return [finished.pop(0)] if finished else []
 
     monkeypatch.setattr(storage, "collect", collect_one)
-    cost = second.scheduler.block_manager.prefix_cache._cost
+    cost = second.scheduler.block_manager.prefix_cache.cost
     cost.prefill.add(1e6, 1.0)
     for slow in (cost.host, cost.disk):
         slow.rate.add(1.0, 1.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import io
 import json
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +14,12 @@ from random import Random
 import pytest
 
 from nanoengine.cli import main as cli
-from nanoengine.core.plan import StepTimes
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.disk import Finished
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.chrome import ENGINE, chrome_events
-from nanoengine.observe.explain import Story
+from nanoengine.observe.explain import Story, explained
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.settings.params import SamplingParams
@@ -44,15 +43,13 @@ def recorded(engine: LLMEngine, path: Path) -> Recording:
     """The trace, with a step every 10 ms and arrivals at the end of the step before."""
     engine.close()
     recording = read_trace(path)
-    recording.steps = [
-        dataclasses.replace(
-            step,
-            time_s=(i + 1) * STEP_S,
-            times=StepTimes(forward_s=STEP_S),
-            arrived=[one._replace(time_s=i * STEP_S) for one in step.arrived],
-        )
-        for i, step in enumerate(recording.steps)
-    ]
+    num_steps = 0
+    for _, line in recording.lines:
+        if "add" in line:
+            line["t"] = num_steps * STEP_S
+        elif "step" in line:
+            num_steps += 1
+            line |= {"t": num_steps * STEP_S, "s": [0, 0, 0, STEP_S, 0, 0]}
     return recording
 
 
@@ -147,13 +144,40 @@ def test_what_is_told_of_a_recorded_run(
 ) -> None:
     recording = request.getfixturevalue(name)
     title = " ".join([name, *(f"--{key} {value}" for key, value in question.items())])
-    story = Story(recording, step=question.get("step"))  # type: ignore[arg-type]
+    story = explained(recording, step=question.get("step"))  # type: ignore[arg-type]
     if "request" in question:
         lines = story.request_lines(str(question["request"]))
     else:
         lines = story.step_lines() if question else story.run_lines()
     told = GOLDEN.partition(f"$ explain {title}\n")[2].partition("\n\n")[0]
     assert "\n".join(lines) == told.rstrip("\n"), "\n".join(lines)
+
+
+def test_the_story_of_a_run_is_told_while_it_runs(tmp_path: Path) -> None:
+    engine = make_engine(num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
+    trace_engine(engine, tmp_path / "run.trace")
+    live = Story(engine.scheduler)
+    taps = live.attend()
+    engine.observers.append(live)
+    for name, first, length in (("a", 0, 9), ("b", 20, 10), ("c", 0, 9), ("gone", 3, 5)):
+        add(engine, name, first, length, 16)
+    engine.step()
+    engine.abort("gone")
+    run(engine)
+    add(engine, "late", 3, 5, 3)
+    engine.step()
+    engine.abort("late")
+    taps.remove()
+    engine.close()
+    live.conclude()
+    told = explained(read_trace(tmp_path / "run.trace"))
+    for name in ("a", "b", "c", "gone", "late"):
+        lines = ("\n".join(story.request_lines(name)) for story in (live, told))
+        before, after = (re.sub(r"[\d.e+-]+ m?s\b", "a while", one) for one in lines)
+        assert before == after
+    assert "never had a row" in "".join(told.request_lines("gone"))
+    assert "aborted with 1 token" in told.request_lines("late")[-1]
+    assert live.run_lines()[2:] == told.run_lines()[2:]
 
 
 def test_explain_answers_each_question_or_says_why_not(
@@ -203,9 +227,10 @@ def test_the_slices_of_a_track_nest_and_requests_are_flows(tmp_path: Path) -> No
     assert cli.main(["trace", str(SAMPLE), "--to", "chrome", "--output", str(path)]) == 0
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     recording = read_trace(SAMPLE)
+    plans = [plan for plan, _ in recording.replay().steps()]
     slices = [event for event in events if event["ph"] == "X"]
     steps = [event for event in slices if event["name"].startswith("step ")]
-    assert len(steps) == len(recording.steps)
+    assert len(steps) == len(plans)
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in slices:
         assert event["dur"] >= 0 and event["ts"] >= 0, event
@@ -229,8 +254,8 @@ def test_the_slices_of_a_track_nest_and_requests_are_flows(tmp_path: Path) -> No
             flows.setdefault(event["id"], []).append(event)
             track = tracks[event["pid"], event["tid"]]
             assert any(start <= event["ts"] <= end for start, end in track), event
-    sequences = {new.seq_id for step in recording.steps for new in step.admitted}
-    sequences |= {fork.seq_id for step in recording.steps for fork in step.forked}
+    sequences = {new.seq_id for plan in plans for new in plan.admitted}
+    sequences |= {fork.seq_id for plan in plans for fork in plan.forks}
     assert set(flows) == sequences
     for flow in flows.values():
         assert [event["ph"] for event in flow] == ["s"] + ["t"] * (len(flow) - 2) + ["f"]
@@ -238,6 +263,5 @@ def test_the_slices_of_a_track_nest_and_requests_are_flows(tmp_path: Path) -> No
 
 
 def test_a_trace_without_an_end_is_converted_too(preemption: Recording) -> None:
-    preemption.end = None
-    del preemption.steps[9:]
+    del preemption.lines[20:]
     assert sum(event["ph"] == "X" for event in chrome_events(preemption)) > 9

@@ -1,6 +1,6 @@
-"""What a trace holds, what its reader refuses, and what a fold over it rebuilds.
+"""What a trace holds, what its reader refuses, and that a replay is the run again.
 
-The random lives of tests/core/test_engine_machine.py hold the fold to the engine step by step; here
+The random lives of tests/core/test_engine_machine.py hold replays to engines state by state; here
 are the cases that these don't have, and what a file may be.
 """
 
@@ -8,39 +8,55 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from nanoengine import LLM
+from nanoengine import LLM, DiskTier, HostTier
 from nanoengine.assets import demo_model_path
+from nanoengine.bench.simulator import make_scheduler
 from nanoengine.build import build_engine
+from nanoengine.core.checks import check
+from nanoengine.core.prefixes import Prefix, Prefixes
 from nanoengine.core.sequence import Request, SequenceMoves
+from nanoengine.core.tiers.cost import CostModel, LoadCost
+from nanoengine.core.tiers.found import Content
+from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
+from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, TraceError
-from nanoengine.observe.trace import trace_engine
-from nanoengine.observe.trace_fold import Fold
-from nanoengine.observe.trace_reader import read_trace
+from nanoengine.features.beam import BeamSearchParams
+from nanoengine.observe.trace import Trace, trace_engine
+from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.parallel.replicas import local_replicas
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from tests.support.fake_executor import make_engine, run, run_late
-
-SAMPLE = Path(__file__).parent / "sample.trace.gz"
-"""A run of the demo model that has it all: shared prefixes, forks, copies, preemptions, a tier."""
+from tests.observe.make_sample import SAMPLE
+from tests.support.fake_disk import FakeDisk
+from tests.support.fake_executor import FakeExecutor, make_engine, run, run_late
+from tests.support.replayed_trace import ReplayedTrace
 
 
 def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)
 
 
-def last_state(path: Path) -> Fold:
-    """The fold after the last line."""
-    recording = read_trace(path)
-    fold = Fold(recording.header, recording.state)
-    for _, fold, _ in Fold.follow(recording):  # noqa: B007
-        pass
-    return fold
+def told(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outputs(recording: Recording) -> dict[str, list[list[int]]]:
+    """By request, what its sequences have sampled."""
+    requests: list[Request] = []
+
+    class Listener:
+        def on_request(self, request: Request) -> None:
+            requests.append(request)
+
+    recording.replay().run(Listener())
+    return {r.request_id: [seq.output_token_ids for seq in r.sequences] for r in requests}
 
 
 def test_a_decode_writes_little_more_than_its_tokens(tmp_path: Path) -> None:
@@ -51,56 +67,45 @@ def test_a_decode_writes_little_more_than_its_tokens(tmp_path: Path) -> None:
         engine.add_request(str(number), [number, 7], greedy(8))
     run(engine)
     engine.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    (plain,) = (set(line) for line in lines if line.get("step") == 4)
-    assert plain == {"step", "t", "ms", "waiting", "running", "sampled"}
-    (line,) = (line for line in lines if line.get("step") == 4)
+    (line,) = (line for line in told(path) if line.get("step") == 4)
+    assert set(line) == {"step", "t", "s", "sampled"}
     assert len(line["sampled"]) == 16 and all(isinstance(token, int) for token in line["sampled"])
+    assert {"plan": 4, "digest": line["step"]}.keys() == told(path)[-7].keys()
 
 
-def test_requests_are_told_with_their_arrival_and_their_end(tmp_path: Path) -> None:
+def test_what_comes_in_is_told_in_order(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     engine = make_engine(num_blocks=33, max_num_seqs=1)
     trace_engine(engine, path)
     engine.add_request("first", [1, 2, 3], greedy(3))
-    engine.add_request("second", [4, 5], greedy(2, n=1), priority=2)
+    engine.add_request("second", [4, 5], greedy(2), priority=2)
     engine.step()
     engine.add_request("gone", [6], greedy(5))
-    engine.abort("gone")  # it has waited, so no plan and no commit tells of it
+    engine.abort("gone")
     run(engine)
     engine.close()
-    recording = read_trace(path)
-    arrived = [one for step in recording.steps for one in step.arrived]
-    assert [(one.request_id, one.num_prompt_tokens, one.max_tokens) for one in arrived] == [
-        ("first", 3, 3), ("second", 2, 2), ("gone", 1, 5)
+    _, *lines = told(path)
+    kinds = ("add", "plan", "step", "abort", "end")
+    assert [next(kind for kind in kinds if kind in line) for line in lines] == [
+        "add", "add", "plan", "step", "add", "abort", *["plan", "step"] * 4, "end"
     ]  # fmt: skip
-    assert [one.priority for one in arrived] == [0, 2, 0]
-    assert 0 < arrived[0].time_s < arrived[2].time_s < recording.steps[-1].time_s
-    assert recording.end is not None
-    ended = [one for step in recording.steps for one in step.ended] + recording.end.ended
-    assert [(one.seq_id, one.reason, one.num_output_tokens) for one in ended] == [
-        (0, "length", 3), (1, "length", 2), (2, "abort", 0)
-    ]  # fmt: skip
-    assert recording.steps[0].waits == [(1, "row")] == recording.steps[1].waits
+    first, second, gone = (line for line in lines if "add" in line)
+    assert (second["id"], second["prompt"], second["most"]) == ("second", [4, 5], 4)
+    assert second["priority"] == 2 and "priority" not in first
+    assert 0 < first["t"] < lines[3]["t"] < gone["t"]
+    assert lines[5] == {"abort": 2}
 
 
-def test_what_the_first_of_the_queue_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "run.trace"
-    engine = make_engine(num_blocks=9, max_num_seqs=3, chunked_prefill=False)
-    trace_engine(engine, path)
-    for name, length in (("a", 60), ("b", 20), ("c", 8)):
-        prompt = [(length + i) % 40 for i in range(length // 2)]
-        engine.add_request(name, prompt, greedy(2))
-    engine.step()
-    run(engine)
-    engine.close()
-    steps = read_trace(path).steps
-    assert steps[0].waits == [(1, "blocks"), (2, "blocks")]
-    assert steps[-1].waits == []
+# --- a replay is the run again --------------------------------------------------------------------
+
+
+def traced(**options: Any) -> tuple[LLMEngine, ReplayedTrace]:
+    engine = make_engine(**options)
+    return engine, ReplayedTrace(engine)
 
 
 class Second:
-    """Forks once, then drops the fork: what a beam search does to tokens."""
+    """Forks twice, and drops a fork: what a beam search does to tokens."""
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         first, *others = (seq for seq in request.sequences if not seq.is_finished)
@@ -115,27 +120,175 @@ class Second:
             else:
                 moves.append_token(other, other.extras.choices[1].token_id)
         if first.num_output_tokens == 4:
-            moves.fork(first, tokens[2])
+            moves.fork(first, next_token_id=tokens[2])
         moves.append_token(first, tokens[0])
 
 
+class StopsAt:
+    """An `OutputFollower` that meets its stop string with its n-th token."""
+
+    text = "a text"
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+
+    def append(self, token_id: int) -> str | None:
+        self.num_left -= 1
+        return None if self.num_left else "###"
+
+    def finish(self, token_ids: object) -> str:
+        return self.text
+
+
+def add(engine: LLMEngine, name: str, first: int, length: int, count: int, **more: Any) -> Request:
+    prompt = [(first + i) % 40 for i in range(length)]
+    params = SamplingParams(max_tokens=count, ignore_eos=True, **more.pop("params", {}))
+    return engine.add_request(name, prompt, params, **more)
+
+
+def preempted(engine: LLMEngine) -> list[Request]:
+    return [add(engine, str(i), 9 * i, 9, 16) for i in range(3)]
+
+
+def chunked(engine: LLMEngine) -> list[Request]:
+    return [add(engine, str(i), 0, 30 + 4 * i, 5) for i in range(3)]
+
+
+def several(engine: LLMEngine) -> list[Request]:
+    return [add(engine, str(i), 20 * i, 10, 9, params={"n": 3}) for i in range(2)]
+
+
+def scored(engine: LLMEngine) -> list[Request]:
+    params = {"prompt_logprobs": 0, "prompt_logprobs_start": 9}
+    return [add(engine, str(i), 0, 18, 4, params=params if i else {}) for i in range(2)]
+
+
+def chosen(engine: LLMEngine) -> list[Request]:
+    return [add(engine, "beam", 0, 5, 9, params={"logprobs": 4}, chooser=Second()),
+            add(engine, "other", 7, 3, 5)]  # fmt: skip
+
+
+def stopped(engine: LLMEngine) -> list[Request]:
+    many = {"params": {"n": 2, "stop": "###"}, "make_follower": lambda i: StopsAt(4 + 3 * i)}
+    return [add(engine, "n", 0, 5, 12, **many),
+            add(engine, "one", 9, 5, 12, make_follower=lambda i: StopsAt(3)),
+            add(engine, "none", 9, 6, 12, make_follower=lambda i: None)]  # fmt: skip
+
+
+def salted(engine: LLMEngine) -> list[Request]:
+    return [add(engine, str(i), 0, 14, 3, cache_salt=salt, priority=-i)
+            for i, salt in enumerate((None, "a", "a", None))]  # fmt: skip
+
+
 @pytest.mark.parametrize("loop", [run, run_late])
-def test_tokens_that_a_chooser_decides(tmp_path: Path, loop: Any) -> None:
-    path = tmp_path / "run.trace"
-    engine = make_engine(num_blocks=33, max_num_seqs=4)
-    trace_engine(engine, path)
-    params = greedy(9, logprobs=4)
-    request = engine.add_request("beam", [1, 2, 3, 4, 5], params, chooser=Second())
-    other = engine.add_request("other", [7, 8], greedy(5))
+@pytest.mark.parametrize(
+    ("ask", "options"),
+    [
+        (preempted, {"num_blocks": 10, "max_num_seqs": 3, "max_num_batched_tokens": 16}),
+        (chunked, {"max_num_batched_tokens": 16, "long_prefill_threshold": 5}),
+        (chunked, {"chunked_prefill": False}),
+        (several, {"num_blocks": 14, "max_num_seqs": 4}),
+        (several, {"windows": (5, None), "num_blocks": 40}),
+        (several, {"num_states": 9, "snapshot_every": 2, "num_blocks": 20}),
+        (scored, {}),
+        (chosen, {"num_blocks": 33, "max_num_seqs": 4}),
+        (stopped, {}),
+        (salted, {"enable_prefix_caching": False}),
+        (salted, {"num_blocks": 9}),
+    ],
+)
+def test_a_replay_is_the_run_again(
+    loop: Callable[[LLMEngine], object],
+    ask: Callable[[LLMEngine], list[Request]],
+    options: dict[str, Any],
+) -> None:
+    engine, trace = traced(**options)
+    requests = ask(engine)
     loop(engine)
-    engine.close()
-    fold = last_state(path)
-    assert len(request.sequences) == 2
-    for seq in [*request.sequences, *other.sequences]:
-        assert fold.sequences[seq.seq_id].output_token_ids == seq.output_token_ids, seq
+    requests += [add(engine, f"again-{i}", 3 * i, 12, 6) for i in range(3)]
+    loop(engine)
+    assert trace.check(requests) > 7
+    if ask is stopped:
+        assert [seq.stop_reason for seq in requests[0].sequences] == ["###", "###"]
+        assert requests[0].sequences[0].follower.text == "a text"  # type: ignore[union-attr]
 
 
-def test_a_trace_may_begin_amid_a_run_and_end_in_it(tmp_path: Path) -> None:
+def test_what_callers_do_between_steps_is_replayed() -> None:
+    engine, trace = traced(num_blocks=33)
+    requests = [add(engine, str(i), 7 * i, 9, 9) for i in range(3)]
+    engine.step()
+    engine.step()
+    engine.fork("0", next_token_id=11)
+    engine.fork("1")
+    engine.abort("2")
+    run(engine)
+    assert engine.evict([1, 2, 3]) > 0
+    requests.append(add(engine, "3", 0, 9, 3))
+    run(engine)
+    assert engine.reset_prefix_cache()
+    requests.append(add(engine, "4", 0, 9, 3))
+    run(engine)
+    trace.check(requests)
+
+
+class KeptDisk(FakeDisk):
+    """One whose files another engine has written."""
+
+    def scan(self, prefixes: Prefixes) -> list[Content]:
+        def known(prefix: Prefix) -> Prefix:
+            if prefix.parent is None:
+                return prefixes.root_of_name(prefix.digest)
+            return prefixes.extend(known(prefix.parent), prefix.token_ids)
+
+        self.files = {Content(group, known(prefix)): slots
+                      for (group, prefix), slots in self.files.items()}  # fmt: skip
+        return super().scan(prefixes)
+
+
+def test_a_disk_that_had_blocks_before_is_replayed() -> None:
+    """The second engine finds what the first has written, under a salt and without one."""
+    host: dict[int, list[int | None]] = {}
+    files: dict[Any, list[int | None]] = {}
+    for _ in range(2):
+        disk = KeptDisk(host, Random(3))
+
+        def make_tiers(executor: FakeExecutor, disk: FakeDisk = disk) -> TieredPrefixCache:
+            executor.host = host
+            cost = CostModel(host=LoadCost(1, policy="load"), disk=LoadCost(1, policy="load"))
+            return TieredPrefixCache(
+                executor.layout, num_host_blocks=4, cost=cost, disk=disk, num_disk_blocks=40
+            )
+
+        disk.files = files
+        engine, trace = traced(num_blocks=12, max_num_seqs=2, make_tiers=make_tiers)
+        requests = [add(engine, str(i), i % 2 * 20, 16, 2, cache_salt=(None, "salt")[i % 2])
+                    for i in range(6)]  # fmt: skip
+        run(engine)
+        trace.check(requests)
+        files = disk.files
+        assert files
+    assert engine.stats().tiers[1].hit_blocks > 0
+
+
+def test_a_model_is_traced_from_its_options_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace.gz"
+    tiers = [HostTier(gib=0.001), DiskTier(tmp_path / "disk", gib=0.001)]
+    options = {"kv_cache_gib": 0.001, "max_num_seqs": 2, "kv_tiers": tiers, "speculative": "ngram"}
+    with LLM(str(demo_model_path()), trace=path, **options) as llm:
+        prompts = ["The dog", "The sun", "A"]
+        answers = llm.generate(prompts, greedy(6, stop=["e"]), use_tqdm=False)
+        found = llm.beam_search(["Tom"], BeamSearchParams(beam_width=2, max_tokens=4))
+    recording = read_trace(path)
+    assert not recording.is_torn
+    assert recording.header["model"]["attention_backend"] == "cpu"
+    assert recording.header["config"]["max_num_seqs"] == 2
+    assert all(result.times.forward_s > 0 for _, result in recording.replay().steps())
+    *told, beams = outputs(recording).values()
+    assert told == [[list(one.outputs[0].token_ids)] for one in answers]
+    assert found[0].sequences[0].token_ids[:3] in beams  # with the last one the search is over
+
+
+def test_a_trace_may_end_amid_a_run_and_be_shown_from_a_later_step(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     engine = make_engine(num_blocks=65)
     trace_engine(engine, path, steps=(3, 6))
@@ -143,13 +296,25 @@ def test_a_trace_may_begin_amid_a_run_and_end_in_it(tmp_path: Path) -> None:
     run(engine)
     engine.close()
     recording = read_trace(path)
-    assert recording.state is not None and not recording.is_torn
-    assert [step.step for step in recording.steps] == [3, 4, 5]
-    fold = last_state(path)
-    for request in requests:
-        (seq,) = request.sequences
-        assert fold.sequences[seq.seq_id].output_token_ids == seq.output_token_ids[:6]
-    assert engine.scheduler.block_manager.pool.observers == []
+    assert not recording.is_torn and recording.steps == [3, 4, 5]
+    assert [plan.step for plan, _ in recording.replay().steps()] == [3, 4, 5]
+    assert [plan.step for plan, _ in recording.replay(5).steps()] == [5]
+    replay = recording.replay()
+    replay.run()
+    for request, seq in zip(requests, replay.scheduler.running, strict=True):
+        assert seq.output_token_ids == request.sequences[0].output_token_ids[:6]
+    assert "schedule" not in vars(engine.scheduler), "nothing stands before it any more"
+
+
+def test_a_trace_begins_with_its_engine(tmp_path: Path) -> None:
+    engine = make_engine()
+    add(engine, "a", 0, 3, 2)
+    with pytest.raises(ConfigError, match="has run 0 steps or has requests: give trace where"):
+        trace_engine(engine, tmp_path / "t")
+    run(engine)
+    with pytest.raises(ConfigError, match="has run 2 steps"):
+        trace_engine(engine, tmp_path / "t")
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(
@@ -162,20 +327,9 @@ def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(
     engine.close()
     assert len(request.sequences[0].output_token_ids) == 400
     assert "the trace /dev/full ends here" in caplog.text
-
-
-def test_a_model_is_traced_from_its_options_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "run.trace.gz"
-    with LLM(str(demo_model_path()), trace=path, kv_cache_gib=0.01, max_num_seqs=2) as llm:
-        outputs = llm.generate(["The dog", "The sun", "A"], greedy(6), use_tqdm=False)
-    recording = read_trace(path)
-    assert not recording.is_torn
-    assert recording.header.model["attention_backend"] == "cpu"
-    assert recording.header.config["max_num_seqs"] == 2
-    assert all(step.times.forward_s > 0 for step in recording.steps)
-    fold = last_state(path)
-    told = {seq.request_id: seq.output_token_ids for seq in fold.sequences.values()}
-    assert told == {one.request_id: list(one.outputs[0].token_ids) for one in outputs}
+    caplog.clear()
+    Trace("/dev/full", make_scheduler(num_blocks=9, block_size=4), about={"a": "b" * 10_000})
+    assert "the trace /dev/full ends here" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -208,30 +362,38 @@ def test_a_trace_is_of_one_engine_and_its_directory_is_there() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
+def lines_of_sample() -> list[bytes]:
+    return gzip.decompress(SAMPLE.read_bytes()).splitlines(keepends=True)
+
+
+def changed(path: Path, **values: Any) -> int:
+    """Writes the sample with other values in the line of a step of five rows; its number."""
+    lines = lines_of_sample()
+    told = [json.loads(line) for line in lines]
+    number = next(i for i, line in enumerate(told) if len(line.get("sampled", ())) == 5)
+    lines[number] = json.dumps({**told[number], **values}).encode() + b"\n"
+    path.write_bytes(b"".join(lines))
+    return number + 1
+
+
 def test_the_sample_has_it_all() -> None:
     recording = read_trace(SAMPLE)
-    seen = dict.fromkeys(("taken", "revived", "shared", "freed", "hashed", "evicted", "copied"), 0)
-    for _, fold, events in Fold.follow(recording):
-        for name in seen:
-            seen[name] += len(getattr(events, name))
-        counts = [0] * recording.header.num_blocks
-        for seq in fold.running.values():
-            for table in seq.block_tables:
-                for block_id in table:
-                    counts[block_id] += 1
-        assert fold.refs == counts
-    assert min(seen.values()) > 0, seen
-    kinds = {move.kind for step in recording.steps for move in step.moved}
-    assert kinds == {"load", "store"}
-    assert any(step.preempted for step in recording.steps)
-    assert any(step.forked for step in recording.steps)
+    replay = recording.replay()
+    seen: set[str] = set()
+    for plan, _ in replay.steps():
+        check(replay.scheduler)
+        seen |= {move.kind for move in plan.transfers}
+        seen |= {name for name in ("preempted", "forks", "block_copies") if getattr(plan, name)}
+    assert seen == {"load", "store", "preempted", "forks", "block_copies"}
+    pool = replay.scheduler.block_manager.pool
+    assert pool.num_evicted > 0 and replay.scheduler.stats.preemptions == 35
     assert not recording.is_torn
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: bool) -> None:
-    whole = gzip.decompress(SAMPLE.read_bytes())
-    steps = read_trace(SAMPLE).steps
+    whole = b"".join(lines_of_sample())
+    lines = read_trace(SAMPLE).lines
     header = len(whole.splitlines(keepends=True)[0])
     path = tmp_path / "torn"
     for length in range(header + 1, len(whole) - 1, 3001):
@@ -239,11 +401,10 @@ def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: b
         path.write_bytes(gzip.compress(cut)[:-9] if packed else cut)
         recording = read_trace(path)
         assert recording.is_torn
-        num_whole = cut.count(b"\n") - 1
-        if packed:  # Why: how much of the last line can be unpacked is zlib's business.
-            assert recording.steps == steps[: len(recording.steps)]
-        else:
-            assert recording.steps == steps[: min(num_whole, len(steps))]
+        assert recording.lines == lines[: len(recording.lines)]
+        if not packed:  # Why: how much of the last line can be unpacked is zlib's business.
+            assert len(recording.lines) - cut.count(b"\n") in (-1, 0)
+    assert len([*recording.replay().steps()]) > 200
 
 
 @pytest.mark.parametrize(
@@ -254,7 +415,9 @@ def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: b
         (b'{"a": 1}\n', "no trace of nanoengine"),
         (b"[" * 100_000, "no trace of nanoengine"),
         (b"\xff\xfe\n", "no trace of nanoengine"),
-        (b'{"trace":"2.3","engine":"9.0"}\n', "version 2.3, written by nanoengine 9.0"),
+        (b'{"trace":"2.0","layout":3}\n', "no trace of nanoengine"),
+        (b'{"trace":"3.1","engine":"9.0"}\n', "version 3.1, written by nanoengine 9.0"),
+        (b'{"trace":"1.0","engine":"0.1"}\n', "this one reads version 2.x: read it with that one"),
         (None, "can't be read"),
     ],
 )
@@ -273,41 +436,68 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, why:
     [
         ("sampled", [1, 2, 3, 4, 5, 6, 7]),
         ("sampled", ["<script>"] * 5),
-        ("rows", "01234"),
-        ("counts", [[99, 1]]),
+        ("sampled", 5),
+        ("step", 10**6),
         ("step", None),
-        ("ms", [1.0]),
+        ("s", [1.0]),
+        ("s", ["x"] * 6),
         ("t", float("nan")),
-        ("ms", [float("inf")] * 6),
-        ("tables", [[0, 0, [1]]]),
+        ("s", [float("inf")] * 6),
+        ("t", None),
+        ("errors", [[0]]),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, name: str, value: Any) -> None:
-    lines = gzip.decompress(SAMPLE.read_bytes()).splitlines(keepends=True)
-    told = [json.loads(line) for line in lines]
-    number = next(i for i, line in enumerate(told) if len(line.get("sampled", ())) == 5)
-    lines[number] = json.dumps({**told[number], name: value}).encode() + b"\n"
     path = tmp_path / "damaged.trace"
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(TraceError, match=f"line {number + 1}, is damaged"):
+    number = changed(path, **{name: value})
+    with pytest.raises(TraceError, match=f"line {number}, is damaged"):
+        read_trace(path).replay().run()
+
+
+def test_a_chooser_makes_its_four_moves_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    engine = make_engine()
+    trace_engine(engine, path)
+    chosen(engine)
+    run(engine)
+    engine.close()
+    path.write_text(path.read_text().replace('"drop"', '"__class__"'))
+    with pytest.raises(TraceError, match="is damaged: AssertionError: __class__"):
+        read_trace(path).replay().run()
+
+
+def test_a_header_that_no_core_can_be_made_of_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    for name, value in (("layout", {}), ("scheduler", {"admission": "eval"}), ("policy", {"x": 1})):
+        header = {**json.loads(lines_of_sample()[0]), name: value}
+        path.write_text(json.dumps(header) + "\n")
+        with pytest.raises(TraceError, match="line 1, is damaged"):
+            read_trace(path).replay()
+
+
+def test_two_traces_in_one_file_and_a_step_that_comes_twice(tmp_path: Path) -> None:
+    path, lines = tmp_path / "two.trace", lines_of_sample()
+    path.write_bytes(b"".join([*lines[:5], *lines]))
+    with pytest.raises(TraceError, match="line 6, is damaged: another trace begins"):
         read_trace(path)
+    at = next(i for i, line in enumerate(lines) if b'"step"' in line)
+    path.write_bytes(b"".join([*lines[: at + 1], *lines[at:]]))
+    with pytest.raises(TraceError, match=f"line {at + 2}, is damaged"):
+        read_trace(path).replay().run()
 
 
-@pytest.mark.parametrize("place", [0, 3])
-def test_two_traces_in_one_file_and_a_step_that_comes_twice(tmp_path: Path, place: int) -> None:
-    lines = gzip.decompress(SAMPLE.read_bytes()).splitlines(keepends=True)
-    path = tmp_path / "two.trace"
-    path.write_bytes(b"".join([*lines[:5], *lines[place:]]))
-    with pytest.raises(TraceError, match=r"line 6, is damaged: ValueError: (another|step 2 comes)"):
-        read_trace(path)
-
-
-def test_a_step_that_names_a_block_that_there_is_not(tmp_path: Path) -> None:
-    lines = gzip.decompress(SAMPLE.read_bytes()).splitlines()
-    first = json.loads(lines[1])
-    first["tables"][0][3] = [10**6]
-    path = tmp_path / "damaged.trace"
-    path.write_bytes(b"\n".join([lines[0], json.dumps(first).encode()]))
-    recording = read_trace(path)
-    with pytest.raises(TraceError, match="step 0 names a row, group or block"):
-        Fold(recording.header).step(recording.steps[0])
+@pytest.mark.parametrize("step", [0, 30])
+def test_a_core_that_plans_otherwise_is_refused_at_the_first_step(
+    tmp_path: Path, step: int
+) -> None:
+    path = tmp_path / "run.trace"
+    lines = [json.loads(line) for line in lines_of_sample()]
+    number = next(i for i, line in enumerate(lines) if line.get("plan") == step)
+    lines[number]["digest"] ^= 1
+    lines[0]["engine"] = "0.0.7"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replay = read_trace(path).replay()
+    why = rf"can't be followed beyond step {step}: .* nanoengine 0\.0\.7, which wrote it\. Read it"
+    with pytest.raises(TraceError, match=why):
+        replay.run()
+    assert replay.scheduler.stats.steps == step + 1

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from nanoengine.cli.main import main
+from nanoengine.core.plan import StepPlan
 from nanoengine.errors import TraceError
-from nanoengine.observe.trace_fold import Fold
-from nanoengine.observe.trace_reader import read_trace
+from nanoengine.observe.trace_reader import Replay, read_trace
 from nanoengine.observe.viewer import page_data as page_data_module
 from nanoengine.observe.viewer.page import SOURCES, packed, page
 from nanoengine.observe.viewer.page_data import (
@@ -75,25 +75,27 @@ class Replayed:
                 del self.content[block]
 
 
-def states(path: Path) -> list[tuple[int, list[int], dict[int, int], dict[int, Any]]]:
-    """After each step: its number, references, contents, and tables of the running sequences."""
-    return [
-        (
-            step.step,
-            list(fold.refs),
-            {block: content.name for block, content in fold.content["device"].items()},
-            {
-                seq.seq_id: {
-                    (group, index): block
-                    for group, table in enumerate(seq.block_tables)
-                    for index, block in enumerate(table)
-                    if block
-                }
-                for seq in fold.running.values()
-            },
-        )
-        for step, fold, _ in Fold.follow(read_trace(path))
-    ]
+class States:
+    """After each plan of a replay: references, contents, and tables of the running sequences."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.scheduler = replay.scheduler
+        self.of: dict[int, tuple[list[int], dict[int, bytes], dict[int, Any]]] = {}
+        replay.run(self)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        blocks = self.scheduler.block_manager.pool.blocks
+        tables = {
+            seq.seq_id: {
+                (group, index): block
+                for group, table in enumerate(seq.block_tables)
+                for index, block in enumerate(table)
+                if block
+            }
+            for seq in self.scheduler.running
+        }
+        contents = {b.block_id: b.prefix.digest for b in blocks if b.prefix is not None}
+        self.of[plan.step] = [block.ref_count for block in blocks], contents, tables
 
 
 @pytest.mark.parametrize(("most_frames", "first"), [(1000, 0), (75, 0), (1000, 60)])
@@ -103,10 +105,10 @@ def test_events_rebuild_references_contents_and_tables(
     monkeypatch.setattr(page_data_module, "MAX_FRAMES", most_frames)
     data = page_data(read_trace(SAMPLE), steps=(first, None))
     seq_of = {index: lane["seq"] for index, lane in enumerate(data.meta["lanes"])}
-    replayed, after = Replayed(data), {number: rest for number, *rest in states(SAMPLE)}
+    replayed, after = Replayed(data), States(read_trace(SAMPLE).replay()).of
     assert data.meta["stepsPerFrame"] == (3 if most_frames == 75 else 1)
     assert bool(data.meta["thinned"]) == (most_frames == 75)
-    names: dict[int, int] = {}
+    names: dict[int, bytes] = {}
     for frame, step in enumerate(data.columns["step"]):
         replayed.frame(frame)
         refs, contents, tables = after[step]
@@ -124,12 +126,11 @@ def test_events_rebuild_references_contents_and_tables(
 def test_figures_of_a_run_add_up() -> None:
     recording = read_trace(SAMPLE)
     data = page_data(recording)
-    columns = data.columns
-    tokens = sum(sum(step.counts) for step in recording.steps)
-    assert sum(columns["prefill"]) + sum(columns["decode"]) == tokens
-    assert sum(columns["sampled"]) == sum(len(t) for s in recording.steps for t in s.sampled)
+    columns, steps = data.columns, list(recording.replay().steps())
+    assert sum(columns["prefill"]) + sum(columns["decode"]) == sum(p.num_tokens for p, _ in steps)
+    assert sum(columns["sampled"]) == sum(len(t) for _, one in steps for t in one.token_ids)
     assert sum(columns["recomputed"]) > 0
-    preempted = sum(len(step.preempted) for step in recording.steps)
+    preempted = sum(len(plan.preempted) for plan, _ in steps)
     assert sum(mark[1] == "preempted" for mark in data.meta["marks"]) == preempted > 0
     ends = {lane["seq"]: (lane["reason"], lane["ended"]) for lane in data.meta["lanes"]}
     assert all(reason and ended >= 0 for reason, ended in ends.values())
@@ -287,14 +288,14 @@ TORN = gzip.compress(gzip.decompress(SAMPLE.read_bytes()).partition(b"\n")[0] + 
     [
         (b"", [], "is empty"),
         (b"hello\n", [], "no trace of nanoengine"),
-        (b'{"trace":"2.3","engine":"9.0"}\n', [], "version 2.3, written by nanoengine 9.0"),
+        (b'{"trace":"1.0","engine":"0.1"}\n', [], "version 1.0, written by nanoengine 0.1"),
         (TORN[:40], [], "no trace of nanoengine|is empty"),
         (TORN, [], "it has none: nothing has run"),
         (SAMPLE.read_bytes(), ["--trace-steps", "5"], "trace_steps must be A:B"),
         (SAMPLE.read_bytes(), ["--tokenizer", "/nowhere"], "directory, got '/nowhere'"),
         (None, [], "No such file"),
     ],
-    ids=["empty", "text", "newer", "torn header", "header alone", "steps", "tokenizer", "missing"],
+    ids=["empty", "text", "older", "torn header", "header alone", "steps", "tokenizer", "missing"],
 )
 def test_bad_input_is_one_line_and_status_2(
     tmp_path: Path,

@@ -6,7 +6,6 @@ Needs playwright (the extra `browser`) and chromium from the system; skipped by 
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from nanoengine.observe.explain import Story
-from nanoengine.observe.trace_fold import Fold
-from nanoengine.observe.trace_reader import read_trace
+from nanoengine.bench.simulator import make_scheduler, simulate
+from nanoengine.bench.workload import WorkItem
+from nanoengine.core.plan import StepPlan
+from nanoengine.observe.explain import explained
+from nanoengine.observe.trace import Trace
+from nanoengine.observe.trace_reader import Replay, read_trace
 from nanoengine.observe.viewer.page import page
 from nanoengine.observe.viewer.page_data import page_data
 from tests.support.browser import start_chromium
@@ -123,22 +125,36 @@ def test_it_loads_and_draws(open_page: Open) -> None:
     assert tab.locator("#curves .uplot").count() == 4
 
 
-def test_the_page_folds_as_python_does_forwards_and_backwards(open_page: Open) -> None:
-    tab, recording = open_page(), read_trace(SAMPLE)
+class Expected:
+    """After each plan of a replay: references, contents, and tables of the running sequences; how
+    many of their tokens are known is of the step that follows."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.scheduler = replay.scheduler
+        self.frames: list[tuple[list[int], list[bool], dict[int, tuple[Any, Any]]]] = []
+        replay.run(self)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        blocks, running = self.scheduler.block_manager.pool.blocks, self.scheduler.running
+        self.known = {seq.seq_id: seq for seq in running}
+        tables = {seq.seq_id: [list(table) for table in seq.block_tables] for seq in running}
+        contents = [block.prefix is not None for block in blocks]
+        self.frames.append(([block.ref_count for block in blocks], contents, tables))  # type: ignore[arg-type]
+
+    def on_step(self, plan: StepPlan, result: object, scheduler: object) -> None:
+        refs, contents, tables = self.frames[-1]
+        lengths = {i: (tables[i], len(seq.token_ids)) for i, seq in self.known.items()}
+        self.frames[-1] = refs, contents, lengths
+
+
+def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open) -> None:
+    tab, expected = open_page(), Expected(read_trace(SAMPLE).replay()).frames
     tab.evaluate("viewer.fold.constructor.SPACING = 100")  # so that states are kept, and used
     asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, wordsOf } = viewer;
         fold.seek(frame);
         return { refs: Array.from(fold.refs), contents: Array.from(fold.content, (c) => c >= 0),
                  lanes: lanes.map((lane, i) => [lane.seq, tablesOf(i, frame),
                                                 knownTokens(i, frame)]) } }"""
-    expected = []
-    for _, fold, _ in Fold.follow(recording):
-        running = {
-            seq.seq_id: ([list(table) for table in seq.block_tables], len(seq.token_ids))
-            for seq in fold.running.values()
-        }
-        contents = [block in fold.content["device"] for block in range(len(fold.refs))]
-        expected.append((list(fold.refs), contents, running))
     frames = [*range(len(expected)), *range(len(expected) - 1, -1, -7), 100, 5, 220]
     for frame in frames:
         found = tab.evaluate(asked, frame)
@@ -214,9 +230,9 @@ def test_hover_and_click_tell_the_story_of_a_request(open_page: Open) -> None:
     tab.mouse.click(*at)
     chosen = text(tab, "#chosen")
     assert "Its story" in chosen and "Block table" in chosen and "ended" in chosen
-    explained = Story(read_trace(SAMPLE)).request_lines("4")
+    told = explained(read_trace(SAMPLE)).request_lines("4")
     found = tab.evaluate("viewer.storyOf(4).map(([, words]) => words)")
-    assert found == [re.sub(r"^step \d+: ", "", line) for line in explained]
+    assert found == [re.sub(r"^step \d+: ", "", line) for line in told]
     tab.keyboard.press("Escape")
     assert "Choose a request" in text(tab, "#chosen")
     assert "Waiting:" in text(tab, "#chosen")  # what is worth knowing of the run
@@ -245,18 +261,20 @@ def test_search_finds_requests_prompts_blocks_and_steps(open_page: Open) -> None
 
 
 def test_blocks_that_a_run_never_uses_are_not_drawn(open_page: Open, tmp_path: Path) -> None:
-    lines = gzip.decompress(SAMPLE.read_bytes())
-    used = json.loads(lines.splitlines()[0])["layout"]["num_blocks"] - 1
-    (tmp_path / "run.trace").write_bytes(
-        lines.replace(b'"num_blocks":%d' % (used + 1), b'"num_blocks":100001')
-    )
-    data = page_data(read_trace(tmp_path / "run.trace"), text_of=words, title="a large pool")
-    (tmp_path / "run.html").write_text(page(data), encoding="utf-8")
-    small, large = open_page(), open_page(file=tmp_path / "run.html")
-    shape = "[viewer.pool.columns, viewer.pool.rows, viewer.pool.cell]"
-    assert large.evaluate(shape) == small.evaluate(shape)
-    assert f"The last {100_000 - used:,} are never used and not drawn" in text(large, "#pool-words")
-    assert "100,000 blocks of" in text(large, "#about")
+    shapes = []
+    for num_blocks in (101, 100_001):
+        trace = tmp_path / f"{num_blocks}.trace"
+        with Trace(trace, scheduler := make_scheduler(num_blocks=num_blocks, block_size=4)) as one:
+            items = [WorkItem(prompt_token_ids=tuple(range(i, i + 90)), max_tokens=4)
+                     for i in range(0, 400, 100)]  # fmt: skip
+            simulate(items, scheduler, trace=one)
+        html = trace.with_suffix(".html")
+        html.write_text(page(page_data(read_trace(trace), title="a pool")), encoding="utf-8")
+        tab = open_page(file=html)
+        shapes.append(tab.evaluate("[viewer.pool.columns, viewer.pool.rows, viewer.pool.cell]"))
+    assert shapes[0] == shapes[1]
+    assert "are never used and not drawn" in text(tab, "#pool-words")
+    assert "100,000 blocks of" in text(tab, "#about")
 
 
 def test_a_link_leads_to_a_step(open_page: Open) -> None:

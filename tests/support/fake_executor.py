@@ -129,6 +129,7 @@ class FakeExecutor:
         self.fail_at: str | None = None  # "start", "rows" or "end" of the next step
         self.row_errors: Callable[[Row], str | None] = lambda row: None
         self.num_computed_tokens = 0
+        self.token_s = 0.0  # what a step is said to take, for each token and each loaded block
         self.num_copies = 0
         self.num_shared_reads = 0  # of blocks that another row writes in the same step
         self._states_written: set[int] = set()  # in this step
@@ -423,6 +424,10 @@ class FakeExecutor:
 
     def _sample(self, plan: StepPlan) -> StepResult:
         result = StepResult(token_ids=[[] for _ in plan.rows])
+        loaded = sum(len(move.tier_ids) for move in plan.transfers if move.kind == "load")
+        result.times.forward_s, result.times.load_s = (
+            self.token_s * plan.num_tokens, self.token_s * loaded
+        )  # fmt: skip
         for entry, (row_id, start, count, num_logits) in enumerate(
             zip(plan.rows, plan.starts, plan.num_scheduled_tokens, plan.num_logits, strict=True)
         ):

@@ -80,6 +80,9 @@ class DiskBlocks:
         stats: counts what is moved.
         rate: learns how long reads take.
         prefixes: makes the keys for what the directory holds.
+
+    Attributes:
+        storage: as given.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class DiskBlocks:
         prefixes: Prefixes,
     ) -> None:
         self.pool = BlockPool(num_blocks, num_groups)
-        self._storage = storage
+        self.storage = storage
         self._host = host
         self._stats = stats
         self._rate = rate
@@ -167,7 +170,7 @@ class DiskBlocks:
 
     def write(self) -> None:
         """Starts to write queued content to disk, a few blocks at a time."""
-        if not self._storage.can_write:
+        if not self.storage.can_write:
             self._to_write.clear()
         while self._to_write and len(self._copies) - len(self._readers) < MAX_WRITES:
             content = self._to_write.popleft()
@@ -180,7 +183,7 @@ class DiskBlocks:
             ):
                 continue
             for victim in self.pool.next_evicted(1):
-                self._storage.submit(DiskCopy("remove", content_of(self.pool.blocks[victim])))
+                self.storage.submit(DiskCopy("remove", content_of(self.pool.blocks[victim])))
             [disk_id] = self.pool.allocate(1)
             self._host.touch([host_id])
             self._submit(DiskCopy("write", content, host_id, disk_id))
@@ -198,11 +201,11 @@ class DiskBlocks:
 
     def _submit(self, copy: DiskCopy) -> None:
         self._copies[copy.content] = copy
-        self._storage.submit(copy)
+        self.storage.submit(copy)
 
     def collect(self, wait_s: float) -> None:
         """Ends the copies that have finished; waits up to `wait_s` for one."""
-        for copy, ok, seconds in self._storage.collect(wait_s):
+        for copy, ok, seconds in self.storage.collect(wait_s):
             if copy.kind == "remove":
                 continue
             del self._copies[copy.content]
@@ -216,7 +219,7 @@ class DiskBlocks:
         disk_id = self.pool.lookup(*content)
         if disk_id is not None:
             self.pool.evict([disk_id])
-            self._storage.submit(DiskCopy("remove", content))
+            self.storage.submit(DiskCopy("remove", content))
 
     def drain(self, *, and_write: bool) -> None:
         """Waits for all copies; `and_write` writes what is queued, else the queue is emptied."""
@@ -229,19 +232,19 @@ class DiskBlocks:
 
     def abandon(self) -> None:
         """Waits for all copies and ignores how they have ended: this object is about to go."""
-        while self._storage.collect(math.inf):
+        while self.storage.collect(math.inf):
             pass
 
     def reset(self) -> bool:
         """Drops all content and removes its files; no copy may be under way."""
         for block in self.pool.blocks:
             if block.prefix is not None:
-                self._storage.submit(DiskCopy("remove", content_of(block)))
+                self.storage.submit(DiskCopy("remove", content_of(block)))
         return self.pool.reset()
 
     def close(self) -> None:
         """Lets other processes write the directory."""
-        self._storage.close()
+        self.storage.close()
 
     def held_host_ids(self) -> list[int]:
         """The host blocks that copies under way hold, one entry a reference."""

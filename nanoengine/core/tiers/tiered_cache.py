@@ -80,6 +80,8 @@ class TieredPrefixCache(GroupedPrefixCache):
     Attributes:
         host: the pool of host memory.
         disk: the blocks on disk.
+        cost, lazy: as given.
+        storage: moves blocks to files and back; a `NoDisk` where there is no disk tier.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class TieredPrefixCache(GroupedPrefixCache):
     ) -> None:
         super().__init__(layout)
         self.tiers = self
-        self._cost = cost
-        self._lazy = lazy
-        self._storage: DiskStorage = disk or NoDisk()
+        self.cost = cost
+        self.lazy = lazy
+        self.storage: DiskStorage = disk or NoDisk()
         self._last = Level.HOST if disk is None else Level.DISK
         self._sizes = (num_host_blocks + 1, num_disk_blocks + 1)
         self._num_host_states = num_host_states
@@ -109,12 +111,12 @@ class TieredPrefixCache(GroupedPrefixCache):
         num_groups = len(self.layout.groups)
         self.host = StatePool(self._sizes[0], num_groups, self._num_host_states)
         self.disk = DiskBlocks(
-            self._storage,
+            self.storage,
             num_blocks=self._sizes[1],
             num_groups=num_groups,
             host=self.host,
             stats=self._stats[1],
-            rate=self._cost.disk.rate,
+            rate=self.cost.disk.rate,
             prefixes=self.prefixes,
         )
         self._planned = StepCopies()
@@ -192,7 +194,7 @@ class TieredPrefixCache(GroupedPrefixCache):
             if length <= before:
                 continue
             counts = _count(found.loads(length))
-            prefer, reason = self._cost.prefer_load(
+            prefer, reason = self.cost.prefer_load(
                 level.name.lower(),
                 num_host=counts[Level.HOST] + counts[Level.DISK],
                 num_disk=counts[Level.DISK],
@@ -240,7 +242,7 @@ class TieredPrefixCache(GroupedPrefixCache):
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
         """Indexes device blocks, and stores those that were not indexed before, unless lazy."""
         fresh = super()._index(block_ids, group, prefixes)
-        if not self._lazy:
+        if not self.lazy:
             for block in fresh:
                 self._store(block)
         return fresh
@@ -259,7 +261,7 @@ class TieredPrefixCache(GroupedPrefixCache):
 
     def take_transfers(self, plan: StepPlan) -> list[Transfer]:
         """The loads and stores of a step that has been planned, lazy stores included."""
-        if self._lazy:
+        if self.lazy:
             for block_id in self.pool.next_evicted(LAZY_BLOCKS):
                 self._store(self.pool.blocks[block_id])
         copies, self._planned = self._planned, StepCopies()
@@ -274,7 +276,7 @@ class TieredPrefixCache(GroupedPrefixCache):
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Called when a step has run: its copies, and those of earlier steps, have finished."""
-        self._cost.observe(plan, result, self.layout.block_bytes)
+        self.cost.observe(plan, result, self.layout.block_bytes)
         for step in [step for step in self._under_way if step <= plan.step]:
             copies = self._under_way.pop(step)
             for _, host_id in copies.loads:

@@ -1,15 +1,15 @@
-"""page_data: a recording as the columns that the viewer's page folds into block tables itself.
+"""page_data: a run as the columns that the viewer's page folds into block tables itself.
 
-    Fold ── rows and contents that changed ──► events: a block is taken, dropped, indexed, evicted
-         ── plans and results ──► a line of figures a frame, spans of a lane, tokens
+    plans and tables ──► events: a block is taken, dropped, indexed, evicted
+    steps, sequences ──► a line of figures a frame, spans of a lane, tokens
 
 The page steps to any place of a run, so it can't be sent each state: 10,000 of a pool of 100,000
 blocks would be gigabytes. It is sent what changes, and keeps a state every so often. A frame is a
 step, or several of them where a run is so long that no screen could show them apart.
 
-An event is found by comparing tables before and after a frame rather than by reading the plan. So a
-frame of several steps has the net of them, and a trace that is shown from its middle begins with
-what is held by then.
+Blocks are looked at when a step has been planned: once it is committed, those of a request that
+ends by it are free. An event is found by comparing tables before and after a plan, so that a page
+that begins in the middle of a run begins with what is held by then.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoengine.core.block_pool import NULL_BLOCK
+from nanoengine.core.block_pool import NULL_BLOCK, Block
+from nanoengine.core.engine_stats import num_waste_slots
+from nanoengine.core.plan import StepPlan
+from nanoengine.core.prefixes import Prefix
+from nanoengine.core.sequence import Request
+from nanoengine.core.sequence import Sequence as CoreSequence
+from nanoengine.core.tiers.stats import TierStats
 from nanoengine.errors import TraceError
 from nanoengine.observe.explain import Story
+from nanoengine.observe.steps import Step, StepObserver
 from nanoengine.observe.trace import TIMES
-from nanoengine.observe.trace_fold import Fold, HeldContent, TracedSequence
-from nanoengine.observe.trace_reader import Recording, TracedStep
+from nanoengine.observe.trace_reader import Recording, Replay
 
 MAX_FRAMES = 20_000
 """More steps than that are shown several to a frame."""
@@ -44,8 +50,20 @@ WAITING, PREFILL, DECODE, PREEMPTED, IDLE = range(5)
 """What a sequence does in a span of frames; IDLE: it has a row and computes nothing."""
 KIND_SHIFT = 27
 """An event's first number is its kind above this many bits, and a block below."""
+BLOCK = (1 << KIND_SHIFT) - 1
+
+PLANNED = {
+    "prefill": "prefill_tokens",
+    "decode": "decode_tokens",
+    "recomputed": "recomputed_tokens",
+}
+"""Columns of what a frame's plans have added to a counter of the scheduler."""
+ADDED = (*PLANNED, "sampled", *TIMES)
 
 NONE = -1
+
+_Event = tuple[int, int, int]
+"""Kind and block, a lane's index, and an argument."""
 
 
 @dataclass(slots=True)
@@ -56,20 +74,6 @@ class PageData:
     columns: dict[str, array.array[int]]
 
 
-@dataclass(slots=True)
-class _Lane:
-    """A sequence as the page draws it."""
-
-    index: int
-    seq: TracedSequence
-    arrived: int
-    spans: list[list[int]] = field(default_factory=list)  # first frame, last, kind, computed
-    token_frames: list[int] = field(default_factory=list)  # when each token was known
-    num_prefill: int = 0  # tokens known when it got its row: up to there it prefills
-    num_computed_ever: int = 0
-    ended: int = NONE
-
-
 def page_data(
     recording: Recording,
     *,
@@ -77,7 +81,7 @@ def page_data(
     text_of: Callable[[int], str] | None = None,
     title: str = "",
 ) -> PageData:
-    """Follows a recording and gathers what the page needs.
+    """Replays a recording and gathers what the page needs.
 
     Args:
         steps: the first step to show, and the one to stop before; None: no end.
@@ -85,55 +89,61 @@ def page_data(
         title: of the page: the file's name.
 
     Raises:
-        TraceError: none of the steps is in the trace, or its steps contradict each other.
+        TraceError: none of the steps is in the trace, or it can't be replayed.
     """
     first, end = steps
-    shown = [s.step for s in recording.steps if s.step >= first and (end is None or s.step < end)]
+    known = recording.steps
+    shown = [step for step in known if step >= first and (end is None or step < end)]
     if not shown:
-        known = [step.step for step in recording.steps]
         has = f"it has steps {known[0]} to {known[-1]}" if known else "it has none: nothing has run"
         raise TraceError(f"there is no step to show of {title or 'this trace'}; {has}")
-    gathering = _Gathering(recording, shown[0], -(-len(shown) // MAX_FRAMES))
-    for step, fold, _ in Fold.follow(recording):
-        if shown[0] <= step.step <= shown[-1]:
-            gathering.follow(step, fold)
-        elif step.step < shown[0]:
-            gathering.pass_by(step, fold)
-    # Why after the loop: the trace's last line tells of what ended without a step.
-    gathering.finish()
-    return gathering.data(text_of, title)
+    replay = recording.replay()
+    story = Story(replay.scheduler, replay.clock)
+    gathering = _Gathering(replay, range(shown[0], shown[-1] + 1), -(-len(shown) // MAX_FRAMES))
+    replay.run(story, gathering)
+    story.conclude(is_torn=recording.is_torn)
+    return gathering.data(recording, story, text_of, title)
 
 
-class _Gathering:
+@dataclass(slots=True)
+class _Lane:
+    """A sequence as the page draws it."""
+
+    index: int
+    seq: CoreSequence
+    arrived: int = NONE
+    spans: list[list[int]] = field(default_factory=list)  # first frame, last, kind, computed
+    token_frames: list[int] = field(default_factory=list)  # when each token was known
+    ended: int = NONE
+
+
+class _Gathering(StepObserver):
     """Columns as they grow, frame by frame."""
 
-    def __init__(self, recording: Recording, first_step: int, steps_per_frame: int) -> None:
-        header = recording.header
-        self._recording = recording
-        self._fold = Fold(header)
-        self._first_step = first_step
-        self._steps_per_frame = steps_per_frame
-        self._size = header.block_size
-        self._tiers = sorted(header.tiers)
-        self._num_steps = 0
-        self._frame = 0
-        self._is_open = False  # a frame that has steps and is not written yet
+    def __init__(self, replay: Replay, shown: range, steps_per_frame: int) -> None:
+        super().__init__(replay.scheduler, replay.clock)
+        manager = self.scheduler.block_manager
+        self._pool, self._cache = manager.pool, manager.prefix_cache
+        self._shown, self._steps_per_frame = shown, steps_per_frame
+        self._tiers = sorted(tier.name for tier in self._tier_stats())
+        self._is_shown = False
+        self._num_steps = self._frame = 0
         self._lanes: dict[int, _Lane] = {}
-        # Tables by row, and contents of the device's blocks, as the page has been told of them.
-        self._tables: dict[int, tuple[_Lane | None, list[list[int]]]] = {}
-        self._contents: dict[int, HeldContent] = {}
-        self._takers: dict[int, tuple[int, int]] = {}  # block -> last lane, its table's first block
-        self._dirty_rows: set[int] = set()
-        self._dirty_blocks: set[int] = set()
-        self._status = bytearray(header.num_blocks)  # 0 empty, 1 cached, 2 active
-        self._num_of = [header.num_blocks - 1, 0, 0]
-        self._names: dict[int, int] = {}  # name of a content -> its number in the page
-        self._root_of: dict[int, int] = {}  # name of a content -> number of its prefix's first one
-        self._hit_tokens = self._queried_tokens = 0
-        self._sums: dict[str, int] = {}
+        # Tables by row, and contents of blocks, as the page has been told of them.
+        self._tables: dict[int, tuple[_Lane, list[list[int]]]] = {}
+        self._contents: dict[int, Prefix] = {}
+        self._takers: dict[int, int] = {}  # block -> the lane that took it last
+        self._changed: set[int] = set()  # blocks whose content has come or gone
+        self._numbers: dict[bytes, int] = {}  # of contents, by digest
+        self._roots: list[int] = []  # number of a content -> that of its prompt's first block
+        self._by_step: dict[int, tuple[dict[str, int], list[int]]] = {}  # planned: figures, events
+        self._times = dict.fromkeys(TIMES, 0)  # up to now [us]
+        self._now: dict[str, int] = {}  # figures of the last step, and of the frame before
+        self._before: dict[str, int] = {}
+        self._has_begun = False
         names = [
-            "step", "t", "prefill", "decode", "waiting", "running", "active", "cached", "empty",
-            "recomputed", "hit", "queried", "sampled", *TIMES, *(f"tier:{t}" for t in self._tiers),
+            "step", "t", "waiting", "running", "active", "cached", "empty", "hit", "queried",
+            *(f"tier:{tier}" for tier in self._tiers), *ADDED,
         ]  # fmt: skip
         self._frames = {name: array.array("i") for name in names}
         self._events = array.array("i")  # kind and block, lane, argument
@@ -145,417 +155,350 @@ class _Gathering:
         self._waits: list[list[Any]] = []  # frame, [lane, what it lacks]
         self._told_waits: list[tuple[int, str]] = []
         self._num_untold = 0
+        self._pool.observers.append(self)
+
+    # --- blocks, as a plan leaves them --------------------------------------------------------
+
+    def on_block(self, event: str, block: Block) -> None:
+        """Notes whose content has come or gone."""
+        if event == "cleared":
+            self._changed |= self._contents.keys()
+        elif event in ("stored", "removed"):
+            self._changed.add(block.block_id)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Finds what has changed since the plan before, or is held when the page begins."""
+        super().on_plan(plan)
+        stats, events = self.scheduler.stats, list[_Event]()
+        figures = {column: getattr(stats, name) for column, name in PLANNED.items()}
+        if plan.step in self._shown:
+            rows, cached, counts = self._planned[plan.step], self._cache.stats, self._pool.counts()
+            changed = {row for row, *_ in (*plan.admitted, *plan.forks, *plan.table_updates)}
+            changed.update(plan.released)
+            if not self._has_begun:
+                self._has_begun = True
+                changed.update(rows)
+                self._changed.update(b.block_id for b in self._pool.blocks if b.prefix is not None)
+            events = [*self._compare_rows(changed, rows), *self._compare_contents()]
+            figures |= {
+                "step": plan.step, "active": counts["active"], "cached": counts["cached"],
+                "empty": num_waste_slots(self.scheduler),
+                "hit": cached.hit_tokens, "queried": cached.queried_tokens,
+            }  # fmt: skip
+        self._by_step[plan.step] = figures, _flat(events)
+
+    def _compare_rows(self, changed: set[int], rows: dict[int, CoreSequence]) -> list[_Event]:
+        """Events of the blocks that a row's table names before the plan, or after it, and not both
+        times. Those that go come first: blocks change hands, and sequences change rows."""
+        gone: list[_Event] = []
+        come: list[_Event] = []
+        for row in sorted(changed):
+            was, before = self._tables.pop(row, (None, []))
+            if row not in rows:
+                gone += _only_in(before, [], DROP, was)
+                continue
+            lane, after = self._lane(rows[row]), [list(table) for table in rows[row].block_tables]
+            gone += _only_in(before, after if was is lane else [], DROP, was)
+            come += _only_in(after, before if was is lane else [], TAKE, lane)
+            self._tables[row] = lane, after
+        self._takers |= {what & BLOCK: lane for what, lane, _ in come}
+        return gone + come
+
+    def _compare_contents(self) -> Iterator[_Event]:
+        for block_id in sorted(self._changed):
+            block, told = self._pool.blocks[block_id], self._contents.pop(block_id, None)
+            if block.prefix is not told and told is not None:
+                yield EVICT << KIND_SHIFT | block_id, NONE, 0
+            if block.prefix is not None:
+                self._contents[block_id] = block.prefix
+                if block.prefix is not told:
+                    lane = self._takers.get(block_id, NONE) if block.ref_count else NONE
+                    yield INDEX << KIND_SHIFT | block_id, lane, self._number(block.prefix)
+        self._changed.clear()
+
+    def _number(self, prefix: Prefix) -> int:
+        """The number of a content in the page, whose colour is that of its prompt's first block."""
+        number = self._numbers.setdefault(prefix.digest, len(self._numbers))
+        if number == len(self._roots):
+            self._roots.append(number)
+            above = prefix
+            while above.parent is not None and above.parent.parent is not None:
+                above = above.parent
+                if above.digest in self._numbers:
+                    break
+            self._roots[number] = self._roots[self._number(above)]
+        return number
+
+    def _tier_stats(self) -> tuple[TierStats, ...]:
+        return () if self._cache.tiers is None else self._cache.tiers.tier_stats()
 
     # --- step by step -------------------------------------------------------------------------
 
-    def pass_by(self, step: TracedStep, fold: Fold) -> None:
-        """A step before the first that is shown: who came, and what was looked up, counts."""
-        self._fold = fold
-        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-            if row in fold.running:
-                lane = self._lane(fold.running[row])
-                lane.num_computed_ever = max(lane.num_computed_ever, start + count)
-        for arrival in step.arrived:
-            self._lane(fold.sequences[arrival.seq_id])
-        for new in step.admitted:
-            self._lane(fold.sequences[new.seq_id]).num_prefill = len(new.token_ids)
+    def on_request(self, request: Request) -> None:
+        """Lanes are drawn in the order in which requests come."""
+        super().on_request(request)
+        if self.scheduler.stats.steps < self._shown.stop:
+            self._lane(request.sequences[0])
 
-    def follow(self, step: TracedStep, fold: Fold) -> None:
-        """One more step; the frame is written once it has all of its steps."""
-        self._fold = fold
-        if not self._num_steps:
-            self._begin()
-        self._is_open = True
-        self._note_lanes(step)
-        self._note_changes(step)
+    def step(self, step: Step) -> None:
+        """One more step. Of those that are not shown it counts who came, and what was computed."""
+        plan = step.plan
+        self._is_shown = plan.step in self._shown
+        if plan.step >= self._shown.stop:
+            return
+        for number in [number for number in self._by_step if number <= plan.step]:
+            figures, events = self._by_step.pop(number)
+            self._events.extend(events)  # Why also those of a step that has failed: blocks moved.
+        for name in TIMES:
+            self._times[name] += round(1e6 * getattr(step.result.times, f"{name}_s"))
+        self._now = figures | self._times | {
+            "sampled": self.scheduler.stats.output_tokens,
+            "t": round(step.time_s * 1e4),
+            "waiting": self.scheduler.num_waiting,
+            "running": self.scheduler.num_running,
+        }  # fmt: skip
+        for tier in self._tier_stats():
+            self._now[f"tier:{tier.name}"] = tier.cached_blocks + tier.active_blocks
+        for request in step.arrived:
+            self._begin(request.sequences[0], WAITING)
+        self._note_plan(step)
         self._note_rows(step)
+        if not self._is_shown:
+            self._before = self._now
+            return
         self._note_ends(step)
-        self._note_words(step)
+        self._note_words(plan)
         self._num_steps += 1
         if self._num_steps % self._steps_per_frame == 0:
-            self._write_frame(step)
+            self._write_frame()
 
-    def finish(self) -> None:
-        """Writes a last frame that is not full."""
-        if self._is_open:
-            self._write_frame(None)
+    def _write_frame(self) -> None:
+        for name, column in self._frames.items():
+            before = self._before.get(name, 0) if name in ADDED else 0
+            column.append(min(self._now[name] - before, 2**31 - 1))
+        self._events_of.append(len(self._events) // 3)
+        self._before = self._now
+        self._frame += 1
 
-    def _begin(self) -> None:
-        """What is held when the page begins counts as taken in its first frame."""
-        held = self._fold.content.get("device", {})
-        self._dirty_rows.update(self._fold.running)
-        self._dirty_blocks.update(held)
-        for seq in self._fold.running.values():
-            lane = self._lane(seq)
-            lane.num_prefill = lane.num_prefill or len(seq.token_ids)
-
-    def _lane(self, seq: TracedSequence) -> _Lane:
-        lane = self._lanes.get(seq.seq_id)
-        if lane is None:
-            arrived = self._frame if self._num_steps else NONE
-            lane = self._lanes[seq.seq_id] = _Lane(len(self._lanes), seq, arrived)
-        return lane
-
-    def _note_lanes(self, step: TracedStep) -> None:
-        """Who comes, gets a row and loses it."""
-        fold, frame = self._fold, self._frame
-        for arrival in step.arrived:
-            lane = self._lane(fold.sequences[arrival.seq_id])
-            lane.arrived = frame
-            self._span(lane, WAITING, 0)
-        for gone in step.preempted:
-            lane = self._lane(fold.sequences[gone.seq_id])
-            self._span(lane, PREEMPTED, 0)
-            self._mark("preempted", lane, gone.num_computed_tokens, gone.reason)
-        loaded = {block for move in step.moved if move.kind == "load" for block in move.device_ids}
-        for new in step.admitted:
-            seq = fold.sequences[new.seq_id]
-            lane = self._lane(seq)
-            lane.num_prefill = len(new.token_ids)
+    def _note_plan(self, step: Step) -> None:
+        """Who gets a row and loses it, and which blocks are copied and moved."""
+        plan = step.plan
+        for gone in plan.preempted:
+            if gone.seq_id in self._lanes:
+                lane = self._lanes[gone.seq_id]
+                self._span(lane, PREEMPTED, 0)
+                self._mark("preempted", lane, gone.num_computed_tokens, gone.reason)
+        loaded = {
+            block for move in plan.transfers if move.kind == "load" for block in move.device_ids
+        }
+        for new in plan.admitted:
+            lane = self._lane(step.rows[new.row])
             self._mark("admitted", lane, new.num_cached_tokens)
-            if loaded and (n := len(loaded.intersection(*_as_sets(seq.block_tables)))):
+            if n := sum(len(loaded.intersection(update.block_ids))
+                        for update in plan.table_updates if update.row == new.row):  # fmt: skip
                 self._mark("loaded", lane, n)
-            if not lane.num_computed_ever:  # Why: one that comes back finds what it had itself.
-                self._hit_tokens += new.num_cached_tokens
-                self._queried_tokens += len(new.token_ids)
-        for fork in step.forked:
-            lane = self._lane(fold.sequences[fork.seq_id])
-            parent = fold.running.get(fork.parent_row)
-            self._mark("forked", lane, self._lane(parent).index if parent else NONE)
+        for fork in plan.forks:
+            parent = self._lane(step.rows[fork.parent_row]).index
+            self._mark("forked", self._begin(step.rows[fork.row], DECODE), parent)
+        if self._is_shown:
+            for src, dst in plan.block_copies:
+                self._copies.extend((self._frame, src, dst))
+            for kind, tier, device_ids, tier_ids in plan.transfers:
+                where = self._frame, self._tiers.index(tier), int(kind == "load")
+                for device, below in zip(device_ids, tier_ids, strict=True):
+                    self._moves.extend((*where, device, below))
 
-    def _note_changes(self, step: TracedStep) -> None:
-        """Which rows and blocks the frame has to be compared in."""
-        self._dirty_rows.update(step.released)
-        self._dirty_rows.update(new.row for new in step.admitted)
-        self._dirty_rows.update(fork.row for fork in step.forked)
-        self._dirty_rows.update(update.row for update in step.tables)
-        for event in step.content:
-            if event.pool == "device":
-                cleared = event.block_id == NULL_BLOCK
-                self._dirty_blocks.update(self._contents if cleared else (event.block_id,))
-        for src, dst in step.copied:
-            self._copies.extend((self._frame, src, dst))
-        for move in step.moved:
-            if move.tier in self._tiers:
-                tier, is_load = self._tiers.index(move.tier), int(move.kind == "load")
-                for device, below in zip(move.device_ids, move.tier_ids, strict=True):
-                    self._moves.extend((self._frame, tier, is_load, device, below))
-
-    def _note_rows(self, step: TracedStep) -> None:
-        """What the rows compute, and what they sample."""
-        running = self._fold.running
-        prefill = decode = recomputed = sampled = 0
-        for row, start, count, tokens in zip(
-            step.rows, step.starts, step.counts, step.sampled, strict=True
-        ):
-            seq = running.get(row)
-            if seq is None:
-                continue
-            lane, stop = self._lane(seq), start + count
-            is_prefill = start < lane.num_prefill and count > 0
-            self._span(lane, PREFILL if is_prefill else DECODE, stop)
-            if is_prefill:
-                prefill += count
-            else:
-                decode += count
-            recomputed += max(min(stop, lane.num_computed_ever) - start, 0)
-            lane.num_computed_ever = max(lane.num_computed_ever, stop)
-            sampled += len(tokens)
-        if len(running) > len(step.rows):
-            scheduled = set(step.rows)
-            for row, seq in running.items():
-                if row not in scheduled and seq.finish_reason is None:
-                    self._span(self._lane(seq), IDLE, seq.num_computed_tokens)
-        for seq in running.values():
+    def _note_rows(self, step: Step) -> None:
+        """What the rows compute, and which tokens are known."""
+        for seq, start, count, num_logits in step.computed():
+            is_decode = count <= num_logits and start >= seq.num_prompt_tokens
+            self._span(self._lane(seq), DECODE if is_decode else PREFILL, start + count)
+        for row in step.rows.keys() - set(step.plan.rows):
+            seq = step.rows[row]
+            if not seq.is_finished:
+                self._span(self._lane(seq), IDLE, seq.num_computed_tokens)
+        for seq in step.rows.values():
             self._note_tokens(self._lane(seq))
-        self._sum(prefill=prefill, decode=decode, recomputed=recomputed, sampled=sampled)
-        self._sum(**{
-            name: round(1e6 * getattr(step.times, f"{name}_s")) for name in TIMES
-        })  # fmt: skip
 
     def _note_tokens(self, lane: _Lane) -> None:
         frames, length = lane.token_frames, len(lane.seq.token_ids)
-        if len(frames) < length:
-            frames.extend(itertools.repeat(self._frame, length - len(frames)))
-        elif len(frames) > length:
-            del frames[length:]
+        frames += [self._frame] * (length - len(frames))
+        del frames[length:]
 
-    def _note_ends(self, step: TracedStep) -> None:
-        for index, error in step.errors.items():
-            seq = self._fold.running.get(step.rows[index])
-            if seq is not None:
-                self._mark("error", self._lane(seq), 0, error)
-        for seq_id, reason, num_output_tokens, _ in step.ended:
-            lane = self._lane(self._fold.sequences[seq_id])
+    def _note_ends(self, step: Step) -> None:
+        for index, error in step.result.errors.items():
+            self._mark("error", self._lane(step.rows[step.plan.rows[index]]), 0, error)
+        for seq in step.ended:
+            lane = self._lane(seq)
             self._note_tokens(lane)
-            if lane.ended == NONE:
-                lane.ended = self._frame
-                self._close_span(lane)
-                self._mark("ended", lane, num_output_tokens, reason)
+            self._close_span(lane)
+            self._mark("ended", lane, seq.num_output_tokens, seq.finish_reason)
+            lane.ended = self._frame
 
-    def _note_words(self, step: TracedStep) -> None:
+    def _note_words(self, plan: StepPlan) -> None:
         """The scheduler's own words, and who waits for what."""
-        for words in step.reasons:
+        for words in plan.reasons:
             if len(self._notes) < MAX_NOTES:
                 self._notes.append([self._frame, words])
             else:
                 self._num_untold += 1
-        if step.waits != self._told_waits:
-            self._told_waits = step.waits
-            sequences = self._fold.sequences
-            waits = [
-                [self._lane(sequences[seq_id]).index, lacks]
-                for seq_id, lacks in step.waits
-                if seq_id in sequences
-            ]
+        if plan.waits != self._told_waits:
+            self._told_waits = plan.waits
             if self._waits and self._waits[-1][0] == self._frame:
                 self._waits.pop()
-            self._waits.append([self._frame, waits])
+            known = [(self._lanes.get(seq_id), lacks) for seq_id, lacks in plan.waits]
+            self._waits.append(
+                [self._frame, [[lane.index, lacks] for lane, lacks in known if lane]]
+            )
 
-    # --- spans, marks and sums ----------------------------------------------------------------
+    # --- lanes, spans and marks ---------------------------------------------------------------
+
+    def _lane(self, seq: CoreSequence) -> _Lane:
+        if seq.seq_id not in self._lanes:
+            self._lanes[seq.seq_id] = _Lane(len(self._lanes), seq)
+        return self._lanes[seq.seq_id]
+
+    def _begin(self, seq: CoreSequence, kind: int) -> _Lane:
+        """A sequence comes in this frame."""
+        lane = self._lane(seq)
+        if self._is_shown:
+            lane.arrived = self._frame
+            self._span(lane, kind, 0)
+        return lane
 
     def _span(self, lane: _Lane, kind: int, computed: int) -> None:
         """The lane does this in the current frame: its last span grows, or a new one begins."""
-        if lane.ended != NONE:
+        if lane.ended != NONE or not self._is_shown:
             return
         frame, spans = self._frame, lane.spans
+        # Why NONE: nothing tells of those that go on waiting.
+        until = NONE if kind in (WAITING, PREEMPTED) else frame
         if spans:
             last = spans[-1]
             grows = last[2] == kind != PREFILL and last[1] in (NONE, frame - 1, frame)
             if grows or last[0] == frame:
-                last[1], last[2], last[3] = self._until(kind), kind, computed
+                last[1], last[2], last[3] = until, kind, computed
                 return
             self._close_span(lane)
-        spans.append([frame, self._until(kind), kind, computed])
-
-    def _until(self, kind: int) -> int:
-        """Why NONE: nothing tells of those that go on waiting."""
-        return NONE if kind in (WAITING, PREEMPTED) else self._frame
+        spans.append([frame, until, kind, computed])
 
     def _close_span(self, lane: _Lane) -> None:
         if lane.spans and lane.spans[-1][1] == NONE:
             lane.spans[-1][1] = max(self._frame - 1, lane.spans[-1][0])
 
     def _mark(self, what: str, lane: _Lane, number: int, words: str | None = None) -> None:
-        self._marks.append([self._frame, what, lane.index, number, *([words] if words else [])])
-
-    def _sum(self, **values: int) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0) + value
-
-    # --- a frame ------------------------------------------------------------------------------
-
-    def _write_frame(self, step: TracedStep | None) -> None:
-        """What the frame's steps have changed in all, and its figures."""
-        fold = self._fold
-        changed: set[int] = set()
-        self._compare_rows(changed)
-        self._compare_contents(changed)
-        for block in changed:
-            status = 2 if fold.refs[block] else int(block in self._contents)
-            self._num_of[self._status[block]] -= 1
-            self._num_of[status] += 1
-            self._status[block] = status
-        self._events_of.append(len(self._events) // 3)
-        self._dirty_rows.clear()
-        self._dirty_blocks.clear()
-        last = step or self._last_step()
-        values = self._sums | {
-            "step": last.step,
-            "t": round(last.time_s * 1e4),
-            "waiting": last.num_waiting,
-            "running": last.num_running,
-            "active": self._num_of[2],
-            "cached": self._num_of[1],
-            "empty": sum(
-                max(len(table) * self._size - seq.num_computed_tokens, 0)
-                for seq in fold.running.values()
-                for table in seq.block_tables
-            ),
-            "hit": self._hit_tokens,
-            "queried": self._queried_tokens,
-        }
-        for tier in self._tiers:
-            values[f"tier:{tier}"] = len(fold.content.get(tier, ()))
-        for name, column in self._frames.items():
-            column.append(min(values[name], 2**31 - 1))
-        self._sums = {}
-        self._frame += 1
-        self._is_open = False
-
-    def _last_step(self) -> TracedStep:
-        steps = self._recording.steps
-        index = next(i for i, step in enumerate(steps) if step.step == self._first_step)
-        return steps[index + self._num_steps - 1]
-
-    def _compare_rows(self, changed: set[int]) -> None:
-        """Events of the blocks that a row's table names before the frame, or after it, and not
-        both times. Those that go come first: blocks change hands, and sequences change rows."""
-        gone: list[_Entry] = []
-        come: list[_Entry] = []
-        for row in sorted(self._dirty_rows):
-            seq = self._fold.running.get(row)
-            lane = self._lane(seq) if seq is not None else None
-            after = [list(table) for table in seq.block_tables] if seq is not None else []
-            was, before = self._tables.pop(row, (lane, []))
-            stays = was is lane and before
-            for group, table in enumerate(before):
-                gone += _only_in(table, after[group] if stays else [], was, group)
-            for group, table in enumerate(after):
-                assert lane is not None
-                taken = list(_only_in(table, before[group] if stays else [], lane, group))
-                come += taken
-                self._takers.update((block, (lane.index, table[0])) for block, *_ in taken)
-            if lane is not None:
-                self._tables[row] = (lane, after)
-        for kind, entries in ((DROP, gone), (TAKE, come)):
-            for block, lane_index, place in entries:
-                self._events.extend((kind << KIND_SHIFT | block, lane_index, place))
-                changed.add(block)
-
-    def _compare_contents(self, changed: set[int]) -> None:
-        held, told = self._fold.content.get("device", {}), self._contents
-        for block in sorted(self._dirty_blocks):
-            now = held.get(block)
-            if now == told.get(block):
-                continue
-            changed.add(block)
-            if block in told:
-                del told[block]
-                self._events.extend((EVICT << KIND_SHIFT | block, NONE, 0))
-            if now is not None:
-                told[block] = now
-                is_held = self._fold.refs[block] and block in self._takers
-                lane, first = self._takers[block] if is_held else (NONE, NULL_BLOCK)
-                number = self._names.setdefault(now.name, len(self._names))
-                root = held.get(first, now).name if lane != NONE else now.name
-                self._root_of.setdefault(now.name, self._names.setdefault(root, len(self._names)))
-                self._events.extend((INDEX << KIND_SHIFT | block, lane, number))
+        if self._is_shown:
+            more = [words] if words else []
+            self._marks.append([self._frame, what, lane.index, number, *more])
 
     # --- the whole ----------------------------------------------------------------------------
 
-    def data(self, text_of: Callable[[int], str] | None, title: str) -> PageData:
+    def data(
+        self,
+        recording: Recording,
+        story: Story,
+        text_of: Callable[[int], str] | None,
+        title: str,
+    ) -> PageData:
         """All of it, as it is written into the page."""
-        lanes = sorted(self._lanes.values(), key=lambda lane: lane.index)
-        for lane in lanes:
+        if self._num_steps % self._steps_per_frame:  # a last frame that is not full
+            self._write_frame()
+        all_lanes = list(self._lanes.values())
+        for lane in all_lanes:
             self._note_tokens(lane)
             if lane.spans and lane.spans[-1][1] == NONE:
                 lane.spans[-1][1] = lane.ended if lane.ended != NONE else self._frame - 1
-        left_out = len(lanes) - MAX_LANES
-        notes = self._thinned(left_out, lanes)
-        lanes = lanes[:MAX_LANES]
+        lanes = all_lanes[:MAX_LANES]
         num_tokens = sum(len(lane.seq.token_ids) for lane in lanes)
         has_tokens = num_tokens <= MAX_TOKENS
-        if not has_tokens:
-            notes.append(f"{num_tokens:,} tokens are too many: their ids and words are left out")
         tokens = [lane.seq.token_ids if has_tokens else [] for lane in lanes]
-        columns = dict(self._frames)
-        columns["events"], columns["eventsOf"] = self._events, self._events_of
-        columns["copies"], columns["moves"] = self._copies, self._moves
-        columns["rootOf"] = array.array("i", [NONE]) * len(self._names)
-        for name, root in self._root_of.items():
-            columns["rootOf"][self._names[name]] = root
+        frames = [_differences(lane.token_frames) if has_tokens else [] for lane in lanes]
+        columns = self._frames | {
+            "events": self._events,
+            "eventsOf": self._events_of,
+            "copies": self._copies,
+            "moves": self._moves,
+            "rootOf": array.array("i", self._roots),
+            "tokenFrames": _ragged("", frames)[""],
+        }
         columns |= _ragged("spans", [_flat(lane.spans) for lane in lanes])
         columns |= _ragged("tokens", tokens)
-        frames = [_differences(lane.token_frames) if has_tokens else [] for lane in lanes]
-        story = Story(self._recording)
-        columns["tokenFrames"] = _ragged("", frames)[""]
-        used = set(itertools.chain.from_iterable(tokens)) if text_of else ()
-        meta = self._meta(lanes) | {
+        notes = [
+            (self._steps_per_frame > 1,
+             f"{self._num_steps:,} steps are shown {self._steps_per_frame} at a time; what comes"
+             " and goes between is not seen"),
+            (len(all_lanes) > MAX_LANES,
+             f"of {len(all_lanes):,} sequences the last {len(all_lanes) - MAX_LANES:,} have no"
+             " lane"),
+            (self._num_untold > 0,
+             f"{self._num_untold:,} of the scheduler's remarks are left out"),
+            (recording.is_torn, "the file breaks off: the run was killed, or still goes on"),
+            (not has_tokens,
+             f"{num_tokens:,} tokens are too many: their ids and words are left out"),
+        ]  # fmt: skip
+        ids = {lane.seq.request.request_id for lane in lanes}
+        header, layout = recording.header, self.scheduler.block_manager.layout
+        used = sorted(set(itertools.chain.from_iterable(tokens))) if text_of else ()
+        meta = {
             "title": title,
-            "thinned": notes,
-            "stories": _stories(story, {lane.seq.request_id for lane in lanes}),
+            "thinned": [note for holds, note in notes if holds],
+            # Of each request what `nanoengine explain` tells: its id, and [step, sentence].
+            "stories": [
+                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told.lines]]
+                for name, told in story.requests.items()
+                if name in ids
+            ],
             "worthKnowing": story.run_lines(),
-            "words": {str(one): text_of(one) for one in sorted(used)} if text_of else None,
-        }
-        return PageData(meta, columns)
-
-    def _thinned(self, left_out: int, lanes: Sequence[_Lane]) -> list[str]:
-        """What the page says of things that it does not show."""
-        notes = []
-        if self._steps_per_frame > 1:
-            notes.append(
-                f"{self._num_steps:,} steps are shown {self._steps_per_frame} at a time; what comes"
-                " and goes between is not seen"
-            )
-        if left_out > 0:
-            notes.append(f"of {len(lanes):,} sequences the last {left_out:,} have no lane")
-        if self._num_untold:
-            notes.append(f"{self._num_untold:,} of the scheduler's remarks are left out")
-        if self._recording.is_torn:
-            notes.append("the file breaks off: the run was killed, or still goes on")
-        return notes
-
-    def _meta(self, lanes: Sequence[_Lane]) -> dict[str, Any]:
-        header, requests = self._recording.header, self._fold.requests
-        told = []
-        for lane in lanes:
-            seq = lane.seq
-            request = requests.get(seq.request_id)
-            entry = {
-                "id": seq.request_id or f"sequence {seq.seq_id}",
-                "seq": seq.seq_id,
-                "prompt": seq.num_prompt_tokens,
-                "arrived": lane.arrived,
-                "ended": lane.ended,
-                "reason": seq.finish_reason,
-                "detail": seq.detail,
-            }
-            if request is not None:
-                first = request.seq_id == seq.seq_id
-                entry |= {
-                    "max": request.max_tokens, "t": request.time_s, "priority": request.priority,
-                    "first": first,
-                }  # fmt: skip
-            told.append(entry)
-        return {
+            "words": {str(one): text_of(one) for one in used} if text_of else None,
             "header": {
-                "engine": header.engine,
-                "date": header.date,
-                "numBlocks": header.num_blocks,
-                "blockSize": header.block_size,
-                "groups": [[len(group.layers), group.window] for group in header.groups],
-                "scheduler": header.scheduler,
-                "tiers": [[name, header.tiers[name]] for name in self._tiers],
-                "model": header.model,
+                "engine": header["engine"],
+                "date": header["date"],
+                "numBlocks": layout.num_blocks,
+                "blockSize": layout.block_size,
+                "groups": [[len(group.layers), group.sliding_window] for group in layout.groups],
+                "scheduler": header["scheduler"],
+                "tiers": [[name, header["tiers"][name]] for name in self._tiers],
+                "model": header["model"],
             },
             "frames": self._frame,
             "stepsPerFrame": self._steps_per_frame,
-            "lanes": told,
+            "lanes": [self._told(lane) for lane in lanes],
             "marks": self._marks,
             "notes": self._notes,
             "waits": self._waits,
         }
+        return PageData(meta, columns)
 
-
-def _stories(story: Story, request_ids: set[str]) -> list[list[Any]]:
-    """Of each request what `nanoengine explain` tells: its id, and [step, sentence] in order."""
-    return [
-        [request_id, [[step, line.removeprefix(f"step {step}: ")] for step, line in told.lines]]
-        for request_id, told in story.requests.items()
-        if request_id in request_ids
-    ]
-
-
-_Entry = tuple[int, int, int]
-"""Of a block table: the block, the lane's index, and the group above the place in the table."""
+    def _told(self, lane: _Lane) -> dict[str, Any]:
+        seq, request = lane.seq, lane.seq.request
+        return {
+            "id": request.request_id,
+            "seq": seq.seq_id,
+            "prompt": seq.num_prompt_tokens,
+            "arrived": lane.arrived,
+            "ended": lane.ended,
+            "reason": seq.finish_reason,
+            "detail": request.error if seq.finish_reason == "error" else seq.stop_reason,
+            "max": seq.max_num_tokens - seq.num_prompt_tokens,
+            "t": request.arrival_time - self.start_s,
+            "priority": request.priority,
+            "first": seq.index == 0,
+        }
 
 
 def _only_in(
-    table: list[int], other: list[int], lane: _Lane | None, group: int
-) -> Iterator[_Entry]:
-    """The blocks of a table that another one has not at the same place."""
-    if lane is None or other[: len(table)] == table:
-        return
-    same = len(other) if table[: len(other)] == other else 0
-    for index in range(same, len(table)):
-        block = table[index]
-        if block != NULL_BLOCK and (index >= len(other) or other[index] != block):
-            yield block, lane.index, group << 24 | index
-
-
-def _as_sets(tables: Iterable[Sequence[int]]) -> list[set[int]]:
-    return [set(itertools.chain.from_iterable(tables))]
+    tables: list[list[int]], others: list[list[int]], kind: int, lane: _Lane | None
+) -> Iterator[_Event]:
+    """An event for each block that a group's table names and another one does not at the same
+    place; its argument is the group above the place."""
+    for group, table in enumerate(tables):
+        other = others[group] if others else []
+        same = len(other) if table[: len(other)] == other else 0
+        for place in range(same, len(table)):
+            block = table[place]
+            if block != NULL_BLOCK and other[place : place + 1] != [block]:
+                assert lane is not None
+                yield kind << KIND_SHIFT | block, lane.index, group << 24 | place
 
 
 def _flat(entries: Iterable[Sequence[int]]) -> list[int]:
