@@ -171,6 +171,7 @@ class OtherCalls(ABC):
         template: str | None = None,
         chat: bool = False,
         system: str | None = None,
+        trust_row_templates: bool = False,
     ) -> Any:
         """Answers the rows of a table; gives the same kind with columns outputs, usage, error.
 
@@ -180,7 +181,8 @@ class OtherCalls(ABC):
                 row is what docs/batch.md calls a simple one.
             output: a file of records, from which the same call goes on after a death.
             sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
-            prompt_column, template, chat, system: as the options of `nanoengine batch`.
+            prompt_column, template, chat, system, trust_row_templates: as the options of
+                `nanoengine batch`.
 
         Raises:
             RequestError, ConfigError: the source is of no such kind; `output` is of another job.
@@ -194,10 +196,14 @@ class OtherCalls(ABC):
             directory=lambda: resolve_model(self.config),
             defaults=self.info.generation_defaults,
         )
-        options = {"prompt_column": prompt_column, "template": template, "chat": chat}
-        return generate_dataset(
-            answering, source, output, sampling_params, {**options, "system": system}
-        )
+        options = {
+            "prompt_column": prompt_column,
+            "template": template,
+            "chat": chat,
+            "system": system,
+            "trust_row_templates": trust_row_templates,
+        }
+        return generate_dataset(answering, source, output, sampling_params, options)
 
     def beam_search(
         self,

@@ -76,6 +76,9 @@ class BatchArgs(EngineArgs):
     """Say nothing of rows that ask for another model."""
     ignore_unknown: bool = False
     """Drop unknown fields of OpenAI bodies, in place of refusing the row."""
+    trust_row_templates: bool = False
+    """Run chat templates that come with rows: they are programs, which sandbox, time and memory
+    bound."""
     errors: str | None = None
     """Write error records to this file, apart from answers."""
     in_order: bool = False

@@ -53,6 +53,9 @@ MOST_ROW_MIB = 1024
 SNIFFED_ROWS = 1000
 """Rows that are looked at for one that can be read."""
 
+NO_RESULT = ("any_model", "trust_row_templates")
+"""Options of rows on which no answer depends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
@@ -211,7 +214,7 @@ class Job:
             "format": manifests.FORMAT,
             "nanoengine": __version__,
             **facts(),
-            "rows": {k: v for k, v in asdict(options.rows).items() if k != "any_model"},
+            "rows": {k: v for k, v in asdict(options.rows).items() if k not in NO_RESULT},
             "max_row_mib": options.max_row_mib,
             "errors": options.errors,
             "stdin": any(one.name == STDIN for one in self.inputs),

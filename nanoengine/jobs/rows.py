@@ -26,6 +26,7 @@ from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
+from nanoengine.text.rendering import Renderer
 
 Kind = Literal["chat", "completion", "simple"]
 
@@ -83,6 +84,8 @@ ITEM_BYTES = 56
 
 DEFAULT = SamplingParams()
 
+TEMPLATES = Renderer("row")
+
 
 @dataclass(slots=True, kw_only=True)
 class Task:
@@ -123,6 +126,7 @@ class RowOptions:
         sampling: fields of `SamplingParams` for rows that don't set them.
         prompt_column, template: the prompt of rows that are columns; no column is a parameter then.
         chat, system: a text is a user's message, behind this system message.
+        trust_row_templates: a row may bring a chat template, which is a program.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -132,6 +136,7 @@ class RowOptions:
     system: str | None = None
     any_model: bool = False
     ignore_unknown: bool = False
+    trust_row_templates: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt_column is not None and self.template is not None:
@@ -229,6 +234,7 @@ class RowReader:
 
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
         given = {name: plain(row[name]) for name in PROMPT_KEYS if row.get(name) is not None}
+        self._check_template(given)
         task.params = self._params_for(
             {name: row[name] for name in _SIMPLE_PARAMS if row.get(name) is not None}, "simple"
         )
@@ -297,12 +303,20 @@ class RowReader:
             stacklevel=1,
         )
 
+    def _check_template(self, prompt: Mapping[str, Any]) -> None:
+        if "chat_template" in prompt and not self._options.trust_row_templates:
+            raise RequestError(
+                "chat_template: a template is a program, and rows are data; trust_row_templates"
+                " (--trust-row-templates) runs those of rows"
+            )
+
     def _fill_chat(self, task: Task, body: dict[str, Any]) -> None:
         if "messages" not in body:
             raise RequestError("the body has no messages")
         prompt = {
             name: body[name] for name in ("messages", *TEMPLATE_KEYS, "cache_salt") if name in body
         }
+        self._check_template(prompt)
         if body.get("tool_choice") == "none":
             prompt.pop("tools", None)
         if "reasoning_effort" in body:
@@ -460,18 +474,14 @@ def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
     Raises:
         ConfigError: it is no Jinja.
     """
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
+        names = TEMPLATES.render(source, None).split()
+    except (ValueError, TimeoutError, MemoryError) as error:
         raise ConfigError(f"--template is no Jinja: {error}") from error
 
     def render(row: Mapping[str, Any]) -> str:
         try:
-            return template.render(row)
+            return TEMPLATES.render(source, {name: row[name] for name in names if name in row})
         except Exception as error:  # Why: templates are programs, and raise anything.
             raise RequestError(f"the template refused the row: {error}") from error
 

@@ -1,39 +1,22 @@
 """Chat templates: a conversation as the text that a model was trained on.
 
-A template is a program out of a checkpoint or a row of a file, in Jinja. It runs in the library's
-sandbox and within a limit of time, and what would take for ever in one call into C is refused.
+A template is a program out of a checkpoint or a row of a file, in Jinja; `rendering.py` runs it.
 Called by `Tokenizer.render_chat`.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
-from nanoengine.text.time_limit import call_within
+from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-RENDER_S = 5.0
-"""Longest time that a chat template may take. A real one takes less than a millisecond."""
-
-
-@functools.lru_cache
-def _refuse_powers(template: str) -> None:
-    """Refuses `x ** y` of a chat template, which none needs and which may take for ever in one
-    call into C. `**` that hands on arguments is left alone."""
-    import jinja2
-
-    before = ""
-    for _, kind, value in jinja2.Environment().lex(template):
-        if value == "**" and kind == "operator" and before not in ("(", ","):
-            raise ValueError("a template may not compute powers")
-        if kind != "whitespace":
-            before = value
+CHATS = Renderer("chat")
 
 
 def render_conversation(
@@ -50,15 +33,21 @@ def render_conversation(
             "this model's tokenizer has no chat template: pass chat_template=..., or call"
             " generate() with the prompt as text"
         )
+    from transformers import PreTrainedTokenizerBase
 
-    def render() -> object:
-        _refuse_powers(backend.get_chat_template(chat_template, tools))
-        return backend.apply_chat_template(
-            list(messages), tools=tools, chat_template=chat_template, tokenize=False, **options
-        )
-
+    options |= {"tools": tools and list(map(_described, tools)), "chat_template": chat_template}
+    known = type(backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     try:
-        text = call_within(RENDER_S, render)
+        if not known:  # Why: one with a way of its own has no template of Jinja.
+            return str(backend.apply_chat_template(list(messages), tokenize=False, **options))
+        special = backend.special_tokens_map
+        return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why: templates are programs; jinja2 and they raise anything.
         raise RequestError(f"the chat template refused the conversation: {error}") from error
-    return str(text)
+
+
+def _described(tool: Any) -> Any:
+    """A function as a dict that describes it, which a process can be sent."""
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool) if inspect.isroutine(tool) else tool

@@ -123,13 +123,14 @@ class Tokenizer:
         It holds its special tokens already: encode it with `add_special_tokens=False`.
 
         Raises:
-            RequestError: there is no template, it refuses these messages, or it takes longer than
-                `chat_template.RENDER_S`.
+            RequestError: there is no template, it refuses these messages, or it takes more time or
+                memory than `text/rendering.py` allows.
         """
-        from nanoengine.text.chat_template import render_conversation
+        from nanoengine.text.chat_template import CHATS, render_conversation
 
+        CHATS.begin()  # Why first: it loads beside the tokenizer.
         return render_conversation(
-            self.backend,  # Why here: loading it is not the template's time.
+            self.backend,
             messages,
             chat_template=chat_template,
             tools=tools,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
+import signal
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.text import rendering
 from nanoengine.text.stream import MAX_OPEN_TOKENS, TextStream
-from nanoengine.text.time_limit import call_within
 from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_fallback, byte_level
 
@@ -317,71 +319,74 @@ def test_chat_template_is_rendered_or_its_absence_named() -> None:
         tokenizer.render_chat(messages, chat_template="{{ raise_exception('no users') }}")
 
 
-ENDLESS = {
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "a test": (
-        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TOO_MUCH = {
+    "time, in Python": (LOOPS, r"did not end within 0\.3 s"),
+    "time, in one call into C": ("{{ 9 ** (9 ** 9) }}", r"did not end within 0\.3 s"),
+    "memory, in one call": (
+        "{{ range(99999) | map('string') | join('x' * 99999) | length }}", "more than 1024 MiB"
     ),
-    "macros": (
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    "memory, in steps": (
+        "{% set n = namespace(s='0123456789') %}"
+        "{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "more than 1024 MiB"
     ),
-    "filters": "{% for i in range(99999) %}{{ range(99999) | map('string') | list }}{% endfor %}",
-    "sums": "{% for i in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
-    "recursion": (
-        "{% for x in [[1, 2, 3]] * 60 recursive %}"
-        "{% if loop.depth < 60 %}{{ loop([[1, 2, 3]] * 60) }}{% endif %}{% endfor %}"
-    ),
-}
+    "a text": ("{{ 'x' * 99999999 }}", "99,999,999 characters of at most 67,108,864"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ENDLESS)
-@pytest.mark.parametrize("whose", ["model", "row"])
-def test_a_chat_template_without_an_end_is_ended(
-    how: str, whose: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_a_chat_template_takes_no_more_time_or_memory_than_it_may(
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoengine.text.chat_template.RENDER_S", 0.3)
+    template, message = TOO_MUCH[what]
+    monkeypatch.setattr(rendering, "RENDER_S", 0.3 if what.startswith("time") else 30.0)
     tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
-    row = ENDLESS[how] if whose == "row" else None
-    if whose == "model":
-        monkeypatch.setattr(tokenizer.backend, "chat_template", ENDLESS[how])
-    with pytest.raises(RequestError, match=r"did not end within 0\.3 s"):
-        tokenizer.render_chat(messages, chat_template=row)
-    text = tokenizer.render_chat(messages, chat_template=CHAT_TEMPLATE)
-    assert text == "<|user|>go home</s><|assistant|>"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match=f"the chat template refused .*{message}"):
+        tokenizer.render_chat(messages, chat_template=template)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 200_000, "[KiB]"
+    monkeypatch.setattr(tokenizer.backend, "chat_template", CHAT_TEMPLATE)
+    assert tokenizer.render_chat(messages) == "<|user|>go home</s><|assistant|>"
 
 
-def test_a_chat_template_may_not_compute_powers_but_hand_on_arguments() -> None:
-    """A power may take for ever in one call, which nothing can end."""
-    tokenizer, messages = byte_level(), [{"role": "user", "content": "go home"}]
-    for power in ("{{ 9**9**9 }}", "{% set x = 9 %}{{ 2 ** x }}", "{{ (9) ** 9 }}"):
-        with pytest.raises(RequestError, match="may not compute powers"):
-            tokenizer.render_chat(messages, chat_template=power)
-    handed_on = "{{ dict(**messages[0]).content }} {{ dict(a=1, **messages[0]).role }} 2**3"
-    assert tokenizer.render_chat(messages, chat_template=handed_on) == "go home user 2**3"
+def test_a_chat_template_sees_what_the_library_would_show_it() -> None:
+    def look(where: str) -> str:
+        """Looks.
+
+        Args:
+            where: the place.
+        """
+        return where
+
+    tokenizer, talk = byte_level(), [{"role": "user", "content": "é\ud83d"}]
+    template = (
+        "{{ bos_token }} {{ messages }} {{ tools }} {{ a[2] }} {{ messages[0].role | tojson }}"
+    )
+    options: dict[str, Any] = {"chat_template": template, "tools": [look, {"name": "x"}]}
+    expected = tokenizer.backend.apply_chat_template(talk, tokenize=False, a={2: 3}, **options)
+    assert tokenizer.render_chat(talk, a={2: 3}, **options) == expected
+    assert "the place" in expected
 
 
-def test_a_limit_of_time_leaves_nothing_behind() -> None:
-    """Whether time is up before, at or after the end, no exception comes later."""
-    ended = 0
-    for number in range(300):
-        until = time.perf_counter() + 0.0001 * (number % 10)
+def test_a_renderer_outlives_interrupts_and_the_death_of_its_process() -> None:
+    renderer = rendering.Renderer("row")
 
-        def spin(until: float = until) -> int:
-            while time.perf_counter() < until:
-                pass
-            return 7
+    def interrupted() -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        renderer.render(LOOPS, {})
 
-        try:
-            assert call_within(0.0003, spin) == 7
-        except TimeoutError:
-            ended += 1
-    with pytest.raises(TimeoutError):
-        call_within(0.01, lambda: [None for _ in itertools.repeat(None)])
-    for _ in range(100_000):
-        pass
-    with pytest.raises(KeyError, match="x"):
-        call_within(5, lambda: {}["x"])
-    assert threading.active_count() < 50
+    assert renderer.render("a{{ x }}", {"x": 1}) == "a1"
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert renderer.render("a{{ x }}", {"x": 2}) == "a2"
+    renderer.begin().kill()
+    with pytest.raises((ValueError, BrokenPipeError)):
+        renderer.render("a{{ x }}", {"x": 3})
+    assert renderer.render("a{{ x }}", {"x": 4}) == "a4"
+    if (child := os.fork()) == 0:
+        os._exit(renderer.render("{{ x }}", {"x": 5}) != "5")
+    assert os.waitpid(child, 0)[1] == 0
+    assert renderer.render("a{{ x }}", {"x": 6}) == "a6"
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -26,6 +26,7 @@ from nanoengine.jobs.log import PipeLog
 from nanoengine.jobs.records import json_line
 from nanoengine.jobs.source import Input, Line
 from nanoengine.llm import LLM
+from nanoengine.text import rendering
 from nanoengine.text.prompt_forms import PAUSE
 from tests.support.batch_jobs import Batch, batch_fixture, chat, completion, row_of
 from tests.support.fake_llm import ANSWERS, make_llm_fixture
@@ -150,7 +151,7 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     (chat("x", guided_json={"type": "object"}), "invalid_row", "give response_format"),
     (chat("x", messages=[]), "invalid_request", "a list of messages"),
     (chat("x", chat_template_kwargs=5), "invalid_request", "chat_template_kwargs"),
-    (chat("x", chat_template="{{ 1 / 0 }}"), "invalid_request", "the chat template refused"),
+    (chat("x", chat_template="one"), "invalid_row", "(--trust-row-templates) runs those of rows"),
     (chat("x", tools="x"), "invalid_request", "'tools' must be a list"),
     (chat(5), "invalid_row", "custom_id must be a string, got 5"),
     ({**chat("x"), "url": "/v1/embeddings"}, "unknown_url", "url must be one of"),
@@ -276,7 +277,7 @@ def test_text_csv_and_packed_files_and_a_glob(batch: Batch) -> None:
     assert error["file"].endswith("c.csv")
 
 
-def test_a_prompt_is_made_of_columns(batch: Batch) -> None:
+def test_a_prompt_is_made_of_columns(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"word": "one", "n": 5}, {"word": 3}, {"other": "x"}]
     source = batch.write(rows)
     assert batch.run(source, "--prompt-column", "word", *GREEDY) == 1
@@ -292,6 +293,28 @@ def test_a_prompt_is_made_of_columns(batch: Batch) -> None:
     evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     assert batch.run(source, "--template", evil, "--restart") == 1
     assert "unsafe" in batch.records()[0]["error"]["message"]
+    many = "{% for i in range(99999) %}{{ range(99999) | map('string') | join(word) }}{% endfor %}"
+    monkeypatch.setattr(rendering, "RENDER_S", 0.3)
+    assert batch.run(source, "--template", many, "--restart") == 1
+    assert "did not end within 0.3 s" in batch.records()[0]["error"]["message"]
+
+
+def test_a_template_of_a_row_runs_when_the_command_trusts_rows(batch: Batch) -> None:
+    user = {"role": "user", "content": "x"}
+    rows = [
+        chat("a", chat_template="{{ messages[0].content }}"),
+        chat("b", chat_template="{{ 1 / 0 }}"),
+    ]
+    simple = batch.write([{"messages": [user], "chat_template": "one"}], "simple.jsonl")
+    sources = [batch.write(rows), simple]
+    assert batch.run(*sources, *GREEDY) == 1
+    assert all(record["error"] for record in batch.records())
+    # the same job: what failed runs again
+    assert batch.run(*sources, "--retry-errors", "--trust-row-templates", *GREEDY) == 1, batch.told
+    found = batch.by_row()
+    assert texts(found[0]) == [ANSWERS["one"]]
+    assert "the chat template refused" in found[1]["error"]["message"]
+    assert texts(found[2]) == [ANSWERS["one"]]
 
 
 def test_a_damaged_file_is_an_error_record_behind_what_could_be_read(batch: Batch) -> None:

@@ -221,7 +221,9 @@ def test_rows_of_numpy_are_rows(llm: LLM, tmp_path: Path, to_file: bool) -> None
         np.str_("one"),
     ]
     output = tmp_path / "out.jsonl" if to_file else None
-    found = llm.generate_dataset(rows, output=output, sampling_params=GREEDY)
+    found = llm.generate_dataset(
+        rows, output=output, sampling_params=GREEDY, trust_row_templates=True
+    )
     assert [row["error"] for row in found] == [None] * 4
     assert found[0]["prompt_token_ids"] is rows[0]["prompt_token_ids"]
     assert found[1]["outputs"][0]["text"] == found[3]["outputs"][0]["text"] == ANSWERS["one"]
