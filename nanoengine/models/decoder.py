@@ -196,7 +196,11 @@ class SelfAttention(Layer):
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)); `inner` is the size between."""
+    """down(act(gate(x)) * up(x)); `inner` is the size between.
+
+    Attributes:
+        linear: the layer of gate and up.
+    """
 
     linear = MergedLinear
 

@@ -16,6 +16,9 @@ from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import ModelContext, one_rank
 from nanoengine.settings.config import EngineConfig
 
+OWN = ("naive", "triton")
+"""Attention backends whose kernel set does not depend on the device."""
+
 
 def make_context(
     config: EngineConfig,
@@ -73,12 +76,12 @@ def make_kernels(
     Why imported here: so that an engine on a GPU starts without numba, one on a CPU without Triton,
     and a naive one without either.
     """
-    name, by_numba = backend.name, (torch.float32, torch.float64)
-    if name == "cpu" or (device.type == "cpu" and name not in OWN and dtype in by_numba):
+    name, kind = backend.name, "" if backend.name in OWN else device.type
+    if name == "cpu" or (kind == "cpu" and dtype in (torch.float32, torch.float64)):
         from nanoengine.models.cpu import CPUKernels
 
         return CPUKernels(backend, quantization, dtype=dtype)
-    if name == "triton" or (device.type == "cuda" and name not in OWN and dtype != torch.float64):
+    if name == "triton" or (kind == "cuda" and dtype != torch.float64):
         from nanoengine.models.triton import TritonKernels
 
         kernels: Kernels = TritonKernels(backend, dtype=dtype, deterministic=deterministic)
@@ -89,10 +92,6 @@ def make_kernels(
 
         kernels.linear = quantized_linears(quantization, kernels.linear)
     return kernels
-
-
-OWN = ("naive", "triton")
-"""Backends whose kernel set is the same on any device."""
 
 
 def use_isa(config: EngineConfig) -> None:
