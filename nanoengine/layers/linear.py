@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.kernels import Kernels, empty_parameter, ordered
 from nanoengine.layers.layer import Layer, ModelContext
@@ -107,25 +108,24 @@ class QKVLinear(MergedLinear):
     """The query, key and value projections as one: [..., (H + 2 K) * D] of this rank's heads.
 
     A rank holds whole heads; `check_ranks` has refused rank counts that don't divide them. Where
-    ranks are more than KV heads, several hold the same one.
+    ranks are more than KV heads, several hold the same one. `query_rows` is how many outputs a
+    query head has for each of its dimensions.
     """
 
     def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        context: ModelContext,
+        self, name: str, config: ModelConfig, context: ModelContext, query_rows: int = 1
     ) -> None:
-        q, kv = num_heads * head_dim, num_kv_heads * head_dim
-        parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        shared = context.shard.of_heads(num_kv_heads)
-        shards = {"q_proj": context.shard, "k_proj": shared, "v_proj": shared}
-        super().__init__(name, hidden_size, parts, bias=bias, context=context, shards=shards)
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        shared = context.shard.of_heads(config.num_key_value_heads)
+        super().__init__(
+            name,
+            config.hidden_size,
+            {"q_proj": q * query_rows, "k_proj": kv, "v_proj": kv},
+            bias=config.plan.qkv_bias,
+            context=context,
+            shards={"q_proj": context.shard, "k_proj": shared, "v_proj": shared},
+        )
 
 
 class RowParallelLinear(Linear):
