@@ -25,7 +25,7 @@ from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, Unquantize
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers, place_parameters
 from nanoengine.layers.shard import Shard
-from nanoengine.models.decoder import CausalLM, DecoderLayer, GatedMLP
+from nanoengine.models.decoder import CausalLM
 
 
 class CPUKernels(Kernels):
@@ -132,7 +132,7 @@ class CPUKernels(Kernels):
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
-            parts = _parts(layer)
+            parts = None if getattr(layer, "needs_torch", False) else LayerParts(layer)
             before = decoder.stack[-1] if decoder.stack else None
             if parts is None or not FusedLayers.takes(parts):
                 decoder.stack.append(layer)
@@ -140,28 +140,3 @@ class CPUKernels(Kernels):
                 before.append(parts)
             else:
                 decoder.stack.append(FusedLayers(parts))
-
-
-def _parts(layer: DecoderLayer) -> LayerParts | None:
-    """What the layer is made of; None where it is not of the kernel's form. What only variants have
-    is asked for by name, so that their file is loaded for them alone."""
-    if getattr(layer, "needs_torch", False):
-        return None
-    attention, mlp = layer.self_attn, layer.mlp
-    gated = mlp if isinstance(mlp, GatedMLP) else None
-    return LayerParts(
-        norm=layer.input_layernorm,
-        qkv=attention.qkv_proj,
-        head_norm=attention.norm_weights,
-        attention=attention.attention,
-        o=attention.o_proj,
-        attention_output_norm=getattr(layer, "attention_output_norm", None),
-        mlp_norm=layer.post_attention_layernorm,
-        gate_up=None if gated is None else gated.gate_up_proj,
-        down=None if gated is None else gated.down_proj,
-        mlp_output_norm=getattr(layer, "mlp_output_norm", None),
-        activation="" if gated is None else gated.activation,
-        scale=getattr(layer, "scale", 1.0),
-        rotation=getattr(layer, "rotation", None),
-        rest=layer.mlp_part if gated is None else None,
-    )
