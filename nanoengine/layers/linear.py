@@ -43,6 +43,27 @@ class Linear(Layer):
             empty_parameter((out_features,), context.dtype, context.device) if bias else None
         )
 
+    def slots_of(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        part: tuple[slice, ...],
+        rows: slice,
+        order: torch.Tensor | None = None,
+    ) -> dict[str, WeightSlot]:
+        """Slots of the checkpoint's matrix `name` and its bias; see `LinearMethod.weight_slot`."""
+        slots = {
+            f"{name}.weight": self.method.weight_slot(
+                name, shape=shape, part=part, rows=rows, order=order
+            )
+        }
+        if self.bias is not None:
+            store = self.bias[rows].copy_
+            slots[f"{name}.bias"] = WeightSlot(
+                shape=shape[:1], part=part[:1], store=lambda bias: store(ordered(bias, order))
+            )
+        return slots
+
 
 class MergedLinear(Linear):
     """Several matrices of the same input as one, e.g. gate_proj and up_proj; outputs split over
@@ -82,26 +103,15 @@ class MergedLinear(Linear):
         for name, size in self.parts.items():
             part = self.shards[name].slice(size, name)
             rows = slice(start, start + part.stop - part.start)
-            slots |= self.slots_of(f"{beside}.{name}", size, part, rows)
+            shape, order = (size, self.in_features), self.row_order(name, rows.stop - start)
+            slots |= self.slots_of(f"{beside}.{name}", shape, (part,), rows, order)
             start = rows.stop
         return slots
 
-    def slots_of(
-        self, name: str, size: int, part: slice, rows: slice, order: torch.Tensor | None = None
-    ) -> dict[str, WeightSlot]:
-        """Slots of one tensor of `size` outputs, of which `part` goes to `rows`, and its bias; for
-        `order` see `LinearMethod.weight_slot`."""
-        slots = {
-            f"{name}.weight": self.method.weight_slot(
-                name, shape=(size, self.in_features), part=(part,), rows=rows, order=order
-            )
-        }
-        if self.bias is not None:
-            store = self.bias[rows].copy_
-            slots[f"{name}.bias"] = WeightSlot(
-                shape=(size,), part=(part,), store=lambda bias: store(ordered(bias, order))
-            )
-        return slots
+    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
+        """Which of the `num_rows` outputs that this rank has of a matrix comes first, second, ...:
+        [num_rows] int64; None: they stay in the checkpoint's order."""
+        return None
 
 
 class QKVLinear(MergedLinear):
@@ -152,11 +162,4 @@ class RowParallelLinear(Linear):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         rows, columns = slice(0, self.shape[0]), self.shard.slice(self.shape[1], path)
-        slots = {
-            f"{path}.weight": self.method.weight_slot(
-                path, shape=self.shape, part=(slice(None), columns), rows=rows
-            )
-        }
-        if self.bias is not None:
-            slots[f"{path}.bias"] = WeightSlot(shape=self.shape[:1], store=self.bias.copy_)
-        return slots
+        return self.slots_of(path, self.shape, (slice(None), columns), rows)

@@ -26,12 +26,8 @@ class OneTensor(MergedLinear):
             found.append(ordered(rows, self.row_order(name, len(rows))))
             first += size
         picked = torch.cat(found)
-        return self.slots_of(path, first, slice(0, first), slice(0, len(picked)), picked)
-
-    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
-        """Which of the `num_rows` outputs that this rank has of a matrix comes first, second, ...:
-        [num_rows] int64; None: they stay in the checkpoint's order."""
-        return None
+        shape, rows = (first, self.in_features), slice(0, len(picked))
+        return self.slots_of(path, shape, (slice(0, first),), rows, picked)
 
 
 class OtherQKV(QKVLinear):
@@ -47,15 +43,7 @@ class OtherQKV(QKVLinear):
         self.head_order, self.head_dim = head_order(config), config.head_dim
         self.gated = config.plan.output_gate
 
-    def slots_of(
-        self, name: str, size: int, part: slice, rows: slice, order: torch.Tensor | None = None
-    ) -> dict[str, WeightSlot]:
-        if order is None:
-            order = self.row_order(name.rpartition(".")[2], rows.stop - rows.start)
-        return super().slots_of(name, size, part, rows, order)
-
     def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
-        """As `OneTensor.row_order`."""
         gated, order = self.gated and name == "q_proj", self.head_order
         if name == "v_proj" or (order is None and not gated):
             return None

@@ -67,16 +67,16 @@ class CPUKernels(Kernels):
             key: size if key == "hidden_size" else shard.split(size)
             for key, size in config.linear_inputs.items()
         }
-        if any(size % 2 for size in sizes.values()):
-            if dtype == torch.bfloat16:
-                given = " and ".join(f"{key}={size}" for key, size in sizes.items())
-                raise ConfigError(
-                    f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
-                    f" {given}, which must be even on each rank: set dtype='float32'"
-                )
-            return between, dtype
+        odd = any(size % 2 for size in sizes.values())
+        if odd and dtype == torch.bfloat16:
+            given = " and ".join(f"{key}={size}" for key, size in sizes.items())
+            raise ConfigError(
+                f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
+                f" {given}, which must be even on each rank: set dtype='float32'"
+            )
         stored = getattr(torch, config.dtype)
-        return between, stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
+        in_16_bits = dtype == torch.float32 and stored.itemsize == 2 and not odd
+        return between, stored if in_16_bits else dtype
 
     def exact_linear(self, name: str) -> LinearMethod:
         """Weights in panels; the head has a screen."""

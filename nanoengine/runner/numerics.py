@@ -41,13 +41,7 @@ def make_context(
             f"deterministic=True does not cover {what}: their products depend on the number of"
             " tokens; leave it out"
         )
-    kernels = make_kernels(
-        backend,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        deterministic=config.deterministic,
-    )
+    kernels = make_kernels(backend, device=device, dtype=dtype, quantization=quantization)
     activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)
     return ModelContext(
         dtype=activation_dtype,
@@ -68,7 +62,6 @@ def make_kernels(
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
-    deterministic: bool = False,
 ) -> Kernels:
     """The kernel set of a device: with the naive backend, or in a dtype for which there are no
     kernels, plain torch.
@@ -84,7 +77,7 @@ def make_kernels(
     if name == "triton" or (kind == "cuda" and dtype != torch.float64):
         from nanoengine.models.triton import TritonKernels
 
-        kernels: Kernels = TritonKernels(backend, dtype=dtype, deterministic=deterministic)
+        kernels: Kernels = TritonKernels(backend, dtype=dtype)
     else:
         kernels = Kernels(backend)
     if quantization is not None:
