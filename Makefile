@@ -31,7 +31,7 @@ core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of 
 clients: $(READY)  ## programs as vLLM's users write them, run with another import; seconds
 	@$(BIN)/python -m pytest tests/test_clients.py -v
 
-soak: $(READY)  ## long random runs of the core: 50,000 steps, 1 minute on a free core, at most 10
+soak: $(READY)  ## long random runs of the core, 50,000 steps, and of batches that are killed: minutes
 	@$(BIN)/python -m pytest -m soak -s
 
 test-gpu: $(READY)  ## what needs an NVIDIA GPU

@@ -109,7 +109,7 @@ def run_job(
 ) -> float:
     """Runs a job to its end; returns its time [s], opening it included."""
     start = clock()
-    job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), {})
+    job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), dict)
     work = job.work(RowReader(job.options.rows, "demo"), Recorder("demo", job.created))
     work.run(stream)
     job.complete()

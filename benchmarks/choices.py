@@ -1,8 +1,8 @@
 """What a multiple-choice question costs: `python benchmarks/choices.py`; needs nanoengine[eval].
 
 Questions of some context and a few choices, scored by the door of lm-evaluation-harness
-(`nanoengine.evaluation`), at several sizes of a KV block: prompt tokens that were computed, of
-those that were asked, and seconds. The sizes take turns, round by round; a time is the median.
+(`nanoengine.bench.evaluation`), at several sizes of a KV block: prompt tokens that were computed,
+of those that were asked, and seconds. The sizes take turns, round by round; a time is the median.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from nanoengine.assets import demo_model_path
-from nanoengine.cli.workload import SHAPES, write_shape
-from nanoengine.evaluation import NanoEngineLM
+from nanoengine.bench.evaluation import NanoEngineLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.suite.shapes import SHAPES, write_shape
 
 Request = tuple[None, list[int], list[int]]
 

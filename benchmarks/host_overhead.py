@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ import torch
 from no_model import BLOCK_SIZE, VOCAB_SIZE, Answered, NoExecutor, make_engine
 
 from nanoengine.build import build_engine
-from nanoengine.cli.workload import SHAPES, write_shape
 from nanoengine.core.plan import StepPlan, StepTimes
 from nanoengine.engine import LLMEngine
 from nanoengine.observe.metrics import Metrics
@@ -30,6 +30,9 @@ from nanoengine.observe.trace import trace_engine
 from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.suite.shapes import SHAPES, write_shape
 
 PROMPT_LEN = 128
 IN_TURN = 32  # twice a block, so that every round has as many steps in which blocks fill
@@ -51,8 +54,7 @@ class PreparingExecutor(NoExecutor):
         """Prepares the plan; the forward takes no time."""
         start = time.perf_counter()
         self.rows.update(plan)
-        none = np.zeros(len(plan.rows), np.int64)
-        _, lines = self.rows.make_batch(plan, (none, none))
+        _, lines = self.rows.make_batch(plan)
         prepare_s = time.perf_counter() - start
         token_ids = np.ones(len(lines.rows), np.int64)
         self.rows.keep(lines, torch.from_numpy(token_ids))

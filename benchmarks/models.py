@@ -17,8 +17,8 @@ from typing import Any
 
 from side_by_side import Clock, Run, compare, parser, report
 
+from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli.workload import SHAPES, write_shape
 
 MOE = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

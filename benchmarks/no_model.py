@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import LLMEngine
 
 BLOCK_SIZE = 16
@@ -54,7 +54,7 @@ def make_engine(
         block_bytes=1,
         groups=(KVGroup(layers=(0,)),),
     )
-    scheduler = FastScheduler(
+    scheduler = Scheduler(
         BlockManager(layout),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

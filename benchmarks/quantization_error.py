@@ -27,15 +27,18 @@ import torch
 
 from nanoengine.assets import demo_model_path
 from nanoengine.attention.batch import Batch
+from nanoengine.bench.throughput import hardware
 from nanoengine.build import build_engine
-from nanoengine.cli.bench_report import hardware, versions
-from nanoengine.cli.workload import SHAPES, write_shape
 from nanoengine.engine import LLMEngine
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.version import versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demo_text import EOS, make_story, plain_prompt, recall_questions
+
+from benchmarks.suite.shapes import SHAPES, write_shape
 
 PLAIN = {"dtype": "float32", "attention_backend": "naive", "quantization": None}
 METHODS: dict[str, dict[str, object]] = {

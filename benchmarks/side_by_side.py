@@ -12,6 +12,7 @@ import argparse
 import datetime
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoengine.assets import demo_model_path
-from nanoengine.cli.bench_report import hardware, versions
-from nanoengine.cli.workload import SHAPES, write_shape
+from nanoengine.bench.throughput import hardware
+from nanoengine.version import versions
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.suite.shapes import SHAPES, write_shape
 
 
 class Clock:

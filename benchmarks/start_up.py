@@ -136,7 +136,8 @@ def main() -> None:
     if args.json:
         import torch
 
-        from nanoengine.cli.bench_report import hardware, versions
+        from nanoengine.bench.throughput import hardware
+        from nanoengine.version import versions
 
         report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -21,7 +21,9 @@ from typing import Any
 
 from side_by_side import Clock, Run, compare, model_options, parser, report
 
-from nanoengine.cli.workload import SHAPES
+from benchmarks.suite.shapes import SHAPES
+from benchmarks.suite.workloads import requests_of
+from nanoengine.bench.workload import WorkItem
 from nanoengine.llm import LLM
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.structured import StructuredOutputs
@@ -29,7 +31,6 @@ from nanoengine.settings.structured import StructuredOutputs
 sys.path.insert(0, str(Path(__file__).parent / "cpu_peers"))
 
 from checkpoints import make_tokenizer
-from workloads import Request, requests_of
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def schema(number: int) -> dict[str, Any]:
     return {"type": "array", "items": one, "minItems": 200}
 
 
-def timed(llm: LLM, requests: list[Request], schemas: list[dict[str, Any] | None]) -> Run:
+def timed(llm: LLM, requests: list[WorkItem], schemas: list[dict[str, Any] | None]) -> Run:
     """One run from an empty cache."""
     llm.reset_prefix_cache()
     clock = Clock()
@@ -79,17 +80,16 @@ def _add_tokenizer(directory: Path) -> None:
 def main() -> None:
     """Runs both in turns and prints a table."""
     options = parser(__doc__)
-    options.add_argument("--backend", default="auto", help="the library behind grammars")
     args = options.parse_args()
     numbers = itertools.count()
     with model_options(args) as model:
         if args.model in SHAPES:
             _add_tokenizer(Path(model["model"]))
-        model |= {"skip_tokenizer_init": False, "grammar_backend": args.backend}
+        model |= {"skip_tokenizer_init": False}
         with LLM(**model, dtype="float32", device="cpu") as llm:
             requests = requests_of("W1", vocab_size=llm.info.vocab_size)
             found = compare(
-                f"W1, {len(requests)} schemas, by {args.backend}",
+                f"W1, {len(requests)} schemas",
                 {
                     "free": lambda: timed(llm, requests, [None] * len(requests)),
                     "structured": lambda: timed(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from nanoengine.cli.workload import random_workload
-from nanoengine.observe.simulator import make_scheduler, simulate
+from nanoengine.bench.simulator import make_scheduler, simulate
+from nanoengine.bench.workload import Scale, random_workload
 from nanoengine.observe.trace import Trace
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.observe.viewer.page import packed, page
@@ -74,7 +74,7 @@ def written(folder: Path, num_requests: int, num_blocks: int) -> Path:
 def simulated(path: Path, num_requests: int, num_blocks: int) -> None:
     """Traces a run of the benchmark's standard workload, without a model."""
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=16)
-    work = random_workload(num_requests, (100, 1024), (100, 1024), seed=0)
+    work = random_workload(Scale(num_requests))
     with Trace(path, scheduler) as trace:
         report = simulate(work, scheduler, trace=trace)
     print(f"simulated {report.steps:,} steps in {report.wall_s:.0f} s")

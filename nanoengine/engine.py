@@ -55,8 +55,9 @@ class LLMEngine:
         debug_checks: check all invariants after each step.
         observers: told of each step; they may abort requests. One with a `close` is closed with
             the engine.
-        proposer: drafts tokens; None: nobody does.
+        make_proposer: makes what drafts tokens, asked for by `draft`.
         check_params: raises RequestError for parameters that the executor can't obey.
+        params_ready: whether that needs no time.
 
     Attributes:
         on_queued: called with each request that is queued.
@@ -73,7 +74,9 @@ class LLMEngine:
         debug_checks: bool = False,
         observers: Iterable[Observer] = (),
         proposer: Proposer | None = None,
+        make_proposer: Callable[[], Proposer | None] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
+        params_ready: Callable[[SamplingParams], bool] = lambda params: True,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -81,8 +84,9 @@ class LLMEngine:
         self.observers = list(observers)
         self.on_queued: list[Callable[[Request], object]] = []
         self.proposer = proposer
+        self._make_proposer = make_proposer
         self.overlap = overlap
-        self.checker = RequestChecker(info, scheduler.block_manager, check_params)
+        self.checker = RequestChecker(info, scheduler.block_manager, check_params, params_ready)
         self.turns = Turns()
         self._seed = seed
         self._debug_checks = debug_checks
@@ -104,10 +108,11 @@ class LLMEngine:
             EngineDeadError, NanoEngineError: as `require_idle`.
         """
         with self.turns.turn():
+            if self._stepping_thread is not None or self.turns.why_over:
+                self.require_idle()
             return self._step()
 
     def _step(self) -> list[Request]:
-        self.require_idle()
         self._stepping_thread = threading.get_ident()
         try:
             if self.overlap:
@@ -145,6 +150,8 @@ class LLMEngine:
         """
         if plan.draft_token_ids or (self.proposer is not None and self.proposer.needs_tokens()):
             return True
+        if self.scheduler.special is None:
+            return False
         return any(seq.request.chooser is not None for seq in self.scheduler.running)
 
     def _take_in(self) -> None:
@@ -176,15 +183,12 @@ class LLMEngine:
     def _launch(self) -> UnderWay:
         started = time.perf_counter()
         if self.proposer is not None and self.proposer.needs_tokens():
-            self._ask_for_drafts(self.proposer)
+            from nanoengine.core.extras import propose_drafts
+
+            propose_drafts(self.scheduler, self.proposer)
         plan = self.scheduler.schedule()
         schedule_s = time.perf_counter() - started
         return UnderWay(plan, self.executor.launch(plan), schedule_s)
-
-    def _ask_for_drafts(self, proposer: Proposer) -> None:
-        sequences = [seq for seq in self.scheduler.running if seq.may_draft]
-        for seq, drafts in zip(sequences, proposer.propose(sequences), strict=True):
-            seq.draft_token_ids = drafts
 
     def _commit(self, step: UnderWay) -> None:
         """Commits what a step has sampled; `step` returns the requests that end by it."""
@@ -199,7 +203,16 @@ class LLMEngine:
         for observer in list(self.observers):  # Why last: it may abort what has not finished.
             observer.on_step(step.plan, result, self.scheduler)
         if self._debug_checks:
-            self.scheduler.check()
+            from nanoengine.core.checks import check
+
+            check(self.scheduler)
+
+    def draft(self) -> None:
+        """Has tokens drafted from now on, where anything can draft them."""
+        if self._make_proposer is not None and self.proposer is None:
+            self.proposer, self._make_proposer = self._make_proposer(), None
+            if isinstance(self.proposer, Observer):
+                self.observers.append(self.proposer)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -275,6 +288,12 @@ class LLMEngine:
             make_follower=make_follower,
             chooser=chooser,
         )
+        if checked.params.structured_outputs is not None:
+            self.draft()  # Why: what a grammar forces is worth a draft.
+        if request.is_special:
+            from nanoengine.core.extras import enlist
+
+            enlist(self.scheduler)
         seed = checked.params.seed
         self.scheduler.add(
             request,
@@ -314,18 +333,13 @@ class LLMEngine:
                 "a step is under way, so the sequence has a token more than can be seen: call"
                 " settle(), look at the outputs, then fork"
             )
-        request = self._requests.get(request_id)
-        of_index = request.sequences if request is not None else []
-        parent = next((s for s in of_index if s.index == index and not s.is_finished), None)
-        if parent is None:
-            raise RequestError(
-                f"request {request_id!r} has no unfinished sequence of index {index} to fork"
-            )
-        if next_token_id is not None:
-            self.checker.check_fork(parent, next_token_id)
-            if next_token_id == parent.token_ids[-1]:
-                next_token_id = None
-        return self.scheduler.fork(parent, next_token_id)
+        from nanoengine.core.extras import enlist
+        from nanoengine.core.request_options import parent_of_fork
+
+        request, size = self._requests.get(request_id), self.info.vocab_size
+        parent = parent_of_fork(request_id, request, index, next_token_id, size)
+        is_same = next_token_id == parent.token_ids[-1]
+        return enlist(self.scheduler).fork(parent, None if is_same else next_token_id)
 
     @one_at_a_time
     def abort(self, request_id: str) -> Request | None:
@@ -378,9 +392,10 @@ class LLMEngine:
         Raises:
             RequestError: an id is not one of the pool's blocks.
         """
-        return self.scheduler.block_manager.prefix_cache.evict(
-            self.checker.check_block_ids(block_ids)
-        )
+        from nanoengine.core.request_options import check_block_ids
+
+        found = check_block_ids(block_ids, self.info.num_kv_blocks)
+        return self.scheduler.block_manager.prefix_cache.evict(found)
 
     # --- the rest -----------------------------------------------------------------------------
 
@@ -397,7 +412,9 @@ class LLMEngine:
                 self.abort_all()  # waits for a step under way, which may fail
             finally:
                 self.turns.why_over = "the engine is closed: build a new one"
-                self.scheduler.block_manager.prefix_cache.close()
+                tiers = self.scheduler.block_manager.prefix_cache.tiers
+                if tiers is not None:
+                    tiers.close()
                 self.executor.shutdown()
                 for observer in self.observers:
                     getattr(observer, "close", lambda: None)()

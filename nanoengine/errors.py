@@ -11,6 +11,7 @@
     ├─ TraceError                     a file that is no trace, of another version, or damaged
     ├─ MissingDependencyError         an optional package; names the extra to install
     └─ EngineDeadError                closed, used in a forked process, or a rank has failed
+       └─ EngineHungError             a replica that has said nothing for long, and was killed
 
 A message says what was wrong, the value, what is allowed, and what to do. `assert` stays for
 internal invariants.
@@ -62,3 +63,7 @@ class EngineDeadError(NanoEngineError):
     """No call is possible: the engine is closed, this process was forked from one that has had an
     engine, or a rank raised or died, which the message tells. Without ranks a step that fails
     raises its own error and leaves the engine usable."""
+
+
+class EngineHungError(EngineDeadError):
+    """A replica has said nothing for so long while rows ran that it was killed."""

@@ -7,6 +7,7 @@
 It puts the parts together and holds the loop of a call: prompts are read (`PromptReader`), queued,
 stepped (`LLMEngine`) and built into outputs (`OutputBuilder`). It decides nothing about what runs
 when, that is the engine's; which call runs, and what one leaves behind, is the business of `Calls`.
+Special: llm_calls.py (chat, beam search, tables, vLLM's names, bars).
 """
 
 from __future__ import annotations
@@ -17,35 +18,25 @@ import gc
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn, Self, get_args
+from typing import Any, Self, get_args
 
-from nanoengine.calls import Calls
-from nanoengine.core.engine_stats import EngineInfo, EngineStats
+from nanoengine.core.engine_stats import EngineStats
 from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
-from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams, make_search, search_all
-from nanoengine.observe.progress import showing
+from nanoengine.errors import RequestError
+from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.vllm_names import LLM_METHODS
 from nanoengine.text.prompt_forms import (
-    PAUSE,
     Pause,
     Row,
-    conversation_list,
     is_single_prompt,
     plain_column,
-    prompt_list,
 )
 from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader
-from nanoengine.text.stream import TextStream
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import require_unforked
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from nanoengine.turns import Calls, require_unforked
 
 LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""
@@ -54,7 +45,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 """One prompt; `text/prompt_forms.py` lists the forms."""
 
 
-class LLM:
+class LLM(OtherCalls):
     """A model loaded for offline inference.
 
     Args:
@@ -95,14 +86,6 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.config.model!r}, {self._state})"
 
-    def __reduce__(self) -> NoReturn:
-        raise NanoEngineError("an LLM can't be copied or sent to a process: make one there")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Called for what is not here: says why, where vLLM has it."""
-        why = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
-        raise AttributeError(f"LLM has no {name!r}{why}", name=name, obj=self)
-
     def close(self) -> None:
         """Ends what runs and gives all memory back; closing twice is harmless.
 
@@ -115,32 +98,8 @@ class LLM:
 
     # --- what was loaded ----------------------------------------------------------------------
 
-    @property
-    def engine(self) -> LLMEngine:
-        """The engine underneath.
-
-        Raises:
-            NanoEngineError: this LLM is closed.
-            EngineDeadError: this process was forked from the LLM's.
-        """
-        return self._calls.engine
-
-    @property
-    def info(self) -> EngineInfo:
-        """What was discovered at start: dtype, device, lengths, KV blocks, memory plan."""
-        return self.engine.info
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer; its `backend` is the one of transformers.
-
-        Raises:
-            RequestError: this LLM was made with skip_tokenizer_init.
-        """
-        return self._open_reader().tokenizer
-
-    def _open_reader(self) -> PromptReader:
-        reader, _ = self._reader, self.engine  # A closed LLM says so.
+    def open_reader(self) -> PromptReader:
+        reader, _ = self._reader, self._calls.engine  # A closed LLM says so.
         assert reader is not None
         return reader
 
@@ -152,28 +111,12 @@ class LLM:
         """
         return SamplingParams(**self.info.generation_defaults)
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers; vLLM's name for `tokenizer.backend`."""
-        return self.tokenizer.backend
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """vLLM's name for `default_sampling_params`."""
-        return self.default_sampling_params
-
     def stats(self) -> EngineStats:
         """Counters since the start: tokens, cache hits, preemptions, blocks."""
         return self.engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Drops all cached prefixes; refuses (False) while blocks are in use."""
-        return self.engine.reset_prefix_cache()
-
-    def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the cached content of those given KV blocks that nobody uses; returns how many."""
-        return self.engine.evict(block_ids)
-
     def _load_tokenizer(self) -> Tokenizer | None:
-        from nanoengine.build import resolve_model
+        from nanoengine.checkpoint.find import resolve_model
 
         config = self.config
         if config.skip_tokenizer_init:
@@ -213,63 +156,15 @@ class LLM:
             RequestError, PromptTooLongError, CapacityError: a prompt can't run (on_error="raise").
             NanoEngineError: this LLM is closed.
         """
-        _check_lora(lora_request)
+        if lora_request is not None:
+            check_lora(lora_request)
         with self._calls.alone():
-            read = self._open_reader().read_all(
-                prompt_list(prompts), sampling_params, priority, on_error
-            )
+            read = self.open_reader().read_all(prompts, sampling_params, priority, on_error)
             outputs: list[RequestOutput | None] = [None] * len(read)
             with contextlib.closing(self._run(read, kind="final", progress=use_tqdm)) as running:
                 for output in running:
                     outputs[output.index] = output
         return [output for output in outputs if output is not None]
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int | Sequence[int] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[RequestOutput]:
-        """Answers conversations: renders each by the chat template, then as `generate`.
-
-        Args:
-            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
-                A content is a string, or a list of {"type": "text", "text": ...}, which a template
-                that takes strings gets joined, a part a line.
-            chat_template: Jinja source to use in place of the model's own.
-            add_generation_prompt: end the prompt with what begins an answer.
-            continue_final_message: leave the last message open and continue it; needs
-                add_generation_prompt=False.
-            tools: descriptions of functions, as the template expects them.
-            chat_template_kwargs: variables of the template's own, such as enable_thinking.
-
-        Raises:
-            RequestError: the tokenizer has no chat template, or it refuses the messages.
-        """
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        return self.generate(
-            [{"messages": one, **options} for one in conversation_list(messages)],
-            sampling_params,
-            use_tqdm,
-            lora_request,
-            priority=priority,
-            on_error=on_error,
-        )
 
     def stream(
         self,
@@ -303,105 +198,17 @@ class LLM:
         if kind not in get_args(OutputKind):
             allowed = ", ".join(map(repr, get_args(OutputKind)))
             raise RequestError(f"kind must be one of {allowed}, got {kind!r}")
+
+        from nanoengine.text.lazy_prompts import read_lazily
+
         prompts = plain_column(prompts)  # type: ignore[assignment]
+        asked = (prompts, sampling_params, priority, on_error)
+        read: Iterable[CheckedPrompt | RequestOutput | Pause]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
-            read: Iterable[CheckedPrompt | RequestOutput | Pause] = self._open_reader().read_all(
-                prompt_list(prompts), sampling_params, priority, on_error
-            )
+            read = self.open_reader().read_all(*asked)
         else:
-            read = self._open_reader().read_lazily(prompts, sampling_params, priority, on_error)
+            read = read_lazily(self.open_reader(), *asked)
         return self._run(read, kind=kind, progress=use_tqdm)
-
-    def generate_dataset(
-        self,
-        source: Any,
-        *,
-        output: str | PathLike[str] | None = None,
-        sampling_params: SamplingParams | None = None,
-        prompt_column: str | None = None,
-        template: str | None = None,
-        chat: bool = False,
-        system: str | None = None,
-    ) -> Any:
-        """Answers the rows of a table; gives the same kind with columns outputs, usage, error.
-
-        Args:
-            source: a path as `nanoengine batch` takes it; an iterable of dicts or prompts; a
-                `datasets.Dataset` or IterableDataset, a pandas or polars frame, an Arrow table. A
-                row is what docs/batch.md calls a simple one.
-            output: a file of records, from which the same call goes on after a death.
-            sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
-            prompt_column, template, chat, system: as the options of `nanoengine batch`.
-
-        Raises:
-            RequestError, ConfigError: the source is of no such kind; `output` is of another job.
-        """
-        from nanoengine.build import resolve_model
-        from nanoengine.jobs.datasets import Answering, generate_dataset
-
-        answering = Answering(
-            stream=lambda rows: self.stream(rows, on_error="record"),
-            config=self.config,
-            directory=lambda: resolve_model(self.config),
-            defaults=self.info.generation_defaults,
-        )
-        options = {"prompt_column": prompt_column, "template": template, "chat": chat}
-        return generate_dataset(
-            answering, source, output, sampling_params, {**options, "system": system}
-        )
-
-    def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        lora_request: None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-    ) -> list[BeamSearchOutput]:
-        """The beam_width best continuations of each prompt, searched side by side.
-
-        Tokens and scores are those of transformers' `generate(num_beams=beam_width,
-        do_sample=False)` with the same settings.
-
-        Args:
-            prompts: as in `generate`.
-
-        Raises:
-            RequestError, PromptTooLongError, CapacityError: a prompt can't run, or max_num_seqs is
-                below the beam width.
-            NanoEngineError: this LLM is closed.
-        """
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params must be BeamSearchParams, got {params!r}")
-        _check_lora(lora_request)
-        room = self.config.max_num_seqs // params.beam_width
-        if not room:
-            raise RequestError(
-                f"beam_width={params.beam_width} sequences run together:"
-                f" max_num_seqs={self.config.max_num_seqs} must be at least that"
-            )
-        if self.config.logits_processors:
-            raise RequestError(
-                "a beam search ranks the model's own log-probabilities, which logits_processors"
-                " don't reach: make an LLM without them"
-            )
-        with self._calls.alone():
-            shared = make_search(params, self.info, 0).sampling_params
-            given = prompt_list(prompts)
-            if any(isinstance(one, Row) and one.sampling_params is not None for one in given):
-                raise RequestError(
-                    "a beam search samples nothing: leave out the sampling_params of its Rows"
-                )
-            read = self._open_reader().read_all(given, shared, None, "raise")
-            call = self._calls.begin()
-            with showing(use_tqdm, call.engine, len(read)), call:
-                return search_all(
-                    call,
-                    [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
-                    params,
-                    room=room,
-                    request_ids=self._request_ids,
-                    tokenizer=self._tokenizer,
-                )
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -421,11 +228,20 @@ class LLM:
         if isinstance(read, list):
             limit, total = len(read), sum(isinstance(one, CheckedPrompt) for one in read)
         waiting, running = iter(read), dict[str, OutputBuilder]()
-        with showing(progress, call.engine, total), call:
+        bar = (
+            contextlib.nullcontext()
+            if progress is False
+            else (progress_bar(progress, call.engine, total))
+        )
+        with bar, call:
             while True:
                 # Why outside of the turn: an iterator of the caller's may do anything.
-                pulled = itertools.islice(waiting, limit - len(running))
-                new = list(itertools.takewhile(lambda one: one is not PAUSE, pulled))
+                new, pause = [], None
+                for one in itertools.islice(waiting, limit - len(running)):
+                    if isinstance(one, Pause):
+                        pause = one
+                        break
+                    new.append(one)
                 outputs = [one for one in new if isinstance(one, RequestOutput)]
                 with call.turn() as engine:
                     for prompt in new:
@@ -435,7 +251,7 @@ class LLM:
                     outputs += [running.pop(i).build() for i in call.step(running)]
                     if kind != "final":
                         outputs += [b.build() for b in running.values() if b.has_grown()]
-                if not new and not outputs and not running:
+                if not new and not outputs and not running and pause is not Pause.COMPILING:
                     return
                 for output in outputs:
                     yield output
@@ -447,6 +263,8 @@ class LLM:
         def make_follower(index: int) -> OutputFollower | None:
             if tokenizer is None or not params.detokenize:
                 return None
+            from nanoengine.text.stream import TextStream
+
             return TextStream(
                 tokenizer,
                 params,
@@ -486,10 +304,3 @@ def _no_collections() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def _check_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise RequestError(
-            f"lora_request must be None: no adapter is applied, got {lora_request!r}"
-        )

@@ -257,17 +257,17 @@ class OutputBuilder:
     def _completion(self, seq: Sequence) -> CompletionOutput:
         shown = self._shown[seq.index]
         tokens, text = seq.output_token_ids, self._text(seq)
-        if seq.logprobs is not None:
-            new = seq.logprobs[len(shown.logprobs) :]
-            shown.logprobs += logprob_dicts(new, self._token_text)
+        logprobs = None if seq.extras is None else seq.extras.logprobs
+        if logprobs is not None:
+            shown.logprobs += logprob_dicts(logprobs[len(shown.logprobs) :], self._token_text)
         first, start = (shown.num_tokens, shown.num_chars) if self._kind == "delta" else (0, 0)
         shown.num_tokens, shown.num_chars = len(tokens), len(text)
         return CompletionOutput(
             index=seq.index,
             text=text[start:],
             token_ids=tokens[first:],
-            cumulative_logprob=None if seq.logprobs is None else seq.cumulative_logprob,
-            logprobs=None if seq.logprobs is None else shown.logprobs[first:],
+            cumulative_logprob=seq.extras.cumulative_logprob if logprobs is not None else None,
+            logprobs=None if logprobs is None else shown.logprobs[first:],
             finish_reason=cast("FinishReason | None", seq.finish_reason),
             stop_reason=seq.stop_reason,
             error=self.request.error if seq.finish_reason == "error" else None,
@@ -289,8 +289,10 @@ class OutputBuilder:
     def _convert_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """None until all of them are known; converted once."""
         known, num_tokens = self.request.prompt_logprobs, len(self.request.prompt_token_ids)
+        if known is None:
+            return None
         num_before = min(self.request.params.first_scored_position + 1, num_tokens)
-        if known is None or num_before + len(known) < num_tokens:
+        if num_before + len(known) < num_tokens:
             return None
         if self._prompt_logprobs is None:
             found = logprob_dicts(known, self._token_text)

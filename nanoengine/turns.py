@@ -1,12 +1,16 @@
-"""Turns: who may use an engine when: one thread after the other, and a forked process never.
+"""Turns: who may use an engine when: one thread after the other, one call after the other.
 
-    engine.step, LLM's loops    with turns.turn():      waits for those who stand in the door
-    all else of an engine       @one_at_a_time          stands in the door, so it is next
+    engine.step, LLM's loops    with turns.turn():      lets threads that already wait go first
+    all else of an engine       @one_at_a_time          waits, and is next
+
+    generate, chat, beam_search   are `alone` from beginning to end: a second thread waits
+    stream                        holds nothing between two outputs: the next call cuts it off
 
 Two locks, because a thread that steps in a loop takes a lock again before one that waits for it
 wakes up: who waits holds the *door*, and who wants another turn must pass through it first.
 
-Each `LLMEngine` has one. It knows nothing of what the engine does.
+Each `LLMEngine` has `Turns`, each `LLM` has `Calls`. A process that was forked from an engine's
+never has a turn. Neither class knows what an engine does.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from nanoengine.errors import EngineDeadError
+from nanoengine.errors import EngineDeadError, NanoEngineError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,3 +132,111 @@ def _disown() -> None:
     for turns in _all_turns:
         turns.why_over = _why_no_engine
         turns.make_locks()
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+EngineT = TypeVar("EngineT", bound=Any)  # an `LLMEngine`, which imports this file
+
+
+class Calls(Generic[EngineT]):
+    """The calls on one engine."""
+
+    def __init__(self, engine: EngineT) -> None:
+        self.latest: Call[EngineT] | None = None
+        self.lock = threading.RLock()  # held by a call that is alone
+        self._engine: EngineT | None = engine
+
+    @property
+    def engine(self) -> EngineT:
+        """The engine.
+
+        Raises:
+            NanoEngineError: it is closed.
+            EngineDeadError: this process was forked from the engine's.
+        """
+        engine = self._engine
+        if engine is None:
+            raise NanoEngineError("this LLM is closed: its memory is given back; make a new one")
+        engine.turns.require_open()
+        return engine
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until no other call is alone."""
+        # Why first: a forked child may find the lock taken for ever, and so may a progress bar that
+        # makes a call, whose step everybody waits for.
+        self.engine.require_idle()
+        with self.lock:
+            yield
+
+    def begin(self) -> Call[EngineT]:
+        """A new call, which cuts off what an abandoned stream has left running."""
+        engine = self.engine
+        engine.require_idle()
+        with self.lock:
+            # Why first: a stream in another thread sees it at its next turn, and lets go.
+            call = self.latest = Call(self, engine)
+            engine.abort_all()
+        return call
+
+    def close(self) -> None:
+        """Closes the engine; a call that runs raises at its next turn."""
+        engine, self._engine, self.latest = self._engine, None, None
+        if engine is not None:
+            engine.close()
+
+
+class Call(Generic[EngineT]):
+    """One call; as a context manager it ends, and none of its requests stays.
+
+    Attributes:
+        engine: the one that it runs on.
+    """
+
+    def __init__(self, calls: Calls[EngineT], engine: EngineT) -> None:
+        self.engine = engine
+        self._calls = calls
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._calls.latest is self:  # Why: what is cut off need not wait for who cut it off.
+            with self.engine.turns.turn():
+                if self._calls.latest is self:  # the requests of a later call are left alone
+                    self.engine.abort_all()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[EngineT]:
+        """The engine, for a turn of the call's loop; raises as `require_latest`."""
+        with self.engine.turns.turn():
+            self.require_latest()
+            yield self.engine
+
+    def require_latest(self) -> None:
+        """Raises NanoEngineError if another call has begun, or the LLM is closed."""
+        _ = self._calls.engine  # A closed LLM says so.
+        if self._calls.latest is not self:
+            raise NanoEngineError(
+                "this stream was cut off: another call ran on the same LLM; finish or close a"
+                " stream before the next call"
+            )
+
+    def step(self, running: Collection[str]) -> list[str]:
+        """Runs a step; which of the requests `running` have ended, by it or otherwise.
+
+        Requests vanish otherwise when somebody aborts them, or has taken the step that ended them.
+        """
+        engine, ended = self.engine, []
+        if engine.has_unfinished():
+            ended = [r.request_id for r in engine.step() if r.request_id in running]
+        if engine.num_unfinished != len(running) - len(ended):
+            ended = [request_id for request_id in running if not engine.is_unfinished(request_id)]
+        return ended

@@ -1,3 +1,21 @@
-"""The version of the package; pyproject.toml reads it here."""
+"""The version of the package, which pyproject.toml reads here, and those that it runs with."""
+
+from __future__ import annotations
 
 __version__ = "0.1.0"
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numba", "triton", "flash-attn")
+
+
+def versions() -> dict[str, str]:
+    """Of nanoengine, of Python, and of the packages that decide the speed."""
+    import platform  # Why here: `import nanoengine` reads this file.
+    from importlib import metadata
+
+    found = {"nanoengine": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanoengine import DiskTier, HostTier, StructuredOutputs
+from nanoengine.core.extras import set_drafts
 from nanoengine.features import structured
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
@@ -194,7 +195,7 @@ def test_drafts_right_or_wrong_do_not_show(overlap, truth):
             if done % 3 == 1:
                 drafts = [(token + 1) % 256 for token in drafts]
             if seq.num_tokens - seq.num_computed_tokens == 1:
-                seq.draft_token_ids = tuple(drafts[: NUM_TOKENS - done - 1])
+                set_drafts(engine.scheduler, seq, tuple(drafts[: NUM_TOKENS - done - 1]))
     assert tokens(requests) == truth["full"]
     assert engine.stats().steps < NUM_TOKENS
 

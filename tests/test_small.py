@@ -13,7 +13,6 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.core import waiting
-from nanoengine.core.admission import WatermarkOnly
 from nanoengine.core.block_manager import BlockManager as LargeBlockManager
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler as LargeScheduler
@@ -94,7 +93,6 @@ class Workload:
             block_size=BLOCK_SIZE,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
-            policy=WatermarkOnly(),
         )
         for number, (prompt, params) in enumerate(self.requests):
             engine.add_request(str(number), prompt, params)

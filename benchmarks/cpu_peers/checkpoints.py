@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import string
+import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nanoengine.cli.workload import SHAPES
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.suite.shapes import SHAPES
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 

@@ -26,7 +26,8 @@ from typing import Any
 
 import harness
 import report
-from workloads import is_workload
+
+from benchmarks.suite.workloads import is_workload
 
 HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 2.0
@@ -201,7 +202,7 @@ def measure_machine(threads: int) -> report.Peaks:
     """The machine's read bandwidth and its rates of products, by kernels of nanoengine's own."""
     import torch
 
-    from nanoengine.observe.peak import measure_cpu_peaks
+    from benchmarks.suite.peak import measure_cpu_peaks
 
     torch.set_num_threads(threads)
     found = measure_cpu_peaks()
@@ -222,7 +223,8 @@ def build_report(
     """Everything that the table and the JSON file show; no directory of this machine is in it."""
     import torch
 
-    from nanoengine.cli.bench_report import hardware, versions
+    from nanoengine.bench.throughput import hardware
+    from nanoengine.version import versions
 
     # Why the larger of two measurements: other processes can only make one smaller.
     peaks = report.best_of(machine)

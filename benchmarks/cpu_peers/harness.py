@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workloads import Request, is_workload, requests_of, warm_up
+# Why: a peer's environment has no nanoengine installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.suite.workloads import is_workload, requests_of, warm_up
+from nanoengine.bench.workload import WorkItem
 
 QUANTIZATIONS = ("none", "int8", "int4", "default")
 """How weights are held: none is float32 throughout; default is whatever the peer does by itself
@@ -60,7 +63,7 @@ class Loaded:
     `dtype` is what float products are computed in.
     """
 
-    generate: Callable[[list[Request]], list[list[int]]]
+    generate: Callable[[list[WorkItem]], list[list[int]]]
     version: str
     dtype: str = "float32"
     body_bits: float = 32
@@ -70,7 +73,7 @@ class Loaded:
 
 def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[str]) -> None:
     """Parses the command line, loads, warms up, and prints a line for every workload."""
-    parser = argparse.ArgumentParser(description=f"{peer} on the workloads of workloads.py")
+    parser = argparse.ArgumentParser(description=f"{peer} on workloads of suite/workloads.py")
     parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--converted", type=Path, default=Path(), help="directory of conversions")
     parser.add_argument("--workload", type=_workload, nargs="+", required=True)
@@ -117,7 +120,7 @@ def _workload(name: str) -> str:
 
 
 def measure(
-    name: str, requests: list[Request], generate: Callable[[list[Request]], list[list[int]]]
+    name: str, requests: list[WorkItem], generate: Callable[[list[WorkItem]], list[list[int]]]
 ) -> dict[str, Any]:
     """Runs a workload once: seconds, and how many cores others used meanwhile; of G the ids.
 

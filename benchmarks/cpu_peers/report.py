@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roofline import Formats, Limits, Shape, ideal_seconds
-from workloads import requests_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.suite.cost import ModelCost
+from benchmarks.suite.roofline import Card, Formats, ideal_seconds
+from benchmarks.suite.workloads import requests_of
 
 Line = Mapping[str, Any]
 
@@ -40,13 +42,15 @@ class Peaks:
     read_gbs: float
     gflops: dict[str, float]
 
-    def limits(self, quantization: str, dtype: str = "float32") -> Limits:
+    def limits(self, quantization: str, dtype: str = "float32") -> Card:
         """The rates that a line is held against: int8 products where its weights are quantized,
         else those of the dtype that it computes in."""
         floats = max(self.gflops["float32"], self.gflops.get(dtype, 0))
         whole = self.gflops.get("int8", 0) if quantization in ("int8", "int4") else 0
-        return Limits(
-            read_gbs=self.read_gbs, linear_gflops=max(floats, whole), attention_gflops=floats
+        return Card(
+            bytes_per_s=1e9 * self.read_gbs,
+            flops_per_s=1e9 * max(floats, whole),
+            attention_flops_per_s=1e9 * floats,
         )
 
 
@@ -109,7 +113,7 @@ def _row(lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float) 
     requests = requests_of(first["workload"], vocab_size=config["vocab_size"], scale=scale)
     formats = Formats(**{name: first[name] for name in ("body_bits", "head_bits", "kv_bits")})
     ideal_s = ideal_seconds(
-        Shape.from_config(config), requests,
+        ModelCost.from_config(config, 4), requests,
         peaks.limits(first["quantization"], first["dtype"]), formats,
     )  # fmt: skip
     median = statistics.median(speeds)

@@ -8,7 +8,9 @@ default is the checkpoint's own bfloat16, with keys and values in float16.
 
 import harness
 from harness import Loaded, Options
-from workloads import Request, shared_prefix
+
+from benchmarks.suite.workloads import shared_prefix
+from nanoengine.bench.workload import WorkItem
 
 FILES = {"none": "-f32.gguf", "int8": "-q8_0.gguf", "int4": "-q4_0.gguf", "default": "-bf16.gguf"}
 BITS = {
@@ -61,7 +63,7 @@ def start(options: Options) -> Loaded:
                     best = np.ctypeslib.as_array(logits, shape=(vocab_size,)).argmax()
                     outputs[sequence].append(int(best))
 
-    def generate(requests: list[Request]) -> list[list[int]]:
+    def generate(requests: list[WorkItem]) -> list[list[int]]:
         lib.llama_memory_clear(memory, False)
         outputs: list[list[int]] = [[] for _ in requests]
         shared = shared_prefix(requests)

@@ -2,7 +2,8 @@
 
 import harness
 from harness import Loaded, Options
-from workloads import Request
+
+from nanoengine.bench.workload import WorkItem
 
 BITS = {"none": (32, 32), "int8": (8, 8), "int4": (4.5, 8)}
 FLOAT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
@@ -20,7 +21,7 @@ def start(options: Options) -> Loaded:
     llm = LLM(options.model, device="cpu", **asked)
     info = llm.engine.info
 
-    def generate(requests: list[Request]) -> list[list[int]]:
+    def generate(requests: list[WorkItem]) -> list[list[int]]:
         params = [
             SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
             for _, count in requests

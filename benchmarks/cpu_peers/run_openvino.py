@@ -6,7 +6,8 @@ OpenVINO's own choice: bfloat16 where the CPU computes in it, and an 8-bit KV ca
 
 import harness
 from harness import Loaded, Options
-from workloads import Request
+
+from nanoengine.bench.workload import WorkItem
 
 FOLDERS = {"none": "-ov-fp32", "int8": "-ov-int8", "int4": "-ov-int4", "default": "-ov"}
 BITS = {"none": (32, 32, 32), "int8": (8, 8, 8), "int4": (4.5, 8, 8), "default": (16, 16, 8)}
@@ -45,7 +46,7 @@ def start(options: Options) -> Loaded:
         config.apply_chat_template = False
         return config
 
-    def generate(requests: list[Request]) -> list[list[int]]:
+    def generate(requests: list[WorkItem]) -> list[list[int]]:
         prompts = [openvino.Tensor(np.array([prompt], np.int64)) for prompt, _ in requests]
         results = pipeline.generate(prompts, [settings(count) for _, count in requests])
         return [list(result.m_generation_ids[0]) for result in results]

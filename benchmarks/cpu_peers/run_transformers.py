@@ -2,7 +2,8 @@
 
 import harness
 from harness import Loaded, Options
-from workloads import Request
+
+from nanoengine.bench.workload import WorkItem
 
 BATCH = 32
 
@@ -12,8 +13,7 @@ def start(options: Options) -> Loaded:
     import torch
     import transformers
 
-    from nanoengine.cli.hf_baseline import HFBaseline
-    from nanoengine.cli.workload import WorkItem
+    from benchmarks.suite.hf_baseline import HFBaseline
 
     torch.set_num_threads(options.threads)
     baseline = HFBaseline(
@@ -25,11 +25,8 @@ def start(options: Options) -> Loaded:
     )
     baseline.model.generation_config.eos_token_id = None  # Why: every output has a given length.
 
-    def generate(requests: list[Request]) -> list[list[int]]:
-        items = [
-            WorkItem(prompt_token_ids=tuple(prompt), max_tokens=count) for prompt, count in requests
-        ]
-        return baseline.generate(items, temperature=0)
+    def generate(requests: list[WorkItem]) -> list[list[int]]:
+        return baseline.generate(requests, temperature=0)
 
     return Loaded(generate=generate, version=transformers.__version__)
 

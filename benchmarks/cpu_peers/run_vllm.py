@@ -4,7 +4,8 @@ import os
 
 import harness
 from harness import Loaded, Options
-from workloads import Request
+
+from nanoengine.bench.workload import WorkItem
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -35,7 +36,7 @@ def start(options: Options) -> Loaded:
         seed=0,
     )
 
-    def generate(requests: list[Request]) -> list[list[int]]:
+    def generate(requests: list[WorkItem]) -> list[list[int]]:
         params = [
             SamplingParams(
                 temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False

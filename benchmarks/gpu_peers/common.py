@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # Why: a peer's environment has no nanoengine installed.
 
-from nanoengine.cli.workload import WorkItem, random_workload, shifted  # noqa: E402
+from nanoengine.bench.workload import Scale, WorkItem, random_workload, shifted  # noqa: E402
 
 TEMPERATURE = 0.6
 LIMITS = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
@@ -51,7 +51,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def workload(requests: int, longest: int) -> list[WorkItem]:
     """The standard workload at 256 and 1,024; smaller ones are for trying the scripts."""
     lengths = (min(100, longest), longest)
-    return list(random_workload(requests, lengths, lengths, seed=0))
+    return list(random_workload(Scale(requests, lengths, lengths)))
 
 
 def run(

@@ -20,10 +20,10 @@ from typing import Any
 import common
 import torch
 
+from benchmarks.suite.gpu import kernels
+from benchmarks.suite.gpu.kernels import Heads, Inputs, Timer, make_inputs
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import LayerCache
-from nanoengine.cli.gpu import kernels
-from nanoengine.cli.gpu.kernels import Heads, Inputs, Timer, make_inputs
 
 Attend = Callable[[Inputs, LayerCache], torch.Tensor]
 """Attention of a batch of decodes over one layer's cache."""
@@ -121,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error(f"needs an NVIDIA GPU, and torch {torch.__version__} finds none here")
-    from nanoengine.cli.gpu.timing import graph_seconds
+    from benchmarks.suite.gpu.timing import graph_seconds
 
     device = torch.device("cuda")
     attends = {"triton": ours("triton", device, QWEN)}

@@ -15,8 +15,8 @@ import common  # noqa: F401 - finds the package
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine.assets import demo_model_path
-from nanoengine.cli.workload import SHAPES, write_shape
 
 
 def weights(shape: str, seed: int) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family
+from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
@@ -120,27 +120,30 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     generation, (raw, architecture, left_out) = generation or {}, _text_part(raw)
     family = FAMILIES[architecture]
     keys = Keys(raw, family.defaults)
+    partial_heads = "partial_rotary_factor" in family.defaults
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
-    kv_heads = keys.get("num_key_value_heads", heads)
+    kv_heads = keys.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise UnsupportedModelError(
             f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
         )
-    head_dim = keys.get("head_dim", hidden_size // heads)
+    head_dim = keys.get("head_dim") or hidden_size // heads
     if head_dim < 2 or head_dim % 2:
         raise UnsupportedModelError(
             f"head_dim={head_dim} must be even and at least 2; where config.json has none, it is"
             f" hidden_size={hidden_size} divided by num_attention_heads={heads}"
         )
     plan = family.plan(keys)
-    if family.partial is not None:
-        turned = read_rotary_dim(keys, head_dim, family.partial)
+    if partial_heads:
+        turned = read_rotary_dim(keys, head_dim, family.rope)
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
     states = _states(family, keys)
     windows = _sliding_windows(architecture, family, keys, states)
-    read = partial(read_rope, keys, extra=family.rope_extra, partial=family.partial is not None)
+    read = partial(
+        read_rope, keys, absent=family.rope, extra=family.rope_extra, partial=partial_heads
+    )
     ropes = family.ropes(keys, read, [window is not None for window in windows])
-    tied = keys.get("tie_word_embeddings", False)
+    tied = keys.get("tie_word_embeddings")
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
         architecture=architecture,
@@ -152,7 +155,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_longest_context(keys, ropes),
-        rms_norm_eps=keys.get(family.eps or _usual_eps(plan), 1e-6),
+        rms_norm_eps=keys.get(family.eps),
         tie_word_embeddings=tied,
         plan=plan,
         ropes=ropes,
@@ -161,9 +164,9 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names,
         left_out=left_out or family.left_out or _drafting_layers(keys),
-        dtype=_dtype({**family.defaults, **keys.given}),
+        dtype=_dtype(keys),
         quantization=_quantization(keys, family, plan, left_out, tied=tied),
-        eos_token_ids=_end_ids(vocab_size, keys.given, generation),
+        eos_token_ids=_end_ids(vocab_size, keys, generation),
         generation_defaults=_generation_defaults(generation),
     )
     _check_longrope(config)
@@ -190,13 +193,8 @@ def _text_part(raw: Json) -> tuple[Json, str, str]:
                     f"text_config of {name} has model_type={shown(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
-            outside = {
-                key: given[key]
-                for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-                if key in given
-            }
-            outside |= {key: given[key] for key in ("tie_word_embeddings",) if key in given}
-            return {**text, **outside}, by_type[kind], left_out
+            outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
+            return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], left_out
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:
         if name in FAMILIES:
@@ -237,21 +235,17 @@ def _sliding_windows(
     if kinds and slides != [kind == SLIDING for kind in kinds]:
         raise UnsupportedModelError(
             f"layer_types={shown(kinds)} contradicts"
-            f" sliding_window={keys.given.get('sliding_window')!r},"
-            f" use_sliding_window={keys.given.get('use_sliding_window')!r} of {architecture}"
+            f" sliding_window={keys.get('sliding_window')!r},"
+            f" use_sliding_window={keys.get('use_sliding_window')!r} of {architecture}"
         )
     return tuple(window if slide else None for slide in slides)
 
 
 def _drafting_layers(keys: Keys) -> str:
     """The names of layers behind the last one, which are for drafts: see `ModelConfig.left_out`."""
-    first, more = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers", 0)
+    first, more = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers")
     numbers = "|".join(str(first + n) for n in range(more))
     return rf"model\.layers\.({numbers})\." if more else ""
-
-
-def _usual_eps(plan: LayerPlan) -> str:
-    return "layer_norm_eps" if plan.norm == "layer" else "rms_norm_eps"
 
 
 def _longest_context(keys: Keys, ropes: tuple[RopeConfig | None, ...]) -> int:
@@ -302,27 +296,25 @@ def _quantization(
     return stored
 
 
-def _dtype(raw: Json) -> str:
-    key = "dtype" if "dtype" in raw else "torch_dtype"
-    name = raw.get(key, "float32").removeprefix("torch.")
+def _dtype(keys: Keys) -> str:
+    key = "dtype" if keys.get("dtype") else "torch_dtype"
+    name = (keys.get(key) or "float32").removeprefix("torch.")
     return check_value(name, Dtype, f"config.json: {key}", UnsupportedModelError)
 
 
-def _end_ids(vocab_size: int, raw: Json, generation: Json) -> tuple[int, ...]:
+def _end_ids(vocab_size: int, keys: Keys, generation: Json) -> tuple[int, ...]:
     """Every EOS id of both files once, generation_config.json's first."""
     key, found = "eos_token_id", []
-    for where, value in (
-        ("generation_config.json", checked({key: generation.get(key)}, "generation_config.json")),
-        ("config.json", raw),
-    ):
-        given = value.get(key, [])
-        for token_id in given if isinstance(given, list) else [given]:
-            if not 0 <= token_id < vocab_size:
-                raise UnsupportedModelError(
-                    f"{where}: {key} must be from 0 to {vocab_size - 1} (vocab_size - 1), got"
-                    f" {shown(given)}"
-                )
-            found.append(token_id)
+    ours = Keys({key: generation.get(key)}, where="generation_config.json")
+    for where, given in (("generation_config.json", ours), ("config.json", keys)):
+        value = given.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(0 <= token_id < vocab_size for token_id in ids):
+            raise UnsupportedModelError(
+                f"{where}: {key} must be from 0 to {vocab_size - 1} (vocab_size - 1), got"
+                f" {shown(value)}"
+            )
+        found += ids
     return tuple(dict.fromkeys(found))
 
 

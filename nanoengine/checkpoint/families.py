@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.checkpoint import readers
 from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
+from nanoengine.checkpoint.readers import all_but_every, experts, key, plan, size, windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,41 +26,105 @@ class Family:
         windows: which layers have the sliding window.
         ropes: how each layer turns its heads.
         moe: its mixture of experts.
-        defaults: values of absent keys, where they are not those of all families.
-        partial: the default of `partial_rotary_factor`; None: the family turns whole heads.
+        defaults: values of absent keys, where they are not those of `KEYS`. A family that has one
+            of `partial_rotary_factor` obeys that key; others turn whole heads.
+        rope: `rope_parameters` of a config that has none.
         rope_extra: further keys of `rope_parameters` -> whether they change the maths of text.
         names: parts of our tensors' names -> what they are called in its checkpoints.
         left_out: expression that begins the names of tensors that are for drafts.
         inner: the MLP's inner size.
-        eps: the key of what norms add to a variance; None: the usual one.
+        eps: the key of what norms add to a variance.
     """
 
     model_type: str
-    plan: Callable[[Keys], LayerPlan] = readers.plain
+    plan: readers.PlanReader = readers.PLAIN
     states: readers.StatesReader | None = None
     windows: readers.WindowsReader = readers.never
     ropes: readers.RopesReader = readers.same
-    moe: Callable[[Keys], MoEConfig] | None = None
+    moe: readers.MoEReader | None = None
     defaults: Json = field(default_factory=dict)
-    partial: float | None = None
+    rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
-    inner: Callable[[Keys], int] = readers.inner_size
-    eps: str | None = None
+    inner: Callable[[Keys], int] = readers.INNER_SIZE
+    eps: str = "rms_norm_eps"
 
+
+# fmt: off
+# --- what several rows have: plans ----------------------------------------------------------------
+
+ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
+LLAMA = {"mlp_bias": key("mlp_bias"), **ATTENTION_BIAS}
+QWEN3 = plan(head_norm="head", **ATTENTION_BIAS)
+OLMO2 = plan(norms="behind", norm="wide", head_norm="width", **ATTENTION_BIAS)
+GLM = {"qkv_bias": key("attention_bias"), "merged_gate": True, "interleaved": True}
+LFM2 = plan(only={"tie_embedding": (True,)}, head_norm="head")
+COHERE = plan(
+    norms="parallel", norm="layer", interleaved=True, logit_scale=key("logit_scale"),
+    **ATTENTION_BIAS,
+)
+GELU = "gelu_pytorch_tanh"
+GEMMA = {
+    "only": {"hidden_act": (GELU, None), "hidden_activation": (GELU,)},
+    "norms": "both", "norm": "centered", "activation": GELU,
+    "embedding_scale": key("hidden_size", lambda n: n**0.5),
+    "attention_scale": key("query_pre_attn_scalar", lambda n: n**-0.5),
+    **ATTENTION_BIAS,
+}
+GRANITE = plan(
+    embedding_scale=key("embedding_multiplier"), residual_scale=key("residual_multiplier"),
+    attention_scale=key("attention_multiplier"),
+    logit_scale=key("logits_scaling", lambda scaling: 1 / scaling), **LLAMA,
+)
+QWEN_NEXT = plan(
+    only={"attn_output_gate": (True,)}, norm="centered", head_norm="head", output_gate=True,
+    **ATTENTION_BIAS,
+)
+
+# --- experts and windows --------------------------------------------------------------------------
+
+NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
+# Why no key of norms: a softmax over the experts taken is one over all, divided by their sum.
+MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
+QWEN = {"layers": readers.sparse_layers, **NORM_TOPK}
+QWEN_SHARED = experts(
+    shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
+)
+SCALED = {"score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), **NORM_TOPK}
+DEEPSEEK = experts(
+    count="n_routed_experts", correction_bias=True, num_groups=key("n_group"),
+    groups_per_token=key("topk_group"), shared_size=readers.shared_size,
+    layers=readers.layers_from("first_k_dense_replace"), **SCALED,
+)
+WINDOW = windows(readers.every_layer, named=False)
+QWEN_WINDOWS = windows(readers.from_max_window_layers, asked=True)
+
+# --- values of absent keys ------------------------------------------------------------------------
+
+COHERE_DEFAULTS = {"logit_scale": 0.0625, "tie_word_embeddings": True}
+GEMMA_DEFAULTS = {
+    "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "tie_word_embeddings": True,
+}
+GLM_DEFAULTS = {
+    "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338],
+}
+LFM2_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
+NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
+M_ROPE = {"mrope_section": False, "mrope_interleaved": False}
+"""Where positions of images go. Why without effect: all positions of a text are the same."""
+
+# --- names of tensors -----------------------------------------------------------------------------
 
 GEMMA_NAMES = {
     "attention_output_norm": "post_attention_layernorm",
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
-MIXTRAL_NAMES = {
-    "mlp": "block_sparse_moe",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
-}
+NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
 LFM2_NAMES = {
     "model.norm": "model.embedding_norm",
     "input_layernorm": "operator_norm",
@@ -69,95 +133,81 @@ LFM2_NAMES = {
     "k_norm": "k_layernorm",
     "o_proj": "out_proj",
     "mlp": "feed_forward",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
+    **NUMBERED,
 }
-LFM2_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "rope_theta": 1e6,
-    "norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-NEXT_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2}
 SHARED_NAMES = {"shared_experts": "shared_expert"}
 DRAFTS = r"mtp\."
-M_ROPE = {"mrope_section": False, "mrope_interleaved": False}
-"""Where positions of images go. Why without effect: all positions of a text are the same."""
+
+# --- the table ------------------------------------------------------------------------------------
 
 FAMILIES: dict[str, Family] = {
-    "ArceeForCausalLM": Family(model_type="arcee", plan=readers.arcee),
+    "ArceeForCausalLM": Family(
+        model_type="arcee",
+        plan=plan(only={"hidden_act": ("relu2",)}, gated=False, activation="relu2", **LLAMA),
+        defaults={"rms_norm_eps": 1e-5},
+    ),
     "CohereForCausalLM": Family(
-        model_type="cohere",
-        plan=readers.cohere2,
-        defaults={"logit_scale": 0.0625, "tie_word_embeddings": True},
+        model_type="cohere", plan=COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5},
+        eps="layer_norm_eps",
     ),
     "Cohere2ForCausalLM": Family(
-        model_type="cohere2",
-        plan=readers.cohere2,
-        windows=readers.all_but_every(4),
-        ropes=readers.only_with_window,
-        defaults={"sliding_window": 4096, "logit_scale": 0.0625, "tie_word_embeddings": True},
+        model_type="cohere2", plan=COHERE, windows=all_but_every(), ropes=readers.only_with_window,
+        defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        eps="layer_norm_eps",
     ),
     "Dots1ForCausalLM": Family(
-        model_type="dots1",
-        plan=readers.qwen3,
-        windows=readers.dots,
-        moe=readers.glm_experts,
-        defaults={"norm_topk_prob": False},
+        model_type="dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers),
+        moe=DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
+            "n_shared_experts": None,
+        },
     ),
     "Ernie4_5ForCausalLM": Family(
         model_type="ernie4_5",
-        plan=readers.ernie,
-        defaults={"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True},
+        plan=plan(
+            interleaved=True, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
+            mlp_bias=key("use_bias"),
+        ),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
     ),
     "Exaone4ForCausalLM": Family(
-        model_type="exaone4",
-        plan=readers.exaone4,
-        windows=readers.exaone_windows,
+        model_type="exaone4", plan=plan(norms="behind", head_norm="head"), windows=all_but_every(),
         ropes=readers.exaone_ropes,
+        defaults={
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
         names=GEMMA_NAMES,
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
-        plan=readers.gemma2,
-        windows=readers.all_but_every(2),
+        plan=plan(
+            attention_softcap=key("attn_logit_softcapping"),
+            logit_softcap=key("final_logit_softcapping"), **GEMMA,
+        ),
+        windows=all_but_every(2),
         defaults={
-            **GEMMA_DEFAULTS,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
+            **GEMMA_DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
         names=GEMMA_NAMES,
     ),
     "Gemma3ForCausalLM": Family(
-        model_type="gemma3_text",
-        plan=readers.gemma3,
-        windows=readers.all_but_every(6),
-        ropes=readers.by_window(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
+        model_type="gemma3_text", plan=plan(head_norm="head", **GEMMA),
+        windows=all_but_every(), ropes=readers.by_window("rope_theta", "rope_local_base_freq"),
         defaults={
-            **GEMMA_DEFAULTS,
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131_072,
+            **GEMMA_DEFAULTS, "vocab_size": 262_208, "num_attention_heads": 8,
+            "max_position_embeddings": 131_072, "sliding_window_pattern": 6, "rope_theta": 1e6,
         },
         names=GEMMA_NAMES,
     ),
-    "GlmForCausalLM": Family(
-        model_type="glm", plan=readers.glm, partial=0.5, defaults={"head_dim": 128}
-    ),
+    "GlmForCausalLM": Family(model_type="glm", plan=plan(**GLM), defaults=GLM_DEFAULTS),
     "Glm4ForCausalLM": Family(
-        model_type="glm4",
-        plan=readers.glm4,
-        partial=0.5,
-        defaults={"head_dim": 128},
+        model_type="glm4", plan=plan(norms="both", **GLM), defaults=GLM_DEFAULTS,
         names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
@@ -165,34 +215,43 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4MoeForCausalLM": Family(
         model_type="glm4_moe",
-        plan=readers.glm4_moe,
-        moe=readers.glm_experts,
-        partial=0.5,
-        defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
+        plan=plan(
+            qkv_bias=key("attention_bias"),
+            head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
+        ),
+        moe=DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+        },
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
-        plan=readers.gpt_oss,
-        windows=readers.all_but_every(2),
-        moe=readers.gpt_oss_experts,
+        plan=plan(
+            only={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+            norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True,
+        ),
+        windows=all_but_every(2),
+        moe=experts(
+            **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
+        ),
         defaults={
-            "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "rms_norm_eps": 1e-5,
-            "torch_dtype": "bfloat16",
+            "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
+            "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+        },
+        rope={
+            "rope_type": "yarn", "factor": 32.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
         },
         names={"mlp.gate": "mlp.router"},
     ),
-    "GraniteForCausalLM": Family(model_type="granite", plan=readers.granite),
+    "GraniteForCausalLM": Family(
+        model_type="granite", plan=GRANITE, defaults={"attention_multiplier": 1.0},
+    ),
     "GraniteMoeForCausalLM": Family(
-        model_type="granitemoe",
-        plan=readers.granite,
-        moe=readers.mixtral_experts,
+        model_type="granitemoe", plan=GRANITE, moe=experts(**MIXTRAL),
+        defaults={"attention_multiplier": 1.0},
         names={
             "mlp.gate": "block_sparse_moe.router.layer",
             "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -200,134 +259,139 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        model_type="hunyuan_v1_dense",
-        plan=readers.hunyuan,
+        model_type="hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
+        defaults={"rms_norm_eps": 1e-5},
         names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     ),
     "Lfm2ForCausalLM": Family(
-        model_type="lfm2",
-        plan=readers.lfm2,
-        states=readers.conv_states,
-        defaults=LFM2_DEFAULTS,
-        names=LFM2_NAMES,
-        inner=readers.lfm2_inner_size,
-        eps="norm_eps",
+        model_type="lfm2", plan=LFM2, states=readers.conv_states, defaults=LFM2_DEFAULTS,
+        names=LFM2_NAMES, inner=readers.lfm2_inner_size, eps="norm_eps",
     ),
     "Lfm2MoeForCausalLM": Family(
-        model_type="lfm2_moe",
-        plan=readers.lfm2,
-        states=readers.conv_states,
-        moe=readers.lfm2_experts,
-        defaults=LFM2_DEFAULTS,
+        model_type="lfm2_moe", plan=LFM2, states=readers.conv_states,
+        moe=experts(
+            correction_bias=key("use_expert_bias"), norm_epsilon=1e-6,
+            layers=readers.layers_from("num_dense_layers"), **SCALED,
+        ),
+        defaults=LFM2_DEFAULTS | {"norm_topk_prob": True},
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
         eps="norm_eps",
     ),
-    "LlamaForCausalLM": Family(model_type="llama", plan=readers.llama),
+    "LlamaForCausalLM": Family(model_type="llama", plan=plan(**LLAMA)),
     "MiniMaxM2ForCausalLM": Family(
-        model_type="minimax_m2",
-        plan=readers.minimax_m2,
-        moe=readers.minimax_experts,
-        partial=1.0,
-        defaults={"head_dim": 128, "rope_theta": 5e6},
+        model_type="minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
+        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6,
+            "partial_rotary_factor": 1.0,
+        },
         names={
             **MIXTRAL_NAMES,
             "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
         },
     ),
     "Ministral3ForCausalLM": Family(
-        model_type="ministral3",
-        windows=readers.all_layers,
-        defaults={"head_dim": 128},
+        model_type="ministral3", windows=WINDOW,
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        rope={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+            "original_max_position_embeddings": 16_384, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
         rope_extra={"llama_4_scaling_beta": True, "max_position_embeddings": False},
     ),
-    "MinistralForCausalLM": Family(model_type="ministral", windows=readers.named_or_all),
-    "MistralForCausalLM": Family(model_type="mistral", windows=readers.all_layers),
+    "MinistralForCausalLM": Family(
+        model_type="ministral", windows=windows(readers.every_layer),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "MistralForCausalLM": Family(
+        model_type="mistral", windows=WINDOW,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     "MixtralForCausalLM": Family(
-        model_type="mixtral",
-        windows=readers.all_layers,
-        moe=readers.mixtral_experts,
-        defaults={"rope_theta": 1e6},
+        model_type="mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=MIXTRAL_NAMES,
     ),
-    "Olmo2ForCausalLM": Family(model_type="olmo2", plan=readers.olmo2, names=GEMMA_NAMES),
+    "Olmo2ForCausalLM": Family(
+        model_type="olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
+    ),
     "Olmo3ForCausalLM": Family(
-        model_type="olmo3",
-        plan=readers.olmo2,
-        windows=readers.all_but_every(4),
-        ropes=readers.by_window(("rope_theta", 5e5), ("rope_theta", 5e5)),
-        defaults={"sliding_window": 4096},
+        model_type="olmo3", plan=OLMO2, windows=all_but_every(4),
+        ropes=readers.by_window("rope_theta", "rope_theta"),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         names=GEMMA_NAMES,
     ),
-    "OlmoeForCausalLM": Family(model_type="olmoe", plan=readers.olmoe, moe=readers.olmoe_experts),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
+        moe=experts(inner="intermediate_size", **NORM_TOPK), defaults={"rms_norm_eps": 1e-5},
+    ),
     "Phi3ForCausalLM": Family(
-        model_type="phi3", plan=readers.phi3, windows=readers.all_layers, partial=1.0
+        model_type="phi3", plan=plan(merged=True), windows=WINDOW,
+        defaults={
+            "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "Qwen2ForCausalLM": Family(
-        model_type="qwen2", plan=readers.qwen2, windows=readers.from_max_window_layers
+        model_type="qwen2", plan=plan(only={"attention_bias": (True,)}, qkv_bias=True),
+        windows=QWEN_WINDOWS, defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     ),
     "Qwen2MoeForCausalLM": Family(
-        model_type="qwen2_moe",
-        plan=readers.qwen2_moe,
-        windows=readers.named_if_asked,
-        moe=readers.qwen2_experts,
+        model_type="qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")),
+        windows=windows(readers.alternate, asked=True), moe=QWEN_SHARED,
+        defaults={"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
         names=SHARED_NAMES,
     ),
     "Qwen3ForCausalLM": Family(
-        model_type="qwen3",
-        plan=readers.qwen3,
-        windows=readers.from_max_window_layers,
-        defaults={"head_dim": 128},
+        model_type="qwen3", plan=QWEN3, windows=QWEN_WINDOWS,
+        defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
         rope_extra=M_ROPE,
     ),
     "Qwen3MoeForCausalLM": Family(
-        model_type="qwen3_moe",
-        plan=readers.qwen3,
-        windows=readers.all_if_asked,
-        moe=readers.qwen_experts,
+        model_type="qwen3_moe", plan=QWEN3,
+        windows=windows(readers.every_layer, asked=True, named=False), moe=experts(**QWEN),
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     ),
     "Qwen3NextForCausalLM": Family(
-        model_type="qwen3_next",
-        plan=readers.qwen3_next,
-        states=readers.delta_states(merged=True),
-        moe=readers.qwen3_next_experts,
-        defaults=NEXT_DEFAULTS,
-        partial=0.25,
-        names=SHARED_NAMES,
-        left_out=DRAFTS,
+        model_type="qwen3_next", plan=QWEN_NEXT, states=readers.delta_states(merged=True),
+        moe=QWEN_SHARED,
+        defaults=NEXT_DEFAULTS | {"norm_topk_prob": True}, names=SHARED_NAMES, left_out=DRAFTS,
     ),
     "Qwen3_5ForCausalLM": Family(
-        model_type="qwen3_5_text",
-        plan=readers.qwen3_next,
-        states=readers.delta_states(merged=False),
-        defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4},
-        partial=0.25,
-        rope_extra=M_ROPE,
-        left_out=DRAFTS,
+        model_type="qwen3_5_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
+        defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4}, rope_extra=M_ROPE, left_out=DRAFTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        model_type="qwen3_5_moe_text",
-        plan=readers.qwen3_next,
-        states=readers.delta_states(merged=False),
-        moe=readers.qwen3_next_experts,
+        model_type="qwen3_5_moe_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
+        moe=QWEN_SHARED,
         # Why a size: all layers have experts, and such configs name no other MLP.
-        defaults=NEXT_DEFAULTS | {"intermediate_size": 1},
-        partial=0.25,
-        rope_extra=M_ROPE,
-        names=SHARED_NAMES,
-        left_out=DRAFTS,
+        defaults=NEXT_DEFAULTS | {"norm_topk_prob": True, "intermediate_size": 1},
+        rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS,
     ),
     "SeedOssForCausalLM": Family(
-        model_type="seed_oss", plan=readers.seed_oss, defaults={"head_dim": 128}
+        model_type="seed_oss",
+        plan=plan(
+            qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
+            mlp_bias=key("mlp_bias"),
+        ),
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
     ),
     "SmolLM3ForCausalLM": Family(
-        model_type="smollm3",
-        plan=readers.llama,
-        windows=readers.named_if_asked,
+        model_type="smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
         ropes=readers.smollm_ropes,
-        defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+        defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
-    "StableLmForCausalLM": Family(model_type="stablelm", plan=readers.stablelm, partial=0.25),
+    "StableLmForCausalLM": Family(
+        model_type="stablelm",
+        plan=plan(
+            norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
+            norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
+        ),
+        defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}, eps="layer_norm_eps",
+    ),
 }
+# fmt: on
 """Supported architecture -> its row."""
 
 VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
@@ -349,3 +413,9 @@ TEXT_PARTS: dict[str, tuple[Mapping[str, str], str]] = {
 }
 """Multimodal architecture -> the `model_type` of its `text_config` -> the architecture of its text
 part; and the expression that begins the names of tensors that this part has no use for."""
+
+TEXT_DEFAULTS: dict[str, Json] = {"qwen3_vl_text": {"rope_theta": 5e5}}
+"""`model_type` of a `text_config` -> values of absent keys that its architecture's row hasn't."""
+
+OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+"""Keys of a multimodal config that count before those of its `text_config`."""

@@ -2,23 +2,27 @@
 
 Streaming: one tensor at a time, and of a tensor only the part that is asked for. Pickled
 checkpoints are refused, because reading a pickle runs code. Called by `weights.py` and by whoever
-wants the files' names; knows neither models nor layers.
+wants the files' names or digests; knows neither models nor layers, and loads no torch for those.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
 from nanoengine.settings.checks import MOST_SHOWN, check_value, shown
 from nanoengine.settings.json_file import read_object
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -99,6 +103,18 @@ def checkpoint_files(directory: Path) -> list[Path]:
             f"  model.save_pretrained({str(directory)!r}, safe_serialization=True)"
         )
     raise WeightLoadError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def file_digest(path: Path) -> bytes:
+    """xxh3 of all bytes of a file.
+
+    Why all: names, sizes, headers and times show neither that two files of weights differ nor that
+    they are equal.
+
+    Perf: 10 GiB/s from the page cache, where loading leaves them or finds them (one Zen 5 core).
+    """
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 def read_tensors(

@@ -1,16 +1,17 @@
 """Readers: what a family's layers are, read from its config's keys; rows of `families.py` choose.
 
 Five kinds: a plan of the layers, which of them keep a state, which have a window, how each turns
-its heads, and the mixture of experts. A reader obeys each key that it reads.
+its heads, and the mixture of experts. A reader obeys each key that it reads. Plans and experts are
+fields of `LayerPlan` and `MoEConfig`, given by name: a value, or what reads one, such as
+`key("mlp_bias")`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from nanoengine.checkpoint.keys import Keys
+from nanoengine.checkpoint.keys import KEYS, Keys
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.rope import RopeConfig, read_ropes_by_kind
 from nanoengine.errors import UnsupportedModelError
@@ -18,189 +19,64 @@ from nanoengine.errors import UnsupportedModelError
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
 
+T = TypeVar("T")
+Read = Callable[[Keys], Any]
 
-def attention_bias(keys: Keys) -> dict[str, bool]:
-    """Biases on all four projections of attention, where the config asks for them."""
-    bias = keys.get("attention_bias", False)
-    return {"qkv_bias": bias, "output_bias": bias}
+
+def key(name: str, make: Callable[[Any], Any] | None = None) -> Read:
+    """Reads a key; `make` turns its value into the field's."""
+    return lambda keys: make(keys.get(name)) if make else keys.get(name)
+
+
+def size(*names: str) -> Read:
+    """Reads the first of these keys that is there, which the model can't do without."""
+
+    def read(keys: Keys) -> int:
+        for name in names:
+            if name in keys:
+                return keys.require(name)
+        raise UnsupportedModelError(
+            f"config.json needs {' or '.join(names)}, from 1 to {KEYS[names[0]].most:,}"
+        )
+
+    return read
+
+
+def _made(kind: Callable[..., T], fields: Mapping[str, Any], keys: Keys) -> T:
+    return kind(**{n: value(keys) if callable(value) else value for n, value in fields.items()})
 
 
 # --- plans ----------------------------------------------------------------------------------------
 
-
-def llama(keys: Keys) -> LayerPlan:
-    return LayerPlan(mlp_bias=keys.get("mlp_bias", False), **attention_bias(keys))
+PlanReader = Callable[[Keys], LayerPlan]
 
 
-def plain(keys: Keys) -> LayerPlan:
-    return LayerPlan()
+def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> PlanReader:
+    """A plan of these fields; `only`: keys -> the values that are implemented."""
+
+    def read(keys: Keys) -> LayerPlan:
+        for name, values in (only or {}).items():
+            keys.allow(name, *values)
+        return _made(LayerPlan, fields, keys)
+
+    return read
 
 
-def qwen2(keys: Keys) -> LayerPlan:
-    """Biases on q, k and v only, always."""
-    keys.allow("attention_bias", True)
-    return LayerPlan(qkv_bias=True)
-
-
-def qwen2_moe(keys: Keys) -> LayerPlan:
-    return LayerPlan(qkv_bias=keys.get("qkv_bias", True))
-
-
-def qwen3(keys: Keys) -> LayerPlan:
-    return LayerPlan(head_norm="head", **attention_bias(keys))
-
-
-def gemma2(keys: Keys) -> LayerPlan:
-    """Norms on both sides, embeddings times sqrt(hidden_size), softcaps."""
-    for key in ("hidden_act", "hidden_activation"):
-        keys.allow(key, "gelu_pytorch_tanh")
-    return LayerPlan(
-        norms="both",
-        norm="centered",
-        activation="gelu_pytorch_tanh",
-        embedding_scale=keys.require("hidden_size") ** 0.5,
-        attention_scale=keys.require("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=keys.get("attn_logit_softcapping"),
-        logit_softcap=keys.get("final_logit_softcapping"),
-        **attention_bias(keys),
-    )
-
-
-def gemma3(keys: Keys) -> LayerPlan:
-    """Gemma 2 with a norm of heads and without softcaps."""
-    keys.allow("attn_logit_softcapping")
-    keys.allow("final_logit_softcapping")
-    return replace(gemma2(keys), head_norm="head")
-
-
-def granite(keys: Keys) -> LayerPlan:
-    return replace(
-        llama(keys),
-        embedding_scale=keys.get("embedding_multiplier", 1.0),
-        residual_scale=keys.get("residual_multiplier", 1.0),
-        logit_scale=1 / keys.get("logits_scaling", 1.0),
-        attention_scale=keys.get("attention_multiplier", 1.0),
-    )
-
-
-def olmo2(keys: Keys) -> LayerPlan:
-    """Norms behind attention and MLP only, and one over all query and one over all key heads."""
-    return LayerPlan(norms="behind", norm="wide", head_norm="width", **attention_bias(keys))
-
-
-def olmoe(keys: Keys) -> LayerPlan:
-    return LayerPlan(norm="rms", head_norm="width", **attention_bias(keys))
-
-
-def exaone4(keys: Keys) -> LayerPlan:
-    return LayerPlan(norms="behind", head_norm="head")
-
-
-def cohere2(keys: Keys) -> LayerPlan:
-    """Attention and MLP start from one LayerNorm without a bias; neighbours turn together."""
-    return LayerPlan(
-        norms="parallel",
-        norm="layer",
-        interleaved=True,
-        logit_scale=keys.get("logit_scale"),
-        **attention_bias(keys),
-    )
-
-
-def stablelm(keys: Keys) -> LayerPlan:
-    parallel = keys.get("use_parallel_residual", False)
-    return LayerPlan(
-        norms="parallel" if parallel else "before",
-        norm="layer",
-        norm_bias=True,
-        qkv_bias=keys.get("use_qkv_bias", False),
-    )
-
-
-def arcee(keys: Keys) -> LayerPlan:
-    """An MLP without a gate, and relu squared in it."""
-    keys.allow("hidden_act", "relu2")
-    return replace(llama(keys), gated=False, activation="relu2")
-
-
-def seed_oss(keys: Keys) -> LayerPlan:
-    return LayerPlan(
-        qkv_bias=keys.get("attention_bias", True),
-        output_bias=keys.get("attention_out_bias", False),
-        mlp_bias=keys.get("mlp_bias", False),
-    )
-
-
-def phi3(keys: Keys) -> LayerPlan:
-    return LayerPlan(merged=True)
-
-
-def glm(keys: Keys) -> LayerPlan:
-    """Half of each head is turned, neighbours together; gate and up are one tensor."""
-    return LayerPlan(qkv_bias=keys.get("attention_bias", True), merged_gate=True, interleaved=True)
-
-
-def glm4(keys: Keys) -> LayerPlan:
-    """GLM with a norm behind attention and MLP too."""
-    return replace(glm(keys), norms="both")
-
-
-def glm4_moe(keys: Keys) -> LayerPlan:
-    head_norm = "head" if keys.get("use_qk_norm", False) else None
-    return LayerPlan(qkv_bias=keys.get("attention_bias", False), head_norm=head_norm)
-
-
-def ernie(keys: Keys) -> LayerPlan:
-    bias = keys.get("use_bias", False)
-    return LayerPlan(interleaved=True, qkv_bias=bias, output_bias=bias, mlp_bias=bias)
-
-
-def hunyuan(keys: Keys) -> LayerPlan:
-    """Heads are normed behind their rotation."""
-    return LayerPlan(head_norm="rotated", **attention_bias(keys))
-
-
-def minimax_m2(keys: Keys) -> LayerPlan:
-    keys.allow("use_qk_norm", True)
-    return LayerPlan(head_norm="width")
-
-
-def gpt_oss(keys: Keys) -> LayerPlan:
-    """Sinks, biases on all four projections of attention, experts with a clamped gate."""
-    keys.allow("attention_bias", True)
-    keys.allow("swiglu_alpha", 1.702)
-    keys.allow("swiglu_limit", 7.0)
-    return LayerPlan(
-        norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True
-    )
-
-
-def qwen3_next(keys: Keys) -> LayerPlan:
-    """Centred norms, and a gate on what each head has attended."""
-    keys.allow("attn_output_gate", True)
-    return LayerPlan(norm="centered", head_norm="head", output_gate=True, **attention_bias(keys))
-
-
-def lfm2(keys: Keys) -> LayerPlan:
-    keys.allow("tie_embedding", True)
-    return LayerPlan(head_norm="head")
-
+PLAIN = plan()
 
 # --- the MLP's inner size -------------------------------------------------------------------------
 
-
-def inner_size(keys: Keys) -> int:
-    return keys.require("intermediate_size")
+INNER_SIZE = size("intermediate_size")
 
 
 def lfm2_inner_size(keys: Keys) -> int:
     """Two thirds of what the config names, rounded up, unless it says that this is the size."""
-    size = keys.get("block_ff_dim") or keys.require("intermediate_size")
-    if keys.get("block_auto_adjust_ff_dim", True):
-        size = int(keys.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-        multiple = keys.get("block_multiple_of", 256)
-        size = multiple * -(-size // multiple)
-    return size
+    found = size("block_ff_dim", "intermediate_size")(keys)
+    if keys.get("block_auto_adjust_ff_dim"):
+        found = int(keys.get("block_ffn_dim_multiplier") * int(2 * found / 3))
+        multiple = keys.get("block_multiple_of")
+        found = multiple * -(-found // multiple)
+    return found
 
 
 # --- which layers keep a state --------------------------------------------------------------------
@@ -212,14 +88,14 @@ def delta_states(*, merged: bool) -> StatesReader:
     """Qwen3-Next: every layer but each `full_attention_interval`-th."""
 
     def states(keys: Keys) -> StatePlan:
-        key_heads, key_dim = keys.get("linear_num_key_heads", 16), _get(keys, "key")
-        heads, value_dim = keys.get("linear_num_value_heads", 32), _get(keys, "value")
+        key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
+        heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
         if heads % key_heads:
             raise UnsupportedModelError(
                 f"linear_num_value_heads={heads} must be a multiple of"
                 f" linear_num_key_heads={key_heads}"
             )
-        every = keys.get("full_attention_interval", 4)
+        every = keys.get("full_attention_interval")
         kinds = keys.get("layer_types") or [
             FULL if (n + 1) % every == 0 else LINEAR
             for n in range(keys.require("num_hidden_layers"))
@@ -227,7 +103,7 @@ def delta_states(*, merged: bool) -> StatesReader:
         return StatePlan(
             kind="delta",
             layers=_those(kinds, LINEAR),
-            kernel=keys.get("linear_conv_kernel_dim", 4),
+            kernel=keys.get("linear_conv_kernel_dim"),
             channels=2 * key_heads * key_dim + heads * value_dim,
             num_key_heads=key_heads,
             num_value_heads=heads,
@@ -241,20 +117,15 @@ def delta_states(*, merged: bool) -> StatesReader:
 
 def conv_states(keys: Keys) -> StatePlan:
     """LFM2: as `layer_types` says, else all but `full_attn_idxs`."""
-    every = range(keys.require("num_hidden_layers"))
-    full = keys.get("full_attn_idxs", list(every))
-    kinds = keys.get("layer_types") or [FULL if n in full else CONV for n in every]
+    every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
+    kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return StatePlan(
         kind="conv",
         layers=_those(kinds, CONV),
-        kernel=keys.get("conv_L_cache", 3),
+        kernel=keys.get("conv_L_cache"),
         channels=keys.require("hidden_size"),
-        bias=keys.get("conv_bias", False),
+        bias=keys.get("conv_bias"),
     )
-
-
-def _get(keys: Keys, kind: str) -> int:
-    return keys.get(f"linear_{kind}_head_dim", 128)
 
 
 def _those(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
@@ -274,66 +145,62 @@ def never(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
     return [False] * layers
 
 
-def all_layers(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    return [keys.get("sliding_window") is not None] * layers
+def windows(
+    pattern: Callable[[Keys, int], list[bool]], *, asked: bool = False, named: bool = True
+) -> WindowsReader:
+    """None slide if `sliding_window` is null, else as `layer_types` says, else by a pattern.
 
-
-def named_or_all(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    return _named(kinds) or all_layers(keys, kinds, layers)
-
-
-def all_if_asked(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    window, asked = keys.get("sliding_window"), keys.get("use_sliding_window", False)
-    return [asked and window is not None] * layers
-
-
-def from_max_window_layers(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    """Qwen: as `layer_types` says, else from layer `max_window_layers` on."""
-    if not all_if_asked(keys, kinds, layers)[0]:
-        return [False] * layers
-    return _named(kinds) or [n >= keys.get("max_window_layers", 28) for n in range(layers)]
-
-
-def dots(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    if keys.get("sliding_window") is None:
-        return [False] * layers
-    return _named(kinds) or [n >= keys.get("max_window_layers", 62) for n in range(layers)]
-
-
-def named_if_asked(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    if not all_if_asked(keys, kinds, layers)[0]:
-        return [False] * layers
-    if kinds is None:
-        raise UnsupportedModelError(
-            "use_sliding_window=True needs layer_types, which say which layers have the window"
-        )
-    return _named(kinds)
-
-
-def all_but_every(default: int) -> WindowsReader:
-    """As `layer_types` says, else every layer but each n-th, n being `sliding_window_pattern`."""
+    Args:
+        asked: none do unless `use_sliding_window` says so either.
+        named: the family has `layer_types`.
+    """
 
     def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-        every = keys.get("sliding_window_pattern", default)
-        if isinstance(every, int) and not 1 <= every <= 10_000:
-            raise UnsupportedModelError(
-                f"config.json: sliding_window_pattern must be from 1 to 10,000, got {every}"
-            )
-        if kinds is None and isinstance(every, str):
-            return [every[n % len(every)] == "L" and n + 1 < layers for n in range(layers)]
-        return _named(kinds) or [(n + 1) % every != 0 for n in range(layers)]
+        wanted = not asked or keys.get("use_sliding_window")
+        if keys.get("sliding_window") is None or not wanted:
+            return [False] * layers
+        return _named(kinds) if named and kinds else pattern(keys, layers)
 
     return slides
 
 
-def exaone_windows(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
-    if keys.get("sliding_window") is None:
-        return [False] * layers
-    return all_but_every(4)(keys, kinds, layers)
+def every_layer(keys: Keys, layers: int) -> list[bool]:
+    return [True] * layers
 
 
-def _named(kinds: Kinds) -> list[bool]:
-    return [kind == SLIDING for kind in kinds or ()]
+def from_max_window_layers(keys: Keys, layers: int) -> list[bool]:
+    return [n >= keys.get("max_window_layers") for n in range(layers)]
+
+
+def alternate(keys: Keys, layers: int) -> list[bool]:
+    return [n % 2 == 0 and n < keys.get("max_window_layers") for n in range(layers)]
+
+
+def not_turned(keys: Keys, layers: int) -> list[bool]:
+    return [not turned for turned in _turned(keys, layers)]
+
+
+def all_but_every(number: int | None = None) -> WindowsReader:
+    """As `layer_types` says, else every layer but each n-th; None: n is `sliding_window_pattern`.
+    A model that has such layers needs a window."""
+
+    def slides(keys: Keys, kinds: Kinds, layers: int) -> list[bool]:
+        if kinds is not None:
+            return _named(kinds)
+        every = number or keys.get("sliding_window_pattern")
+        if isinstance(every, str):
+            return [every[n % len(every)] == "L" and n + 1 < layers for n in range(layers)]
+        if not 1 <= every <= 10_000:
+            raise UnsupportedModelError(
+                f"config.json: sliding_window_pattern must be from 1 to 10,000, got {every}"
+            )
+        return [(n + 1) % every != 0 for n in range(layers)]
+
+    return slides
+
+
+def _named(kinds: Sequence[str]) -> list[bool]:
+    return [kind == SLIDING for kind in kinds]
 
 
 # --- how layers turn heads ------------------------------------------------------------------------
@@ -352,8 +219,8 @@ def same(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
     return (read(),) * len(slides)
 
 
-def by_window(full: tuple[str, float], sliding: tuple[str, float]) -> RopesReader:
-    """Layers with a window have angles of their own; key and default of each kind's base."""
+def by_window(full: str, sliding: str) -> RopesReader:
+    """Layers with a window have angles of their own; the keys of each kind's base."""
 
     def ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
         found = read_ropes_by_kind(keys, {FULL: full, SLIDING: sliding})
@@ -363,10 +230,7 @@ def by_window(full: tuple[str, float], sliding: tuple[str, float]) -> RopesReade
 
 
 def only_with_window(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return tuple(
-        rope if slide else None
-        for rope, slide in zip(same(keys, read, slides), slides, strict=True)
-    )
+    return _where(slides, read())
 
 
 def exaone_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
@@ -376,138 +240,80 @@ def exaone_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
 
 
 def smollm_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
+    return _where(_turned(keys, len(slides)), read())
+
+
+def _where(turned: Sequence[int], rope: RopeConfig) -> Ropes:
+    return tuple(rope if turn else None for turn in turned)
+
+
+def _turned(keys: Keys, layers: int) -> Sequence[int]:
     """`no_rope_layers` has a 0 for each layer that is not turned."""
-    every, given = keys.get("no_rope_layer_interval", 4), keys.get("no_rope_layers")
-    turned = given or [int((n + 1) % every != 0) for n in range(len(slides))]
-    if len(turned) < len(slides):
+    every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
+    turned = given or [int((n + 1) % every != 0) for n in range(layers)]
+    if len(turned) < layers:
         raise UnsupportedModelError(
-            f"no_rope_layers has {len(turned)} entries, num_hidden_layers={len(slides)}"
+            f"no_rope_layers has {len(turned)} entries, num_hidden_layers={layers}"
         )
-    ropes = same(keys, read, slides)
-    return tuple(rope if turn else None for rope, turn in zip(ropes, turned, strict=False))
+    return turned[:layers]
 
 
 # --- mixtures of experts --------------------------------------------------------------------------
 
+MoEReader = Callable[[Keys], MoEConfig]
+
 
 def experts(
-    keys: Keys, *, count_key: str, size_key: str = "moe_intermediate_size", **fields: Any
-) -> MoEConfig:
-    """What all of them say: how many experts of which size, and how many a token takes."""
-    count, taken = keys.require(count_key), keys.require("num_experts_per_tok")
-    if taken > count:
-        raise UnsupportedModelError(
-            f"num_experts_per_tok={taken} must be at most {count_key}={count}"
-        )
-    fields.setdefault("layers", tuple(range(keys.require("num_hidden_layers"))))
-    return MoEConfig(
-        num_experts=count,
-        num_experts_per_tok=taken,
-        intermediate_size=keys.require(size_key),
-        **fields,
-    )
+    *,
+    count: str = "num_experts",
+    inner: str = "moe_intermediate_size",
+    score: str = "softmax",
+    **fields: Any,
+) -> MoEReader:
+    """A mixture of experts, by the keys that say how many there are and of which inner size."""
+
+    def read(keys: Keys) -> MoEConfig:
+        if score == "sigmoid":
+            keys.allow("scoring_func", score)
+        usual = {
+            # Why a second: some writers of Qwen3-MoE call them so.
+            "num_experts": size(count, "num_local_experts"),
+            "num_experts_per_tok": size("num_experts_per_tok"),
+            "intermediate_size": size(inner),
+            "layers": tuple(range(keys.require("num_hidden_layers"))),
+        }
+        moe = _made(MoEConfig, {**usual, "score": score, **fields}, keys)
+        if moe.num_experts_per_tok > moe.num_experts:
+            raise UnsupportedModelError(
+                f"num_experts_per_tok={moe.num_experts_per_tok} must be at most"
+                f" {count}={moe.num_experts}"
+            )
+        groups, kept = moe.num_groups, moe.groups_per_token
+        small = groups > 1 and moe.num_experts < 2 * groups
+        if not 1 <= kept <= groups or moe.num_experts % groups or small:
+            raise UnsupportedModelError(
+                f"n_group={groups} and topk_group={kept} must make equal groups of two and more of"
+                f" {count}={moe.num_experts}"
+            )
+        return moe
+
+    return read
 
 
-def qwen_experts(keys: Keys) -> MoEConfig:
-    """Every `decoder_sparse_step`-th layer has experts, `mlp_only_layers` never."""
-    step, dense = keys.get("decoder_sparse_step", 1), set(keys.get("mlp_only_layers", []))
-    given = keys.get("num_experts") is not None
-    return experts(
-        keys,
-        count_key="num_experts" if given else "num_local_experts",
-        norm_topk_prob=keys.get("norm_topk_prob", False),
-        layers=tuple(
-            layer
-            for layer in range(keys.require("num_hidden_layers"))
-            if layer not in dense and (layer + 1) % step == 0
-        ),
-    )
+def sparse_layers(keys: Keys) -> tuple[int, ...]:
+    """Qwen: every `decoder_sparse_step`-th layer has experts, `mlp_only_layers` never."""
+    step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
+    layers = range(keys.require("num_hidden_layers"))
+    return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
-def qwen2_experts(keys: Keys) -> MoEConfig:
-    """Qwen3's, and a shared expert with a gate."""
-    size = keys.require("shared_expert_intermediate_size")
-    return replace(qwen_experts(keys), shared_size=size, shared_gate=True)
+def layers_from(name: str) -> Read:
+    """The first layers, as many as this key says, are dense."""
+    return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 
 
-def qwen3_next_experts(keys: Keys) -> MoEConfig:
-    """Qwen2's; weights are divided by their sum unless the config says otherwise."""
-    norm = keys.get("norm_topk_prob", True)
-    return replace(qwen2_experts(keys), norm_topk_prob=norm)
-
-
-def mixtral_experts(keys: Keys) -> MoEConfig:
-    """A softmax over the experts taken is the same as one over all, divided by their sum."""
-    return experts(keys, count_key="num_local_experts", size_key="intermediate_size")
-
-
-def gpt_oss_experts(keys: Keys) -> MoEConfig:
-    """A softmax over the logits taken is one over all, divided by the sum of those taken."""
-    return replace(
-        mixtral_experts(keys),
-        router_bias=True,
-        expert_bias=True,
-        interleaved=True,
-        inputs_first=True,
-    )
-
-
-def olmoe_experts(keys: Keys) -> MoEConfig:
-    return experts(
-        keys,
-        count_key="num_experts",
-        size_key="intermediate_size",
-        norm_topk_prob=keys.get("norm_topk_prob", False),
-    )
-
-
-def glm_experts(keys: Keys) -> MoEConfig:
-    """DeepSeek-V3's routing: sigmoid scores, a bias for the choice, groups; dense layers first."""
-    keys.allow("scoring_func", "sigmoid")
-    count, groups = keys.require("n_routed_experts"), keys.get("n_group", 1)
-    size, shared = keys.require("moe_intermediate_size"), keys.get("n_shared_experts", 0)
-    first, layers = keys.get("first_k_dense_replace", 0), keys.require("num_hidden_layers")
-    kept = keys.get("topk_group", 1)
-    if not 1 <= kept <= groups or count % groups or count // groups < 2:
-        raise UnsupportedModelError(
-            f"n_group={groups} and topk_group={kept} must make equal groups of two and more of"
-            f" n_routed_experts={count}"
-        )
-    return experts(
-        keys,
-        count_key="n_routed_experts",
-        score="sigmoid",
-        correction_bias=True,
-        norm_topk_prob=keys.get("norm_topk_prob", True),
-        num_groups=groups,
-        groups_per_token=kept,
-        scaling_factor=keys.get("routed_scaling_factor", 1.0),
-        shared_size=shared * size,
-        layers=tuple(range(first, layers)),
-    )
-
-
-def lfm2_experts(keys: Keys) -> MoEConfig:
-    """Sigmoid scores and a bias for the choice; the first layers are dense."""
-    first, layers = keys.get("num_dense_layers", 2), keys.require("num_hidden_layers")
-    return experts(
-        keys,
-        count_key="num_experts",
-        score="sigmoid",
-        correction_bias=keys.get("use_expert_bias", True),
-        norm_topk_prob=keys.get("norm_topk_prob", True),
-        norm_epsilon=1e-6,
-        scaling_factor=keys.get("routed_scaling_factor", 1.0),
-        layers=tuple(range(first, layers)),
-    )
-
-
-def minimax_experts(keys: Keys) -> MoEConfig:
-    keys.allow("scoring_func", "sigmoid")
-    return experts(
-        keys,
-        count_key="num_local_experts",
-        size_key="intermediate_size",
-        score="sigmoid",
-        correction_bias=True,
-    )
+def shared_size(keys: Keys) -> int:
+    """DeepSeek-V3: so many shared experts of an expert's size."""
+    count = keys.get("n_shared_experts")
+    count = keys.require("n_shared_experts") if count is None else count
+    return count * keys.require("moe_intermediate_size")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.checkpoint.keys import Json, Keys, checked, refuse_unless
+from nanoengine.checkpoint.keys import Json, Keys
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import check_value, shown
 
@@ -26,6 +26,11 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor"}),
 }
 """Rope type -> its required and its optional parameters."""
+
+EVERYWHERE = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+}  # fmt: skip
+"""Parameters that any rope type may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,104 +66,103 @@ class RopeConfig:
     llama_4_scaling_beta: float = 0.0
 
 
-def read_rope(keys: Keys, *, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
+def read_rope(keys: Keys, *, absent: Json, extra: Mapping[str, bool], partial: bool) -> RopeConfig:
     """The RoPE parameters of all layers.
 
     Args:
+        absent: `rope_parameters` of a config that has none.
         extra: further keys of `rope_parameters` -> whether they are obeyed; others have no effect
             on text.
         partial: the family obeys `partial_rotary_factor`, which `read_rotary_dim` reads.
     """
-    key, given = _dict_of(keys)
+    key, given = _dict_of(keys, absent)
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError(
             f"{key}={shown(given)}: parameters for each layer type are not implemented"
         )
-    return _rope(given, keys, keys.get("rope_theta", 10000.0), key, extra, partial)
+    # Why before the dict's own: transformers overwrites that.
+    original = keys.get("original_max_position_embeddings")
+    return _rope(given, keys, keys.get("rope_theta"), original, key, extra, partial)
 
 
-def read_ropes_by_kind(keys: Keys, bases: Mapping[str, tuple[str, float]]) -> dict[str, RopeConfig]:
-    """RoPE by layer type, each with the key and the default of its base; scaling, where there is
-    any, is for the layers that see everything."""
+def read_ropes_by_kind(keys: Keys, bases: Mapping[str, str]) -> dict[str, RopeConfig]:
+    """RoPE by layer type, each with the key of its base; scaling, where there is any, is for the
+    layers that see everything. As transformers has it, what stands beside the layer types in
+    `rope_parameters` is ignored."""
     nested, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
-    if unknown := sorted(nested.keys() - bases.keys()):
-        raise UnsupportedModelError(
-            f"rope_parameters of this family has {shown(unknown)}; supported: {', '.join(bases)}"
-        )
+    keys.ignored += [f"rope_parameters.{key}" for key in sorted(nested.keys() - bases.keys())]
     found = {}
     for kind, base in bases.items():
         where = f"config.json: rope_parameters: {kind}"
         own = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
         given = {**(own or {}), **(scaling if kind == "full_attention" else {})}
-        found[kind] = _rope(given, keys, keys.get(*base), "rope_parameters", {}, partial=False)
+        found[kind] = _rope(given, keys, keys.get(base), 0, "rope_parameters", {}, partial=False)
     return found
 
 
-def read_rotary_dim(keys: Keys, head_dim: int, default: float) -> int:
-    """How many of a head's first dimensions are turned."""
-    (_, given), outside = _dict_of(keys), keys.get("partial_rotary_factor", default)
-    factor = given.get("partial_rotary_factor") or outside
-    factor = checked({"partial_rotary_factor": factor}, "config.json")["partial_rotary_factor"]
+def read_rotary_dim(keys: Keys, head_dim: int, absent: Json) -> int:
+    """How many of a head's first dimensions are turned; `absent` as in `read_rope`."""
+    key, raw = _dict_of(keys, absent)
+    given, name = Keys(raw, where=f"config.json: {key}"), "partial_rotary_factor"
+    outside = keys.get(name)
+    factor = given.get(name) if name in given else outside
     size = keys.get("rotary_dim") or int(head_dim * factor)
     if not 2 <= size <= head_dim or size % 2:
         raise UnsupportedModelError(
-            f"partial_rotary_factor={factor} turns {size} of head_dim={head_dim}; supported: an"
-            " even number of them"
+            f"{name}={factor} turns {size} of head_dim={head_dim}; supported: an even number of"
+            " them"
         )
     return size
 
 
-def _dict_of(keys: Keys) -> tuple[str, Json]:
-    key = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
-    return key, keys.get(key) or {}
+def _dict_of(keys: Keys, absent: Json) -> tuple[str, Json]:
+    key = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    return key, keys.get(key) or absent
 
 
 def _rope(
-    raw: Json, keys: Keys, theta: float, key: str, extra: Mapping[str, bool], partial: bool
-) -> RopeConfig:
-    given = checked(raw, f"config.json: {key}")
-    factor = given.pop("partial_rotary_factor", None)
+    raw: Json, keys: Keys, theta: float, original: int, key: str, extra: Mapping[str, bool],
+    partial: bool,
+) -> RopeConfig:  # fmt: skip
+    given = Keys(raw, where=f"config.json: {key}")
     if not partial:
-        refuse_unless("partial_rotary_factor", factor, (1, 1.0))
-    for name in [name for name, obeyed in extra.items() if not obeyed]:
-        given.pop(name, None)
-    legacy_type = given.pop("type", "default")
-    kind = given.pop("rope_type", legacy_type)
+        given.allow("partial_rotary_factor", 1.0)
+    kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
-    theta = float(given.pop("rope_theta", theta))
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
         )
-    original = given.pop("original_max_position_embeddings", None)
     required, optional = ROPE_KEYS[kind]
-    if missing := sorted(required - given.keys()):
+    obeyed = required | optional | {name for name, obeyed in extra.items() if obeyed}
+    values = {name: given.get(name) for name in sorted(obeyed) if name in given}
+    values = {name: value for name, value in values.items() if value is not None}
+    if missing := sorted(required - values.keys()):
         raise UnsupportedModelError(f"rope type {kind!r} needs {', '.join(missing)}")
-    if unknown := {
-        key: given[key] for key in sorted(given.keys() - required - optional - {*extra})
-    }:
+    if unknown := {name: raw[name] for name in sorted(raw.keys() - obeyed - EVERYWHERE - {*extra})}:
         raise UnsupportedModelError(f"rope type {kind!r} has unknown parameters {shown(unknown)}")
-    if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
         raise UnsupportedModelError(
-            f"rope type 'llama3' needs low_freq_factor={given['low_freq_factor']} below"
-            f" high_freq_factor={given['high_freq_factor']}"
+            f"rope type 'llama3' needs low_freq_factor={values['low_freq_factor']} below"
+            f" high_freq_factor={values['high_freq_factor']}"
         )
-    if kind == "longrope":
-        original = original or keys.get("original_max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        given["original_max_position_embeddings"] = original or keys.require(
-            "max_position_embeddings"
+        values["original_max_position_embeddings"] = (
+            original
+            or given.get("original_max_position_embeddings")
+            or keys.require("max_position_embeddings")
         )
     if kind == "yarn":
-        given["attention_factor"] = _yarn_attention_factor(
-            given["factor"],
-            given.get("attention_factor"),
-            given.pop("mscale", None),
-            given.pop("mscale_all_dim", None),
+        values["attention_factor"] = _yarn_attention_factor(
+            values["factor"],
+            values.get("attention_factor"),
+            values.pop("mscale", None),
+            values.pop("mscale_all_dim", None),
         )
     if kind == "longrope":
-        _complete_longrope(given, keys.require("max_position_embeddings"))
-    return RopeConfig(theta=theta, type=kind, **given)
+        _complete_longrope(values, keys.require("max_position_embeddings"))
+    theta = given.get("rope_theta") if "rope_theta" in given else theta
+    return RopeConfig(theta=float(theta), type=kind, **values)
 
 
 def _complete_longrope(given: dict[str, Any], max_position: int) -> None:

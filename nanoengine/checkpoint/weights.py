@@ -53,15 +53,16 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
 
     check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")
     check("hidden_size", config.hidden_size, 1, "model.embed_tokens.weight")
-    for key, heads, part in (
-        ("num_attention_heads", config.num_attention_heads, "q_proj"),
-        ("num_key_value_heads", config.num_key_value_heads, "k_proj"),
+    states = config.states.layers if config.states else ()
+    attending = next(n for n in range(config.num_hidden_layers) if n not in states)
+    name, kv_heads = f"model.layers.{attending}.self_attn", config.num_key_value_heads
+    heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate else ""
+    for key, count, part in (
+        (f"{gates}num_attention_heads", 2 * heads if gates else heads, "q_proj"),
+        ("num_key_value_heads", kv_heads, "k_proj"),
+        ("heads of q, k and v", heads + 2 * kv_heads, "qkv_proj"),
     ):
-        name = f"model.layers.0.self_attn.{part}"
-        check_outputs(f"{key} * head_dim", heads * config.head_dim, name)
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    name = "model.layers.0.self_attn.qkv_proj"
-    check_outputs("heads of q, k and v * head_dim", heads * config.head_dim, name)
+        check_outputs(f"{key} * head_dim", count * config.head_dim, f"{name}.{part}")
     sparse = config.moe.layers if config.moe else ()
     for layer in range(config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"

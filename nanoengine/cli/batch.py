@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,9 +22,10 @@ from tyro.conf import Positional, arg
 
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
+from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
@@ -101,6 +102,8 @@ class BatchArgs(EngineArgs):
     """Run this many engines, a process each: on a GPU each, or on a share of the cores each."""
     threads: int | None = None
     """Cores of each replica on a CPU; all cores are shared evenly by default."""
+    replica_timeout: float = 1800.0
+    """Kill a replica that says nothing for so long while it has rows; others run them [s]."""
     ray: str | None = None
     """Run the replicas on the Ray cluster of this address; local: on one that is started here."""
     watch: bool = False
@@ -115,6 +118,11 @@ class BatchArgs(EngineArgs):
             raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
         if self.threads is not None and self.replicas is None and self.ray is None:
             raise ConfigError("--threads are those of a replica: give --replicas too")
+        if not 0 < self.replica_timeout <= MOST_GRACE_S:
+            raise ConfigError(
+                f"--replica-timeout must be above 0 and at most {MOST_GRACE_S:,}, got"
+                f" {self.replica_timeout}"
+            )
         if self.watch and (self.replicas is not None or self.ray is not None):
             raise ConfigError("--watch draws one engine: leave it out, or --replicas and --ray")
         # Why not super(): a dataclass with slots is another class than the one written here.
@@ -133,15 +141,15 @@ def job_options(args: BatchArgs) -> JobOptions:
     )
 
 
-def job_facts(options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Of model and engine, all that results depend on."""
+def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]]:
+    """What gives all of model and engine that results depend on."""
     config = EngineConfig.from_kwargs(**options)
     directory = Path(config.model)
     if not directory.is_dir():
-        from nanoengine.build import resolve_model
+        from nanoengine.checkpoint.find import resolve_model
 
         directory = resolve_model(config)
-    return describe_engine(config, directory, name)
+    return lambda: describe_engine(config, directory, name)
 
 
 def main(args: BatchArgs) -> int:
@@ -179,15 +187,18 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     if args.ray is not None:
         from nanoengine.parallel.ray_cluster import ray_replicas
 
-        return ray_replicas(options, args.ray, args.replicas, args.threads)
+        engines = ray_replicas(options, args.ray, args.replicas, args.threads)
     # Why also with ranks: where one dies, a replica starts all of them again.
-    if args.replicas is not None or args.tensor_parallel_size > 1:
+    elif args.replicas is not None or args.tensor_parallel_size > 1:
         from nanoengine.parallel.replicas import local_replicas
 
-        return local_replicas(options, args.replicas or 1, args.threads)
-    from nanoengine.llm import LLM
+        engines = local_replicas(options, args.replicas or 1, args.threads)
+    else:
+        from nanoengine.llm import LLM
 
-    return LLM(**options)
+        return LLM(**options)
+    engines.silent_s = args.replica_timeout
+    return engines
 
 
 def run(
@@ -221,7 +232,6 @@ def run(
             llm.answer(work, None if job.num_rows is None else job.num_rows - job.num_done)
         if signals.caught is not None:
             raise Stopped(signals.caught)
-        job.sync()
         job.complete()
         code = SOME_FAILED if work.counts.failed + job.num_failed else ALL_ANSWERED
     except TooManyErrorsError as error:
@@ -229,9 +239,9 @@ def run(
         print(f"error: {error}", file=sys.stderr)
     except BrokenPipeError:
         raise
-    except OSError as error:
-        ended = f"the output can't be written: {error.strerror}"
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+    except (OSError, InputChangedError) as error:
+        ended = getattr(error, "strerror", None) or str(error)
+        print(f"error: {ended}", file=sys.stderr)
     except Stopped as stopped:
         code, ended = stopped.code, "interrupted"
     finally:
@@ -314,6 +324,7 @@ def require_terminal() -> None:
 
 
 def _check_writable(path: Path) -> None:
+    real_path(path)
     is_new = not path.exists()
     try:
         path.open("a").close()

@@ -85,5 +85,5 @@ def _options(command: str) -> type:
     options_class, _ = program.COMMANDS[command]
     if options_class is None:
         return dataclasses.make_dataclass(command, [])
-    module = importlib.import_module(f"nanoengine.cli.{command.replace('-', '_')}")
+    module = importlib.import_module(f"nanoengine.cli.{command}")
     return groups.grouped(getattr(module, options_class))

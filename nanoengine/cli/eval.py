@@ -6,11 +6,7 @@ are the harness's, and `--model_args name=value,...` sets fields of EngineConfig
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanoengine.cli.options import DEMO
 from nanoengine.errors import ConfigError
@@ -27,7 +23,7 @@ Fields of EngineConfig go into --model_args; `lm-eval run --help` shows the othe
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the harness's `run` command with the model registered; returns the exit status."""
+    """Hands over to the harness; returns the exit status."""
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -40,45 +36,6 @@ def main(args: Sequence[str]) -> int:
         from nanoengine.assets import demo_model_path
 
         model = str(demo_model_path())
-    _check(rest)
-    from nanoengine import evaluation  # noqa: F401, I001  # It registers the model, and names the extra.
-    from lm_eval.__main__ import cli_evaluate
+    from nanoengine.bench import evaluation
 
-    sys.argv = ["lm-eval", "run", "--model", "nanoengine", "--model_args", f"pretrained={model}"]
-    sys.argv += ["--device", "auto", *rest]  # Why: the harness's own default is a GPU.
-    try:
-        cli_evaluate()
-    except ValueError as error:
-        raise ConfigError(f"lm-eval: {error}") from error
-    return 0
-
-
-def _check(args: Sequence[str]) -> None:
-    """Looks at what the harness would look at when a model has loaded, or all is computed.
-
-    Raises:
-        ConfigError: no question is asked, or the results can't be written.
-    """
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--limit", "-L", type=float)
-    parser.add_argument("--output_path", "-o", type=Path)
-    try:
-        given, _ = parser.parse_known_args(list(args))
-    except argparse.ArgumentError:  # The harness says what it can't read.
-        return
-    if given.limit is not None and not given.limit > 0:
-        raise ConfigError(
-            "--limit must be a number of questions, or a share of them below 1: greater than 0, got"
-            f" {given.limit:g}"
-        )
-    if given.output_path is None:
-        return
-    folder = given.output_path.parent if given.output_path.suffix else given.output_path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--output_path {str(given.output_path)!r} can't be written: {error.strerror}"
-        ) from error
+    return evaluation.run(model, rest)

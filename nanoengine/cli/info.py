@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from nanoengine import __version__
 from nanoengine.cli.options import DEMO, EngineArgs, engine_options
 from nanoengine.errors import NanoEngineError
 from nanoengine.settings.config import EngineConfig
+from nanoengine.version import versions
 
 if TYPE_CHECKING:
     import torch
 
     from nanoengine.checkpoint.config import ModelConfig
-
-PACKAGES = ("torch", "transformers", "tokenizers", "numba", "triton", "flash-attn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,51 +36,43 @@ def main(args: InfoArgs) -> None:
     Raises:
         ConfigError, ModelError: the model can't be found or read.
     """
-    from nanoengine.build import resolve_device, resolve_dtype, resolve_model
     from nanoengine.checkpoint.config import load_model_config
+    from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.numerics import use_isa
 
-    device = resolve_device(args.device)
-    config = EngineConfig(**engine_options(args))
+    device, config = resolve_device(args.device), EngineConfig(**engine_options(args))
     use_isa(config)
     directory = resolve_model(config)
     model = load_model_config(directory)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
-    _print_section("versions", versions())
-    _print_section("device", device_lines(device))
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
+    where = f"{device.type}, {_name(dtype)}, head_dim {model.head_dim}"
+    _print_section("versions", (f"{name} {version}" for name, version in versions().items()))
+    _print_section("device", device_lines(device))
     _print_section(
-        f"attention backends ({device.type}, {_name(dtype)}, head_dim {model.head_dim})",
-        backend_lines(device, dtype, model.head_dim, kv_dtype),
+        f"attention backends ({where})", backend_lines(device, dtype, model.head_dim, kv_dtype)
     )
     _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
     if args.load:
-        from nanoengine.build import build_engine
-
-        engine = build_engine(config)
-        try:
-            info = engine.info
-            lines = [
-                f"{info.num_parameters:,} parameters, loaded in {info.load_s:.2f} s,"
-                f" ready in {info.start_s:.2f} s",
-                f"max_model_len {info.max_model_len}",
-                *info.memory_plan.splitlines(),
-            ]
-        finally:
-            engine.close()
-        _print_section("engine", lines)
+        _print_section("engine", engine_lines(config))
 
 
-def versions() -> list[str]:
-    """nanoengine, Python and the packages that matter, with "not installed" where so."""
-    lines = [f"nanoengine {__version__}, Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package} not installed")
-    return lines
+def engine_lines(config: EngineConfig) -> Iterable[str]:
+    """What the model takes, and the memory plan that it runs with."""
+    from nanoengine.build import build_engine
+
+    engine = build_engine(config)
+    try:
+        info = engine.info
+        yield (
+            f"{info.num_parameters:,} parameters, loaded in {info.load_s:.2f} s,"
+            f" ready in {info.start_s:.2f} s"
+        )
+        yield f"max_model_len {info.max_model_len}"
+        yield from info.memory_plan.splitlines()
+    finally:
+        engine.close()
 
 
 def device_lines(device: torch.device) -> list[str]:
@@ -116,13 +104,11 @@ def backend_lines(
     from nanoengine.attention import BACKENDS, backend_class, make_backend, resolve_backend
 
     chosen, lines = resolve_backend("auto", device, dtype), []
+    same = {"device": device, "dtype": dtype, "head_dim": head_dim, "kv_dtype": kv_dtype}
     for name in BACKENDS:
         try:
             block_size = backend_class(name).default_block_size
-            make_backend(
-                name, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size,
-                kv_dtype=kv_dtype,
-            )  # fmt: skip
+            make_backend(name, block_size=block_size, **same)
             state = f"available, {block_size} tokens a block"
         except (NanoEngineError, ImportError) as error:
             state = f"not available: {error}"
@@ -136,37 +122,36 @@ def model_lines(
     """The model's shape, and what its KV cache costs."""
     from nanoengine.runner.kv_cache import block_bytes, state_bytes
 
+    m, states, moe = model, model.states, model.moe
     token_bytes = block_bytes(
         block_size=1,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        num_layers=model.num_hidden_layers - (len(model.states.layers) if model.states else 0),
+        num_kv_heads=m.num_key_value_heads,
+        head_dim=m.head_dim,
+        num_layers=m.num_hidden_layers - (len(states.layers) if states else 0),
         dtype=kv_dtype,
     )
-    states = model.states
-    size = state_bytes([states] * len(states.layers), dtype) if states else 0
-    windows = {window for window in model.sliding_windows if window is not None}
-    moe = model.moe
-    return [
+    windows = {window for window in m.sliding_windows if window is not None}
+    lines = [
         str(directory),
-        f"{model.architecture}: {model.num_hidden_layers} layers, hidden size {model.hidden_size},"
-        f" {model.num_attention_heads} query and {model.num_key_value_heads} KV heads of"
-        f" {model.head_dim}, vocabulary {model.vocab_size:,}",
-        f"context {model.max_position_embeddings:,} tokens, stored as {model.dtype},"
-        f" runs in {_name(dtype)}, EOS {list(model.eos_token_ids)}",
-        *([f"sliding windows of {sorted(windows)} tokens"] if windows else []),
-        *([f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"] if moe else []),
+        f"{m.architecture}: {m.num_hidden_layers} layers, hidden size {m.hidden_size},"
+        f" {m.num_attention_heads} query and {m.num_key_value_heads} KV heads of {m.head_dim},"
+        f" vocabulary {m.vocab_size:,}",
+        f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype},"
+        f" runs in {_name(dtype)}, EOS {list(m.eos_token_ids)}",
         f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)},"
         f" {2**30 // token_bytes:,} tokens a GiB",
-        *(
-            [
-                f"state: {size:,} bytes a sequence in {len(states.layers)} layers, as much as"
-                f" {size / token_bytes:,.0f} tokens"
-            ]
-            if states
-            else []
-        ),
     ]
+    if windows:
+        lines.append(f"sliding windows of {sorted(windows)} tokens")
+    if moe:
+        lines.append(f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token")
+    if states:
+        size = state_bytes([states] * len(states.layers), dtype)
+        lines.append(
+            f"state: {size:,} bytes a sequence in {len(states.layers)} layers, as much as"
+            f" {size / token_bytes:,.0f} tokens"
+        )
+    return lines
 
 
 def _name(dtype: torch.dtype) -> str:

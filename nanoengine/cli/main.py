@@ -19,7 +19,7 @@ import tyro
 
 from nanoengine import __version__
 from nanoengine.cli import groups
-from nanoengine.errors import NanoEngineError
+from nanoengine.errors import ConfigError, NanoEngineError
 
 T = TypeVar("T")
 
@@ -27,9 +27,7 @@ COMMANDS = {
     "batch": ("BatchArgs", "answer files of rows; what is finished is kept, and a run resumes"),
     "generate": ("GenerateArgs", "complete prompts of the command line, a file or stdin"),
     "chat": ("ChatArgs", "talk to a model, turn by turn"),
-    "bench": ("BenchArgs", "measure offline throughput beside what the hardware could do"),
-    "gpu-report": ("GpuReportArgs", "measure an NVIDIA GPU: card, kernels, engine, options"),
-    "plot": ("PlotArgs", "draw reports of bench, side by side, as SVG and PNG"),
+    "bench": ("BenchArgs", "measure how fast a model runs here"),
     "viz": ("VizArgs", "draw a trace as a page, to step through a run and look at it"),
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "explain": ("ExplainArgs", "say in sentences what a trace shows: run, request or step"),
@@ -38,8 +36,14 @@ COMMANDS = {
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
     "completion": (None, "print what completes these commands in bash, zsh or fish"),
 }
-"""Command -> its options class in `nanoengine.cli.COMMAND` (with _ for -), and what it does. None:
-the command reads its command line itself."""
+"""Command -> its options class in `nanoengine.cli.COMMAND`, and what it does. None: the command
+reads its command line itself."""
+
+IN_THE_REPOSITORY = {"gpu-report", "plot", "--gpu-report", "--ablate", "--compare", "--plot",
+                     "--rate", "--shape", "--sweep"}  # fmt: skip
+MEASURES = (
+    "measures nanoengine itself: run `python bench.py --help` in a checkout of its repository"
+)
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -50,19 +54,14 @@ PIPE_CLOSED = 141
 
 def usage() -> str:
     """The help of `nanoengine` itself."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"nanoengine {__version__}: LLM inference, offline",
-            "",
-            "usage: nanoengine COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            "nanoengine COMMAND --help shows the options of a command.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<10}  {what}" for name, (_, what) in COMMANDS.items())
+    return f"""nanoengine {__version__}: LLM inference, offline
+
+usage: nanoengine COMMAND [OPTIONS]
+
+{commands}
+
+nanoengine COMMAND --help shows the options of a command."""
 
 
 def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
@@ -93,11 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nanoengine {__version__}")
         return 0
     name = args[0]
-    if name not in COMMANDS:
-        print(f"error: unknown command {name!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
+    words = {word.partition("=")[0] for word in (args if name == "bench" else args[:1])}
     try:
-        module = importlib.import_module(f"nanoengine.cli.{name.replace('-', '_')}")
+        if asked := words & IN_THE_REPOSITORY:
+            raise ConfigError(f"{min(asked)} {MEASURES}")
+        if name not in COMMANDS:
+            raise ConfigError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
+        module = importlib.import_module(f"nanoengine.cli.{name}")
         options_class = COMMANDS[name][0]
         options: object = args[1:]
         if options_class is not None:
@@ -125,6 +126,8 @@ def _open_standard_streams() -> None:
     the place, and the messages. What is written is UTF-8 as in files, whatever the terminal has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
+            if name == "stdout":  # Why not writable: who must write to it finds that it can't.
+                os.open(os.devnull, os.O_RDONLY)
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -106,15 +105,13 @@ def _sampling_options() -> list[tuple[str, Any, Any]]:
         if param.name in ("seed", *OBJECTS):
             continue
         kind, default = hints[param.name], None
-        kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        kinds = typing.get_args(kind | None)
         if kind is bool:
             default = param.default
         elif tuple[str, ...] in kinds:
             kind, default = UseAppendAction[tuple[str, ...]], ()
-        elif tuple[int, ...] in kinds:
-            kind = tuple[int, ...] | None
         else:
-            kind = kind | None
+            kind = (tuple[int, ...] if tuple[int, ...] in kinds else kind) | None
         help_text = arg(help=" ".join(told[param.name].split()))
         options.append((param.name, Annotated[kind, help_text], dataclasses.field(default=default)))
     return options

@@ -1,26 +1,29 @@
 """`nanoengine simulate`: what a pool and a policy do to a workload, without a model.
 
-Runs the real scheduler and block manager (`observe/simulator.py`) over a workload of the benchmark.
 With `--fit`, the steps recorded by `nanoengine bench --json` say how long each step would take.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json as json_module
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.cli import workload
-from nanoengine.cli.workload import WorkItem
+from nanoengine.bench.simulator import SimulationReport, TimeModel, make_scheduler, simulate
+from nanoengine.bench.workload import STANDARD, make_workload, require_positive
+from nanoengine.core.policies import make_policy
 from nanoengine.errors import ConfigError
-from nanoengine.observe.simulator import SimulationReport, TimeModel, make_scheduler, simulate
 from nanoengine.observe.trace import Trace
 from nanoengine.settings.config import EngineConfig
+
+SCHEDULER_OPTIONS = (
+    "max_num_seqs", "max_num_batched_tokens", "long_prefill_threshold", "enable_prefix_caching",
+    "watermark_frac",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,33 +72,13 @@ class SimulateArgs:
 
     def __post_init__(self) -> None:
         self.engine_config()
-        for name in ("num_requests", "prefix_len", "length_cap"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        require_positive(self, "num_requests", "prefix_len", "length_cap")
 
     def engine_config(self) -> EngineConfig:
         """These settings as an engine's: the same names, so the same bounds and the same errors."""
-        return EngineConfig(
-            model="none",
-            num_kv_blocks=self.num_blocks,
-            block_size=self.block_size,
-            trace=self.trace,
-            trace_steps=self.trace_steps,
-            **{name: getattr(self, name) for name in SCHEDULER_OPTIONS},
-        )
-
-
-SCHEDULER_OPTIONS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "long_prefill_threshold",
-    "enable_prefix_caching",
-    "watermark_frac",
-    "admission",
-    "preempt_above",
-    "admit_below",
-)
+        names = EngineConfig.__dataclass_fields__.keys() & self.__dataclass_fields__.keys()
+        same = {name: getattr(self, name) for name in names}
+        return EngineConfig(model="none", num_kv_blocks=self.num_blocks, **same)
 
 
 def main(args: SimulateArgs) -> None:
@@ -104,43 +87,23 @@ def main(args: SimulateArgs) -> None:
     Raises:
         ConfigError: the workload or the bench report can't be read.
     """
-    from nanoengine.core.policies import make_policy
-
-    items = make_workload(args)
+    rows = args.num_requests or (sys.maxsize if Path(args.workload).suffix else 256)
+    scale = STANDARD._replace(num_requests=rows)
+    items = make_workload(args.workload, scale, args.prefix_len, args.seed, _no_text)
     scheduler = make_scheduler(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
         policy=make_policy(args.admission, args.preempt_above, args.admit_below),
-        **{name: getattr(args, name) for name in SCHEDULER_OPTIONS[:5]},
+        **{name: getattr(args, name) for name in SCHEDULER_OPTIONS},
     )
-    time_model = load_time_model(args.fit) if args.fit else None
+    model = load_time_model(args.fit) if args.fit else None
     steps = args.engine_config().steps_traced()
     with Trace(args.trace, scheduler, steps=steps) if args.trace else nullcontext() as trace:
         report = simulate(
-            items, scheduler, length_cap=args.length_cap, time_model=time_model, trace=trace
+            items, scheduler, length_cap=args.length_cap, time_model=model, trace=trace
         )
-    if args.json:
-        print(json_module.dumps(dataclasses.asdict(report), indent=2))
-    else:
-        print(format_report(report))
-
-
-def make_workload(args: SimulateArgs) -> Iterator[WorkItem]:
-    """The requests that the options ask for, made as they are pulled."""
-    scale = (args.num_requests or 256, (100, 1024), (100, 1024))
-    if args.workload == "standard":
-        return workload.random_workload(*scale, seed=args.seed)
-    if args.workload == "shared-prefix":
-        return workload.shared_prefix_workload(*scale, prefix_len=args.prefix_len, seed=args.seed)
-    path, rows = Path(args.workload), args.num_requests or sys.maxsize
-    if path.suffix not in (".csv", ".jsonl") or not path.is_file():
-        raise ConfigError(
-            "workload must be standard, shared-prefix, or an existing .csv or .jsonl file, got"
-            f" {args.workload!r}"
-        )
-    if path.suffix == ".csv":
-        return workload.csv_workload(path, rows, args.seed)
-    return workload.jsonl_workload(path, rows, (100, 1024), args.seed, _no_text)
+    facts = asdict(report) | {"prefill_waste_frac": report.prefill_waste_frac}
+    print(json_module.dumps(facts, indent=2) if args.json else format_report(report))
 
 
 def _no_text(text: str) -> Sequence[int]:
@@ -163,21 +126,22 @@ def load_time_model(path: Path) -> TimeModel:
         ) from error
 
 
+TABLE = """\
+requests        {r.requests:,}, {r.failed:,} of them too large for the pool
+steps           {r.steps:,}, {r.mean_batch:.1f} sequences in the mean, {r.max_batch} at most
+tokens          {r.prefill_tokens:,} prefilled, {r.output_tokens:,} generated
+preemptions     {r.preemptions:,}
+prefill waste   {r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens again
+prefix cache    {r.hit_rate:.1%} of the tokens looked up
+blocks         {r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of {usable}
+empty slots     {r.mean_waste_slots:,.0f} in the mean, {r.peak_waste_slots:,} at most
+estimated       {estimated}
+simulated in    {r.wall_s:.2f} s"""
+
+
 def format_report(report: SimulationReport) -> str:
     """The report as aligned text."""
-    r = report
-    rows = [
-        ("requests", f"{r.requests:,}, {r.failed:,} of them too large for the pool"),
-        ("steps", f"{r.steps:,}, {r.mean_batch:.1f} sequences in the mean, {r.max_batch} at most"),
-        ("tokens", f"{r.prefill_tokens:,} prefilled, {r.output_tokens:,} generated"),
-        ("preemptions", f"{r.preemptions:,}"),
-        ("prefill waste", f"{r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens again"),
-        ("prefix cache", f"{r.hit_rate:.1%} of the tokens looked up"),
-        ("blocks", f"{r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of"
-                   f" {r.usable_blocks:,}"),
-        ("empty slots", f"{r.mean_waste_slots:,.0f} in the mean, {r.peak_waste_slots:,} at most"),
-        ("estimated", "no --fit" if r.estimated_s is None else f"{r.estimated_s:,.2f} s,"
-                      f" {r.output_tokens / r.estimated_s:,.1f} output tok/s"),
-        ("simulated in", f"{r.wall_s:.2f} s"),
-    ]  # fmt: skip
-    return "\n".join(f"{label:<15} {text}" for label, text in rows)
+    seconds, estimated = report.estimated_s, "no --fit"
+    if seconds is not None:
+        estimated = f"{seconds:,.2f} s, {report.output_tokens / seconds:,.1f} output tok/s"
+    return TABLE.format(r=report, usable=f"{report.usable_blocks:,}", estimated=estimated)

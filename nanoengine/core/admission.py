@@ -1,6 +1,6 @@
-"""Admission policies: when to hold back a sequence although its blocks would fit right now.
+"""AdmissionPolicy: when to hold back a sequence although its blocks would fit right now.
 
-    WatermarkOnly   whoever fits is admitted; the block manager keeps a few blocks back
+    None            whoever fits is admitted; the block manager keeps a few blocks back
     Hysteresis      closes when the pool is nearly full, opens again when it has emptied
     Predictive      admits while the blocks of all running sequences will fit at their peak
 
@@ -13,17 +13,29 @@ engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
 
-if TYPE_CHECKING:
-    from nanoengine.core.block_manager import Admission, BlockManager
+
+@dataclass(slots=True)
+class Ended:
+    """What has ended in a scheduler: `count` sequences; of the latest that ended by themselves, the
+    `lengths` of their outputs [tokens]."""
+
+    count: int = 0
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=256))
 
 
 class AdmissionPolicy(Protocol):
-    """May hold back a sequence that fits; is told of each one that ends."""
+    """May hold back a sequence that fits."""
+
+    def watch(self, ended: Ended) -> None:
+        """Called once, with what the scheduler keeps up to date."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """Which of the last few waiting sequences, given in order, is tried next."""
@@ -32,23 +44,3 @@ class AdmissionPolicy(Protocol):
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
         """Whether to admit `seq`, whose blocks fit, beside those that run."""
-
-    def on_finish(self, seq: Sequence) -> None:
-        """A sequence has ended: its blocks are free and its length is known."""
-
-
-class WatermarkOnly:
-    """Admits whoever fits: the block manager's watermark is all that is kept back."""
-
-    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
-        """The first in order."""
-        return waiting[0]
-
-    def may_admit(
-        self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
-    ) -> bool:
-        """Always."""
-        return True
-
-    def on_finish(self, seq: Sequence) -> None:
-        """Learns nothing."""

@@ -12,9 +12,9 @@
       ▲                                        │ evict (in allocate, when no block is empty)
       └────────────────────────────────────────┘
 
-Device, host and disk each have a pool of this class; only what moves the bytes differs. States,
-whose size is another, live the same life in a queue of their own. Called by the BlockManager and
-the PrefixCache; knows nothing of sequences.
+Device, host and disk each have a pool of this class; only what moves the bytes differs. Called by
+the BlockManager and the PrefixCache; knows nothing of sequences.
+Special: groups/pool.py (states, whose size is another, in a queue of their own).
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class BlockPool:
     """A fixed number of blocks with reference counts, a content index and an LRU queue.
 
     A pool has up to a million blocks, so no operation may walk them: each takes O(1) time a block,
-    and one call serves all blocks of a table. Blocks 0 to `num_blocks` - 1 hold keys and values,
-    the `num_states` behind them a state each; ids are unique, so only `allocate` asks for a kind.
+    and one call serves all blocks of a table.
     Source: vLLM v1's block pool (null block, linked queue, cached free blocks).
 
     >>> from nanoengine.core.prefixes import pack
@@ -103,34 +102,38 @@ class BlockPool:
 
     Attributes:
         num_evicted: cached blocks that lost their content because `allocate` needed them.
+        index: for each group, content -> a block that holds it; `duplicates`: the other blocks.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1, num_states: int = 0) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.num_groups = num_groups
-        self.num_states = num_states
         self.observers: list[BlockObserver] = []
         self._make_blocks()
 
     def _make_blocks(self) -> None:
-        self._kv, self._states = Queue(), Queue()
+        self._kv = Queue()
+        self.queues = [self._kv]
         self.blocks = [self._kv.end]
-        for queue, count in ((self._kv, self.num_blocks - 1), (self._states, self.num_states)):
-            first = len(self.blocks)
-            self.blocks += [Block(first + i, queue) for i in range(count)]
-            for before, after in pairwise([queue.end, *self.blocks[first:], queue.end]):
-                before.after, after.before = after, before
-            queue.num_free = queue.num_empty = count
+        self._add_blocks(self._kv, self.num_blocks - 1)
         self.num_evicted = 0
-        self._index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
+        self.index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
         # Why: two sequences may compute one content at the same time, and no table is changed
         # afterwards. Content -> the blocks that hold it besides the one in the index.
-        self._duplicates: dict[tuple[int, Prefix], list[int]] = {}
+        self.duplicates: dict[tuple[int, Prefix], list[int]] = {}
         # Digests of content evicted lately: up to one a block, and as many before those.
         self._evicted: set[bytes] = set()
         self._evicted_before: set[bytes] = set()
+
+    def _add_blocks(self, queue: Queue, count: int) -> None:
+        """Adds empty blocks behind those there are, in order in their queue."""
+        first = len(self.blocks)
+        self.blocks += [Block(first + i, queue) for i in range(count)]
+        for before, after in pairwise([queue.end, *self.blocks[first:], queue.end]):
+            before.after, after.before = after, before
+        queue.num_free = queue.num_empty = count
 
     # --- counts -------------------------------------------------------------------------------
 
@@ -145,29 +148,24 @@ class BlockPool:
         return self._kv.num_free
 
     @property
-    def num_free_states(self) -> int:
-        """States that `allocate` can hand out now, empty and cached."""
-        return self._states.num_free
+    def num_active(self) -> int:
+        """Blocks that somebody uses."""
+        return self.num_usable - self._kv.num_free
 
-    def counts(self, *, states: bool = False) -> dict[str, int]:
-        """Empty, cached and active KV blocks, together `num_usable`; or states, `num_states`."""
-        queue, usable = self._kv, self.num_usable
-        if states:
-            queue, usable = self._states, self.num_states
-        return {
-            "empty": queue.num_empty,
-            "cached": queue.num_free - queue.num_empty,
-            "active": usable - queue.num_free,
-        }
+    def counts(self) -> dict[str, int]:
+        """Empty, cached and active blocks, together `num_usable`."""
+        return count_queue(self._kv, self.num_usable)
 
     # --- life of a block ----------------------------------------------------------------------
 
-    def allocate(self, count: int, *, states: bool = False) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each: empty ones, then the oldest cached.
 
         The caller compares `num_free` first; to run out of blocks here is a bug.
         """
-        queue = self._states if states else self._kv
+        return self._take(self._kv, count)
+
+    def _take(self, queue: Queue, count: int) -> list[int]:
         assert count <= queue.num_free, f"{count} blocks asked of {queue.num_free} free"
         null = queue.end
         block = null.after
@@ -257,7 +255,7 @@ class BlockPool:
 
         Skips null entries.
         """
-        blocks, index, observers = self.blocks, self._index[group], self.observers
+        blocks, index, observers = self.blocks, self.index[group], self.observers
         fresh: list[Block] = []
         for block_id, prefix in zip(block_ids, prefixes, strict=True):
             block = blocks[block_id]
@@ -268,7 +266,7 @@ class BlockPool:
             block.group = group
             block.prefix = prefix
             if index.setdefault(prefix, block_id) != block_id:
-                self._duplicates.setdefault((group, prefix), []).append(block_id)
+                self.duplicates.setdefault((group, prefix), []).append(block_id)
             fresh.append(block)
             if observers:
                 self._tell("stored", block)
@@ -276,11 +274,11 @@ class BlockPool:
 
     def lookup(self, group: int, prefix: Prefix) -> int | None:
         """A block with this content, active or cached; None if there is none. Changes nothing."""
-        return self._index[group].get(prefix)
+        return self.index[group].get(prefix)
 
     def lookup_all(self, group: int, prefixes: Iterable[Prefix]) -> list[int]:
         """For each of these contents a block that holds it, or the null block."""
-        return list(map(self._index[group].get, prefixes, repeat(NULL_BLOCK)))
+        return list(map(self.index[group].get, prefixes, repeat(NULL_BLOCK)))
 
     def num_cached(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks, all found by a lookup or null, nobody uses."""
@@ -288,15 +286,8 @@ class BlockPool:
         return [blocks[i].ref_count for i in block_ids if i != NULL_BLOCK].count(0)
 
     def next_evicted(self, count: int) -> list[int]:
-        """The cached blocks that the next `count` allocations of a kind would evict, in order."""
-        block_ids = []
-        for queue in (self._kv, self._states):
-            block = queue.end
-            for _ in range(min(count, queue.num_free)):
-                block = block.after
-                if block.prefix is not None:
-                    block_ids.append(block.block_id)
-        return block_ids
+        """The cached blocks that the next `count` allocations would evict, in order."""
+        return next_in_queue(self._kv, count)
 
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the content of those of the blocks that are cached; returns how many were."""
@@ -313,7 +304,7 @@ class BlockPool:
 
     def reset(self) -> bool:
         """Drops all indexed content; refuses (False) while any block is active."""
-        if self.counts()["active"] or self.counts(states=True)["active"]:
+        if self.num_active:
             return False
         # Why set aside: observers are told once, not for each block.
         observers, self.observers = self.observers, []
@@ -338,87 +329,44 @@ class BlockPool:
 
     def _drop_content(self, block: Block) -> None:
         """Drops the content of a block that nobody uses, and remembers that it was evicted."""
-        prefix, group, duplicates = block.prefix, block.group, self._duplicates
+        prefix, group, duplicates = block.prefix, block.group, self.duplicates
         assert prefix is not None, block
         if self.observers:
             self._tell("removed", block)
         if duplicates and (group, prefix) in duplicates:
-            same = [self._index[group][prefix], *duplicates.pop((group, prefix))]
+            same = [self.index[group][prefix], *duplicates.pop((group, prefix))]
             same.remove(block.block_id)
-            self._index[group][prefix] = same[0]
+            self.index[group][prefix] = same[0]
             if same[1:]:
                 duplicates[group, prefix] = same[1:]
         else:
-            del self._index[group][prefix]
+            del self.index[group][prefix]
         block.prefix = None
         self._evicted.add(prefix.digest)
         if len(self._evicted) >= self.num_blocks:
             self._evicted, self._evicted_before = set(), self._evicted
 
-    # --- invariants ---------------------------------------------------------------------------
-
-    def check(self, tables: Iterable[Iterable[int]] | None = None) -> None:
-        """Walks all blocks and raises AssertionError if an invariant is broken.
-
-        Args:
-            tables: all lists that hold references, to compare the counts with; None: not compared.
-        """
-        num_free = self._check_queue(self._kv) + self._check_queue(self._states)
-        # Invariant I6: the null block is never allocated, indexed or freed.
-        null = self.blocks[NULL_BLOCK]
-        assert null.ref_count == 0 and null.prefix is None, null
-        # Invariant I3: a block is free if and only if its count is 0.
-        assert sum(block.ref_count == 0 for block in self.blocks[1:]) == num_free, "lost blocks"
-        # Invariant I4: index entries and blocks with content match one to one.
-        indexed: list[int] = []
-        assert all(self._duplicates.values()), self._duplicates
-        assert all(prefix in self._index[group] for group, prefix in self._duplicates)
-        for group, index in enumerate(self._index):
-            for prefix, first in index.items():
-                same = [first, *self._duplicates.get((group, prefix), ())]
-                assert all(self.blocks[i].prefix is prefix for i in same), prefix
-                assert all(self.blocks[i].group == group for i in same), group
-                indexed += same
-        with_content = [block.block_id for block in self.blocks if block.prefix is not None]
-        assert sorted(indexed) == with_content, "the index and the blocks differ"
-        if tables is not None:
-            # Invariant I2: a block's reference count is the number of table entries.
-            counts = [0] * len(self.blocks)
-            for table in tables:
-                for block_id in table:
-                    counts[block_id] += 1
-            for block in self.blocks[1:]:
-                assert block.ref_count == counts[block.block_id], (block, counts[block.block_id])
-
-    def _check_queue(self, queue: Queue) -> int:
-        """Walks one queue; returns its length."""
-        free: list[Block] = []
-        block = queue.end.after
-        # Invariant I1: free + used + null = total, each block in one place.
-        while block is not queue.end and len(free) <= queue.num_free:
-            assert block.before.after is block and block.after.before is block, block
-            assert block.queue is queue, block
-            free.append(block)
-            block = block.after
-        assert len(free) == queue.num_free == len(set(free)), "the queue and its length differ"
-        assert all(block.ref_count == 0 for block in free), free
-        is_cached = [block.prefix is not None for block in free]
-        assert is_cached == sorted(is_cached), "an empty block behind a cached one"
-        assert is_cached.count(False) == queue.num_empty, queue.num_empty
-        return len(free)
-
     def __str__(self) -> str:
         """One character a block: `0` null, `.` empty, `c` cached, then the reference count."""
-
-        def mark(block: Block) -> str:
-            if block.block_id == NULL_BLOCK:
-                return "0"
-            if block.ref_count:
-                return str(min(block.ref_count, 9))
-            return "c" if block.prefix else "."
-
-        return "".join(mark(block) for block in self.blocks)
+        marks = [("c" if b.prefix else ".") if not b.ref_count else str(min(b.ref_count, 9))
+                 for b in self.blocks[1:]]  # fmt: skip
+        return "".join(["0", *marks])
 
 
-if __name__ == "__main__":
-    __import__("runpy").run_module("nanoengine.core.demos.block_pool")["main"]()
+def count_queue(queue: Queue, num_usable: int) -> dict[str, int]:
+    """Empty, cached and active ones of a kind, `num_usable` in all."""
+    return {
+        "empty": queue.num_empty,
+        "cached": queue.num_free - queue.num_empty,
+        "active": num_usable - queue.num_free,
+    }
+
+
+def next_in_queue(queue: Queue, count: int) -> list[int]:
+    """The cached ones that the next `count` allocations would evict, in order."""
+    block, block_ids = queue.end, []
+    for _ in range(min(count, queue.num_free)):
+        block = block.after
+        if block.prefix is not None:
+            block_ids.append(block.block_id)
+    return block_ids

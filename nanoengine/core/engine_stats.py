@@ -7,10 +7,12 @@ the second.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanoengine.core.tiers.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,8 @@ class EngineStats:
             evicted_blocks=manager.pool.num_evicted,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
-            waste_slots=scheduler.num_waste_slots(),
-            tiers=cache.tier_stats(),
+            waste_slots=num_waste_slots(scheduler),
+            tiers=() if cache.tiers is None else cache.tiers.tier_stats(),
         )
 
     @property
@@ -114,3 +116,14 @@ class EngineStats:
     def prefill_waste_frac(self) -> float:
         """Share of prefill work that preemptions made necessary again."""
         return self.recomputed_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
+
+
+def num_waste_slots(scheduler: Scheduler) -> int:
+    """Slots that are allocated to running sequences but hold no token (yet)."""
+    manager = scheduler.block_manager
+    kv = slice(len(manager.layout.groups) - (manager.layout.snapshot_every is not None))
+    return sum(
+        max(len(table) * manager.block_size - seq.num_computed_tokens, 0)
+        for seq in scheduler.running
+        for table in seq.block_tables[kv]
+    )

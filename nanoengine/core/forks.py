@@ -16,42 +16,34 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from nanoengine.core.block_manager import BlockManager
-from nanoengine.core.plan import StepPlan, TokenLogprob, TokenLogprobs
-from nanoengine.core.row_allocator import RowAllocator
-from nanoengine.core.sequence import Request, Sequence, Status
-from nanoengine.core.waiting import WaitingQueue
+from nanoengine.core.plan import StepPlan, TableUpdate, TokenLogprob
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Extras, Request, Sequence, Status
 
 
-@dataclass(slots=True, kw_only=True)
 class Forks:
     """What several sequences of one request need; the `SequenceMoves` of a `TokenChooser`.
 
+    Args:
+        scheduler: whose queue, rows, blocks and running sequences these are.
+
     Attributes:
-        block_manager, rows, waiting, running: the Scheduler's own.
-        seq_ids: numbers new sequences.
-        append: the Scheduler's; gives a sequence its next tokens, by which it may end.
-        end: the Scheduler's; gives a sequence its finish reason.
         undecided: requests whose chooser has something new to look at.
     """
 
-    block_manager: BlockManager
-    rows: RowAllocator
-    waiting: WaitingQueue
-    running: list[Sequence]
-    seq_ids: Iterator[int]
-    append: Callable[[Sequence, list[int], TokenLogprobs | None, float], None]
-    end: Callable[[Sequence, str], None]
-    undecided: list[Request] = field(default_factory=list)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.undecided: list[Request] = []
 
     # --- n > 1 --------------------------------------------------------------------------------
 
     def num_rows_due(self, seq: Sequence) -> int:
         """Rows to keep for forks at the end of this prompt: one each, as far as there are any."""
-        return min(seq.request.num_forks_due, self.rows.num_rows - 1) if seq.index == 0 else 0
+        num_rows = self.scheduler.max_num_seqs
+        return min(seq.request.num_forks_due, num_rows - 1) if seq.index == 0 else 0
 
     def are_due(self, seq: Sequence) -> bool:
         """True if more sequences are to be forked from this one, at the end of its prompt."""
@@ -69,7 +61,7 @@ class Forks:
             child = self._make_child(parent, parent.params.n - parent.request.num_forks_due)
             parent.request.num_forks_due -= 1
             if not num_placed:
-                self.waiting.push(child)
+                self.scheduler.waiting.push(child)
                 continue
             num_placed -= 1
             self._place_beside(child, parent)
@@ -102,49 +94,65 @@ class Forks:
                 parent.num_computed_tokens, parent.num_preempted_tokens
             )
             child.status = Status.PARKED
-        if next_token_id is not None and child.choices is None:
+        extras = child.extras
+        assert extras is not None
+        if next_token_id is not None and extras.choices is None:
             child.token_ids.pop()
-            if child.logprobs is not None:
-                sampled, *child.choices = child.logprobs.pop()
-                child.cumulative_logprob -= sampled.logprob
+            if extras.logprobs is not None:
+                sampled, *extras.choices = extras.logprobs.pop()
+                extras.cumulative_logprob -= sampled.logprob
         if child.follower is not None:
             for token_id in child.output_token_ids:
                 child.follower.append(token_id)
         if next_token_id is not None:
             self.append_token(child, next_token_id)
-        elif child.status is Status.PARKED and child.choices is None:
-            self.waiting.push(child)
+        elif child.status is Status.PARKED and extras.choices is None:
+            self.scheduler.waiting.push(child)
+        self.scheduler.drop_ended()
         return child
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Gives a sequence that awaits a choice its next token; it may end by it."""
-        choices, seq.choices = seq.choices, None
-        logprobs = None
-        if seq.logprobs is not None and choices is not None:
+        extras = seq.extras
+        assert extras is not None
+        choices, extras.choices = extras.choices, None
+        if choices is not None:
             chosen = next(entry for entry in choices if entry.token_id == token_id)
-            logprobs = [[chosen, *choices]]
+            self.note(extras, [chosen, *choices])
         if seq.status is Status.RUNNING:
-            self.rows.replace_token(seq, token_id)
-        self.append(seq, [token_id], logprobs, time.perf_counter())
+            self.scheduler.rows.replace_token(seq, token_id)
+        self.scheduler.append(seq, token_id, time.perf_counter())
         if seq.status is Status.PARKED:
-            self.waiting.push(seq)
+            self.scheduler.waiting.push(seq)
+
+    def note(self, extras: Extras, logprobs: list[TokenLogprob]) -> None:
+        """Keeps the log-probabilities of the token that comes next: its own, then the others'."""
+        if extras.logprobs is not None:
+            extras.logprobs.append(logprobs)
+            extras.cumulative_logprob += logprobs[0].logprob
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends one sequence; its request goes on with the others."""
-        self.end(seq, reason)
+        self.scheduler.end(seq, reason)
 
     def drop(self, seq: Sequence) -> None:
         """Ends one sequence of several and forgets it: its request has no output of it."""
         assert len(seq.request.sequences) > 1, seq
         seq.request.sequences.remove(seq)
-        self.end(seq, "drop")
+        self.scheduler.end(seq, "drop")
 
     # --- choosing -----------------------------------------------------------------------------
 
     def offer(self, seq: Sequence, choices: list[TokenLogprob]) -> None:
         """Keeps a sequence's most likely next tokens until its chooser has seen all of them."""
-        seq.choices = choices
+        assert seq.extras is not None
+        seq.extras.choices = choices
         self.undecided.append(seq.request)
+
+    def on_failure(self, seq: Sequence) -> None:
+        """Where a chooser decides, a request ends with its first failure, at the next commit."""
+        if seq.request.chooser is not None:
+            self.undecided.append(seq.request)
 
     def let_choose(self) -> None:
         """Calls the choosers whose sequences all await a choice.
@@ -157,31 +165,85 @@ class Forks:
             live = [seq for seq in request.sequences if not seq.is_finished]
             if request.error is not None:
                 for seq in live:
-                    self.end(seq, "error")
-            elif live and request.chooser and all(seq.choices is not None for seq in live):
+                    self.scheduler.end(seq, "error")
+            elif live and request.chooser and all(map(_has_choices, live)):
                 request.chooser.choose(request, self)
-                assert all(seq.choices is None or seq.is_finished for seq in live), "not chosen"
+                assert all(seq.is_finished or not _has_choices(seq) for seq in live), "not chosen"
+
+    def break_deadlock(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
+        """Preempts running sequences that await a choice until one that is queued can be admitted.
+
+        Each of them waits for the queued one, because their chooser needs the choices of all.
+        """
+        scheduler = self.scheduler
+        scheduler.drop_ended()
+        while scheduler.waiting and scheduler.running and not scheduled:
+            assert scheduler.running[-1].awaits_choice, scheduler.running[-1]
+            scheduler.preempt(
+                plan, "it awaits a choice, and one that is queued needs row or blocks"
+            )
+            scheduler.admit(plan, scheduled, scheduler.max_num_batched_tokens)
 
     # --- small moves --------------------------------------------------------------------------
 
     def _make_child(self, parent: Sequence, index: int) -> Sequence:
+        """A copy with its own id, index and seed, that has no row and no blocks yet."""
         request = parent.request
-        child = parent.fork(
-            seq_id=next(self.seq_ids), index=index, seed=fork_seed(request.seed, index)
+        child = Sequence(
+            request,
+            seq_id=next(self.scheduler.seq_ids),
+            index=index,
+            token_ids=list(parent.token_ids),
+            seed=fork_seed(request.seed, index),
+            stop_ids=parent.stop_ids,
+            max_num_tokens=parent.max_num_tokens,
         )
+        # Why both: what parts may have parted from what has no extras, between two steps.
+        extras = parent.extras = parent.extras or Extras()
+        child.extras = replace(
+            extras,
+            draft_token_ids=(),
+            logprobs=None if extras.logprobs is None else list(extras.logprobs),
+        )
+        child.first_scheduled_time = parent.first_scheduled_time
+        child.first_token_time = parent.first_token_time
+        child.last_token_time = parent.last_token_time
         request.sequences.append(child)
         return child
 
     def _place_beside(self, child: Sequence, parent: Sequence) -> None:
         """Gives a child a row and the parent's blocks; the next plan tells the executor."""
-        self.rows.fork(child, parent)
+        self.scheduler.rows.fork(child, parent)
         child.status = Status.RUNNING
-        self.block_manager.fork(parent, child)
-        insort(self.running, child, key=lambda s: s.order)
+        share_blocks(self.scheduler.block_manager, parent, child)
+        insort(self.scheduler.running, child, key=lambda s: s.order)
 
     def _num_spare_rows(self) -> int:
         """Free rows less those kept for the forks of prompts that are being computed."""
-        return self.rows.num_free - sum(map(self.num_rows_due, self.running))
+        return self.scheduler.rows.num_free - sum(map(self.num_rows_due, self.scheduler.running))
+
+
+def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
+    """Gives a child the parent's blocks; both share them, and nothing is copied.
+
+    Blocks without a computed token are not shared, because both would fill them.
+    """
+    num_blocks = -(-parent.num_computed_tokens // manager.block_size)
+    for index, whole in enumerate(parent.block_tables):
+        table = whole[:num_blocks]
+        manager.pool.share(table)
+        child.block_tables.append(table)
+        manager.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
+    parent.slots_ready_until = child.slots_ready_until = 0  # the last block is shared now
+    child.max_chunk = parent.max_chunk
+    child.num_dropped_blocks = list(parent.num_dropped_blocks)
+    child.prefixes = list(parent.prefixes)
+    child.num_registered_blocks = parent.num_registered_blocks
+    child.num_computed_tokens = parent.num_computed_tokens
+
+
+def _has_choices(seq: Sequence) -> bool:
+    return seq.extras is not None and seq.extras.choices is not None
 
 
 def fork_seed(seed: int, index: int) -> int:

@@ -52,6 +52,11 @@ class KVLayout:
     state_bytes: int = 0
 
     @property
+    def has_groups(self) -> bool:
+        """True if there is more than one group, or one that does not keep all blocks."""
+        return len(self.groups) > 1 or self.groups[0].sliding_window is not None
+
+    @property
     def snapshot_every(self) -> int | None:
         """Blocks between two snapshots; None: there is no state group."""
         return self.groups[-1].snapshot_every

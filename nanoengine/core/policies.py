@@ -2,27 +2,22 @@
 
 A sequence that is admitted too early is preempted later, and what it had computed is lost. These
 look ahead in two ways: at how full the pool is, and at how full it will be. `admission.py` has the
-protocol, and the policy that admits whoever fits.
+protocol.
 
 Chosen by build.py, asked by the Scheduler.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoengine.core.admission import AdmissionPolicy, WatermarkOnly
-from nanoengine.core.kv_groups import num_needed_blocks
+from nanoengine.core.admission import AdmissionPolicy, Ended
+from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanoengine.core.block_manager import Admission, BlockManager
 
 Ints = NDArray[np.int64]
 
@@ -42,6 +37,9 @@ class Hysteresis:
         self.admit_below = admit_below
         self._closed = False
 
+    def watch(self, ended: Ended) -> None:
+        """Learns nothing."""
+
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The first in order."""
         return waiting[0]
@@ -57,9 +55,6 @@ class Hysteresis:
         else:
             self._closed = active + admission.num_needed_blocks > self.preempt_above * usable
         return not self._closed
-
-    def on_finish(self, seq: Sequence) -> None:
-        """Learns nothing."""
 
 
 class Predictive:
@@ -78,17 +73,26 @@ class Predictive:
 
     Args:
         spread: standard deviations added to the mean; 0 was best in the simulator.
-        window: finished sequences that are remembered.
     """
 
-    def __init__(self, spread: float = 0.0, window: int = 256) -> None:
+    def __init__(self, spread: float = 0.0) -> None:
         self.spread = spread
-        self._recent: deque[int] = deque(maxlen=window)
+        self._ended, self._num_seen = Ended(), 0
         self._sorted: list[int] = []
         self._lengths: dict[int, int | None] = {}
         self._refused: int | None = None
         # Priority -> the last arrival of those that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
+
+    def watch(self, ended: Ended) -> None:
+        """Learns from what ends, when it is asked next."""
+        self._ended = ended
+
+    def _learn(self) -> None:
+        if self._ended.count != self._num_seen:
+            self._num_seen, self._refused = self._ended.count, None
+            self._lengths.clear()
+            self._sorted = sorted(self._ended.lengths)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The one expected to run longest of those that waited when the first of them was chosen.
@@ -111,6 +115,7 @@ class Predictive:
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
         """Whether the peak fits."""
+        self._learn()
         # Why: until a sequence ends, the prediction only comes true; asking again is wasted time.
         if seq.seq_id == self._refused:
             return False
@@ -118,19 +123,9 @@ class Predictive:
         self._refused = None if fits else seq.seq_id
         return fits
 
-    def on_finish(self, seq: Sequence) -> None:
-        """Learns the length of a sequence that ended by itself."""
-        self._refused = None
-        self._lengths.clear()
-        if seq.finish_reason not in ("stop", "length"):
-            return
-        if len(self._recent) == self._recent.maxlen:
-            self._sorted.remove(self._recent[0])
-        self._recent.append(seq.num_output_tokens)
-        insort(self._sorted, seq.num_output_tokens)
-
     def num_expected_tokens(self, seq: Sequence) -> int:
         """Tokens that the sequence is expected to generate from now on, at least one."""
+        self._learn()
         at_most = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
             done = seq.num_tokens - seq.num_prompt_tokens
@@ -171,6 +166,10 @@ class Predictive:
 def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
     """Blocks that sequences of these lengths hold, over all groups."""
     size, whole = manager.block_size, -(-num_tokens // manager.block_size)
+    if not manager.layout.has_groups:
+        return whole
+    from nanoengine.core.groups.rules import num_needed_blocks
+
     total = np.zeros_like(whole)
     for group in manager.layout.groups:
         at_most = num_needed_blocks(group, 2**40, manager.max_chunk, size)
@@ -180,11 +179,11 @@ def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
 
 def make_policy(
     name: str, preempt_above: float | None = None, admit_below: float | None = None
-) -> AdmissionPolicy:
+) -> AdmissionPolicy | None:
     """The policy that a setting names; the two bounds belong to "hysteresis"."""
     if name == "hysteresis":
         return Hysteresis(
             0.95 if preempt_above is None else preempt_above,
             0.80 if admit_below is None else admit_below,
         )
-    return Predictive() if name == "predictive" else WatermarkOnly()
+    return Predictive() if name == "predictive" else None

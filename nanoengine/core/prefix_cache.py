@@ -9,8 +9,8 @@ it. The BlockPool owns the index, which says which block holds a prefix, and the
 what is evicted first. The PrefixCache says which prefixes a sequence consists of and how many of
 them may come from the cache, and it counts hits and misses.
 
-Called by the Scheduler and the BlockManager. With tiers below the device it is a TieredPrefixCache
-(`tiers/tiered_cache.py`), for which the last methods of this one do nothing.
+Called by the Scheduler and the BlockManager.
+Special: groups/cache.py (windows, states: a hit in every group), tiers/ (host memory, disk).
 Source: vLLM v1 (chained hashes; blocks are kept after their request has ended).
 """
 
@@ -18,16 +18,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block, BlockPool
-from nanoengine.core.cache_stats import CacheStats, TierStats
-from nanoengine.core.kv_groups import longest_common_hit, num_dropped_blocks
+from nanoengine.core.doors import Tiers
 from nanoengine.core.layout import KVLayout
-from nanoengine.core.plan import StepPlan, StepResult, Transfer
 from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
 from nanoengine.core.sequence import Sequence
+from nanoengine.core.stats import CacheStats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +35,7 @@ class CachedPrefix:
     Attributes:
         num_blocks: how many full blocks the prefix has.
         tables: for each KV group that many entries; null where its window needs no block.
-        num_needed_blocks, num_needed_states: how many free ones it takes: those that are cached
-            become active.
-        num_shared_blocks: where the model keeps states, how many blocks of keys and values there
-            are; the prefix ends at a snapshot before that.
+        num_needed_blocks: how many free blocks it takes: those that are cached become active.
         is_ready: False while a tier reads blocks of it; the sequence waits.
         reason: for people: why blocks are loaded from a tier, or computed although one has them.
     """
@@ -48,15 +43,8 @@ class CachedPrefix:
     num_blocks: int = 0
     tables: list[list[int]] = field(default_factory=list)
     num_needed_blocks: int = 0
-    num_needed_states: int = 0
-    num_shared_blocks: int = 0
     is_ready: bool = True
     reason: str = ""
-
-    def num_held(self, group: int) -> int:
-        """How many blocks of the prefix a KV group holds; null entries don't count."""
-        table = self.tables[group]
-        return len(table) - table.count(NULL_BLOCK)
 
 
 class PrefixCache:
@@ -67,8 +55,8 @@ class PrefixCache:
         enabled: False registers nothing, so nothing is found.
 
     Attributes:
-        pool: the device's blocks and states.
-        num_kv_groups: all KV groups but the state group.
+        pool: the device's blocks.
+        tiers: what tiers below the device do at each step; None: there are none.
         prefixes: makes the keys of the index, one object for each content.
         stats: how much was looked up and found.
     """
@@ -77,9 +65,8 @@ class PrefixCache:
         self.layout = layout
         self.enabled = enabled
         self.block_size = layout.block_size
-        self.snapshot_every = layout.snapshot_every
-        self.num_kv_groups = len(layout.groups) - (self.snapshot_every is not None)
-        self.pool = BlockPool(layout.num_blocks, len(layout.groups), layout.num_states)
+        self.pool = BlockPool(layout.num_blocks, len(layout.groups))
+        self.tiers: Tiers | None = None
         self.prefixes = Prefixes()
         self.stats = CacheStats()
         # Of first blocks registered lately: digest without the salt -> name of the salted root.
@@ -88,64 +75,33 @@ class PrefixCache:
     # --- find ---------------------------------------------------------------------------------
 
     def find(self, seq: Sequence) -> CachedPrefix:
-        """The longest prefix that all KV groups have cached. Takes no block."""
-        found = self._find_from(seq, 0)
-        length = longest_common_hit(self.layout.groups, found, self.block_size)
-        tables = self._table_starts(found, length)
-        num_needed = [*map(self.pool.num_cached, tables)]
+        """The longest prefix that is cached. Takes no block."""
+        table = self._cached_blocks(seq, 0)
         return CachedPrefix(
-            num_blocks=length,
-            tables=tables,
-            num_needed_blocks=sum(num_needed[: self.num_kv_groups]),
-            num_needed_states=sum(num_needed[self.num_kv_groups :]),
-            num_shared_blocks=self._num_shared_blocks(found),
+            num_blocks=len(table),
+            tables=[table],
+            num_needed_blocks=self.pool.num_cached(table),
         )
 
-    def _num_shared_blocks(self, found: SequenceOf[SequenceOf[object]]) -> int:
-        """How long the prefix would be if states were kept everywhere; 0 without a state group."""
-        if self.snapshot_every is None:
-            return 0
-        kv = slice(self.num_kv_groups)
-        return longest_common_hit(self.layout.groups[kv], found[kv], self.block_size)
-
-    def _find_from(self, seq: Sequence, start: int) -> list[list[int]]:
-        """For each KV group the cached blocks from the `start`-th on, null where there is none; a
-        list ends where no longer prefix can be had."""
+    def _cached_blocks(self, seq: Sequence, start: int) -> list[int]:
+        """The cached blocks of a sequence from its `start`-th on, up to the first that is not."""
         at_most = self._num_usable_blocks(seq)
-        prefixes = self._prefixes_of(seq, at_most)[start:at_most]
-        found = []
-        for index, group in enumerate(self.layout.groups):
-            hits = self.pool.lookup_all(index, prefixes)
-            if group.sliding_window is None and NULL_BLOCK in hits:
-                # Why: full attention needs every block, so what lies behind a gap is no use.
-                del hits[hits.index(NULL_BLOCK) :]
-            found.append(hits)
-        return found
-
-    def _table_starts(self, found: list[list[int]], length: int) -> list[list[int]]:
-        """The first `length` entries of each group's table; null where its window sees nothing."""
-        tables = []
-        for group, hits in zip(self.layout.groups, found, strict=True):
-            dropped = num_dropped_blocks(group, length * self.block_size, self.block_size)
-            tables.append([NULL_BLOCK] * dropped + hits[dropped:length])
-        return tables
+        hits = self.pool.lookup_all(0, self._prefixes_of(seq, at_most)[start:at_most])
+        return hits[: hits.index(NULL_BLOCK)] if NULL_BLOCK in hits else hits
 
     def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
         """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
         for table in prefix.tables:
             self.pool.touch(table)
-        seq.num_shared_blocks = prefix.num_shared_blocks
         return prefix.tables
 
     def find_filled(self, seq: Sequence) -> list[list[int]]:
         """Blocks that hold what a running sequence computes next, because another was faster.
 
         `[g][i]` is group g's block for the i-th position of the table, counted from the block that
-        the sequence's next token lies in; null where the group needs none.
+        the sequence's next token lies in.
         """
-        found = self._find_from(seq, seq.num_computed_tokens // self.block_size)
-        length = longest_common_hit(self.layout.groups, found, self.block_size)
-        return [hits[:length] for hits in found]
+        return [self._cached_blocks(seq, seq.num_computed_tokens // self.block_size)]
 
     def _num_usable_blocks(self, seq: Sequence) -> int:
         """How many of a sequence's blocks may come from the cache: full ones, and not all."""
@@ -189,27 +145,11 @@ class PrefixCache:
             self._roots[self._unsalted(seq)] = root_name(seq.request.cache_salt)
             if len(self._roots) > self.layout.num_blocks:
                 self._roots.popitem(last=False)
-        # Why: a hit needs a block in all groups, so all groups' blocks are indexed before the next.
-        step = full - first if len(seq.block_tables) == 1 else 1
-        for start in range(first, full, step):
-            run = slice(start, start + step)
-            for group, table in enumerate(seq.block_tables):
-                if group < self.num_kv_groups or self.keeps_state(seq, start):
-                    self._index(table[run], group, prefixes[run])
+        self._index_run(seq, prefixes, first, full)
         seq.num_registered_blocks = full
 
-    def keeps_state(self, seq: Sequence, index: int) -> bool:
-        """Whether the state behind a sequence's `index`-th block stays behind as a snapshot.
-
-        A state takes the memory of many tokens' keys and values, so few are kept: every so often,
-        at the end of the prompt, and where other prompts went on in another way.
-        Source: Marconi (arXiv 2411.19379) keeps states where prompts branch.
-        """
-        assert self.snapshot_every is not None
-        length = index + 1
-        last = (seq.num_prompt_tokens - 1) // self.block_size
-        regular = length % self.snapshot_every == 0
-        return self.enabled and (regular or length in (last, seq.num_shared_blocks))
+    def _index_run(self, seq: Sequence, prefixes: list[Prefix], first: int, full: int) -> None:
+        self._index(seq.block_tables[0][first:full], 0, prefixes[first:full])
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
         """Indexes blocks of one KV group; returns those that were not indexed before."""
@@ -272,25 +212,3 @@ class PrefixCache:
         if seq.request.cache_salt is None:
             return seq.prefixes[0].digest
         return hash_block(root_name(None) + pack(seq.token_ids[: self.block_size]))
-
-    # --- what only tiers below the device have to do ------------------------------------------
-
-    def take_transfers(self, plan: StepPlan) -> list[Transfer]:
-        """The copies between the device and a tier that a planned step makes."""
-        return []
-
-    def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Called when a step has run, and its transfers with it."""
-
-    def wait(self) -> None:
-        """Called when no step is under way and none can be planned: waits for a tier's reads."""
-
-    def close(self) -> None:
-        """Gives back what tiers hold outside the process: files, locks."""
-
-    def tier_stats(self) -> tuple[TierStats, ...]:
-        """The blocks of each tier, and what was moved."""
-        return ()
-
-    def check(self) -> None:
-        """Raises AssertionError if a tier's invariant is broken."""

@@ -5,18 +5,18 @@
 
 `LLMEngine` has one, and `LLM` asks it. What has been checked holds plain integers within the
 engine's limits, so nobody behind it checks again. It queues nothing and knows no text.
+Special: request_options.py (ids and counts that parameters name; forks; evictions).
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
-from nanoengine.core.sequence import Sequence
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams
 
@@ -47,7 +47,8 @@ class RequestChecker:
     Args:
         info: vocabulary, EOS ids, max_model_len.
         manager: knows what the KV pool can hold.
-        further: raises RequestError for parameters that what runs the model can't obey.
+        further: raises RequestError for grammars and stages that can't be had.
+        is_ready: whether `further` need not wait; if not, it soon will not have to.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class RequestChecker:
         info: EngineInfo,
         manager: BlockManager,
         further: Callable[[SamplingParams], None] | None = None,
+        is_ready: Callable[[SamplingParams], bool] = lambda params: True,
     ) -> None:
         self.info = info
         self._manager = manager
         self._further = further
+        self.is_ready = is_ready
 
     def check(
         self,
@@ -92,15 +95,18 @@ class RequestChecker:
             raise RequestError("the prompt is empty: give at least one token")
         token_ids = self._plain_ids("prompt token ids", prompt_token_ids)
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
-        self._check_length(len(token_ids))
-        self._check_params(params)
+        self.check_length(len(token_ids))
+        if has_options(params):
+            from nanoengine.core.request_options import check_options
+
+            params = check_options(params, self.info.vocab_size, self._further)
         longest = self.info.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         eos = () if params.ignore_eos else self.info.eos_token_ids
         return CheckedRequest(
             prompt_token_ids=token_ids,
-            params=params.for_vocabulary(self.info.vocab_size),
+            params=params,
             priority=params.priority if priority is None else int(priority),
             key=key,
             cache_salt=cache_salt,
@@ -122,65 +128,42 @@ class RequestChecker:
             raise RequestError(f"{name} must be in [0, {self.info.vocab_size}), got {bad}")
         return plain
 
-    def _check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int, at_least: str = "") -> None:
+        """Raises PromptTooLongError or CapacityError if a prompt of so many tokens can't run.
+
+        Args:
+            at_least: these words, for a prompt that may have more.
+        """
         info, manager = self.info, self._manager
         if num_tokens >= info.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens; max_model_len={info.max_model_len} leaves"
-                f" room for {info.max_model_len - 1} and one generated: shorten it, or raise"
+                f"the prompt has {at_least}{num_tokens} tokens; max_model_len={info.max_model_len}"
+                f" leaves room for {info.max_model_len - 1} and one generated: shorten it, or raise"
                 " max_model_len"
             )
         if not manager.can_ever_allocate(num_tokens):
             kept = manager.num_watermark_blocks
             reserve = f", of which the watermark keeps {kept} free" if kept else ""
             raise CapacityError(
-                f"the prompt of {num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
-                f" blocks of {info.block_size} tokens, the pool has {manager.pool.num_usable}"
-                f"{reserve}: shorten it, or raise num_kv_blocks or kv_cache_gib"
-                f"{' or lower watermark_frac' if kept else ''}"
+                f"the prompt of {at_least}{num_tokens} tokens needs"
+                f" {manager.num_blocks_for(num_tokens)} KV blocks of {info.block_size} tokens, the"
+                f" pool has {manager.pool.num_usable}{reserve}: shorten it, or raise num_kv_blocks"
+                f" or kv_cache_gib{' or lower watermark_frac' if kept else ''}"
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
-        size = self.info.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if not 0 <= token_id < size:
-                    raise RequestError(f"{name} must be in [0, {size}), got {token_id}")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and count > size:
-                raise RequestError(f"{name} must be at most {size}, got {count}")
-        if self._further is not None:
-            self._further(params)
 
-    def check_fork(self, parent: Sequence, next_token_id: int) -> None:
-        """Raises RequestError unless a fork of `parent` may have this token as its last one."""
-        if not 0 <= next_token_id < self.info.vocab_size:
-            raise RequestError(
-                f"next_token_id must be in [0, {self.info.vocab_size}), got {next_token_id}"
-            )
-        if not parent.num_output_tokens:
-            raise RequestError(
-                "next_token_id replaces the last output token, and there is none yet: fork after"
-                " the step that samples the first"
-            )
-        known = [entry.token_id for entry in parent.logprobs[-1]] if parent.logprobs else []
-        if known and next_token_id not in known:
-            raise RequestError(
-                f"next_token_id={next_token_id} has no known log-probability: the request reports"
-                f" those of {known} here; choose one of them, or ask for more logprobs or none"
-            )
-
-    def check_block_ids(self, block_ids: Iterable[int]) -> list[int]:
-        """The ids as Python's integers; RequestError unless each is one of the pool's blocks."""
-        last = self.info.num_kv_blocks - 1
-        if not isinstance(block_ids, Iterable):
-            raise RequestError(f"block ids must be a list of integers, got {block_ids!r}")
-        block_ids = list(block_ids)
-        for block_id in block_ids:
-            if not _is_int(block_id) or not 1 <= block_id <= last:
-                raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
-        return list(map(int, block_ids))
+def has_options(params: SamplingParams) -> bool:
+    """Whether parameters name token ids, counts of them, or what edits logits."""
+    return bool(
+        params.stop_token_ids
+        or params.allowed_token_ids
+        or params.logit_bias
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or params.structured_outputs is not None
+        or params.logits_processors
+        or params.extra_args
+    )
 
 
 def _is_int(value: object) -> bool:

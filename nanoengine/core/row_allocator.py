@@ -18,7 +18,8 @@ class RowAllocator:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._free = list(range(num_rows - 1, -1, -1))
+        self.free = list(range(num_rows - 1, -1, -1))
+        self.has_news = False  # the next plan says something of rows
         self._released: list[int] = []
         # Since the last plan: parent (None if it has lost its row), child, its computed tokens.
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
@@ -27,29 +28,32 @@ class RowAllocator:
     @property
     def num_free(self) -> int:
         """Rows that no sequence holds."""
-        return len(self._free)
+        return len(self.free)
 
     def take(self, seq: Sequence) -> None:
         """Gives a sequence a row, in a plan that admits it."""
-        seq.row = self._free.pop()
+        seq.row = self.free.pop()
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Gives a child a row; the next plan says that it starts as a copy of its parent's."""
         self.take(child)
+        self.has_news = True
         self._forked.append((parent, child, parent.num_computed_tokens))
         # Why: the executor copies the parent's row as the last plan has left it.
         self._chosen += [c._replace(row=child.row) for c in self._chosen if c.row == parent.row]
 
     def replace_token(self, seq: Sequence, token_id: int) -> None:
         """The next plan replaces the sequence's last token, which was chosen outside."""
+        self.has_news = True
         self._chosen.append(ChosenToken(seq.row, len(seq.token_ids), token_id))
 
     def release(self, seq: Sequence) -> None:
         """Takes a sequence's row back, and drops what the next plan was to say of it."""
-        self._free.append(seq.row)
+        self.free.append(seq.row)
         # Why: the executor does not know yet of a child forked since the last plan.
         if all(child is not seq for _, child, _ in self._forked):
             self._released.append(seq.row)
+            self.has_news = True
         self._forked = [
             (None if parent is seq else parent, child, num_computed_tokens)
             for parent, child, num_computed_tokens in self._forked
@@ -60,7 +64,7 @@ class RowAllocator:
 
     def release_all(self) -> None:
         """Has the next plan release all rows, also those that are free."""
-        self._released = list(range(self.num_rows))
+        self._released, self.has_news = list(range(self.num_rows)), True
 
     def tell(self, plan: StepPlan) -> None:
         """Writes what has changed since the last plan into this one, forks in their order.
@@ -75,12 +79,7 @@ class RowAllocator:
                 plan.admitted.append(admitted(child, num_computed_tokens))
             else:
                 plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
-        self._forked = []
-
-    def check(self, running: list[Sequence]) -> None:
-        """Raises AssertionError unless each row is free or held by one of these sequences."""
-        held = [seq.row for seq in running]
-        assert sorted(held + self._free) == list(range(self.num_rows)), held
+        self._forked, self.has_news = [], False
 
 
 def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:

@@ -7,6 +7,8 @@
 The scheduler knows one formula for all of it: compute
 `min(num_tokens + num_draft_tokens - num_computed_tokens, budget)`. Prefill, chunk, decode and
 verification are words for its values, never flags.
+
+Special: what few sequences have besides stands in `Extras`; extras.py and forks.py look into it.
 """
 
 from __future__ import annotations
@@ -42,6 +44,23 @@ class Ending(NamedTuple):
     stop_reason: int | str | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class Extras:
+    """What few sequences have: they report log-probabilities, draft, part, or are chosen for.
+
+    Attributes:
+        logprobs: of each output token, its own first; None: they were not asked for.
+        cumulative_logprob: the sum of the tokens' own.
+        draft_token_ids: proposed tokens that the next step verifies.
+        choices: the most likely next tokens, until its `TokenChooser` has chosen one of them.
+    """
+
+    logprobs: TokenLogprobs | None = None
+    cumulative_logprob: float = 0.0
+    draft_token_ids: tuple[int, ...] = ()
+    choices: list[TokenLogprob] | None = None
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """One stream of tokens: what the scheduler counts, what the block manager tables.
@@ -52,21 +71,19 @@ class Sequence:
         num_pending_tokens: tokens that steps under way will sample; their values are not known yet.
         num_computed_tokens: tokens whose KV is in the cache, or is being computed by a step.
         num_cached_tokens: of them, found in the prefix cache at the last admission.
-        draft_token_ids: proposed tokens that the next step verifies.
-        choices: the most likely next tokens, until its `TokenChooser` has chosen one of them.
         block_tables: for each KV group the block ids in order, append-only; 0 where dropped.
         prefixes: the content of each full block, hashed once and kept.
-        num_pending_reads: blocks that a disk tier still reads for it before its next admission;
-            None: it has not asked for any.
         num_registered_blocks: how many of these are in the prefix-cache index.
-        num_shared_blocks: where another prompt went on in another way: see `CachedPrefix`.
-        max_chunk: most tokens that one step computes of it, so that its windows fit the pool.
+        max_chunk: most tokens that one step computes of it.
         slots_ready_until: a decode that starts before this position writes into a slot that it has
             already: no block, no copy, no indexing.
         max_num_tokens: prompt and output together end here.
         min_num_tokens: stop ids and strings don't count before this many tokens.
         stop_ids: EOS ids (unless ignored) and stop_token_ids.
         row: in the executor's buffers while running, else NO_ROW.
+        extras: None for most sequences.
+        num_dropped_blocks, num_shared_blocks: of windows and states (groups/).
+        num_pending_reads: of tiers (tiers/disk.py).
     """
 
     request: Request
@@ -81,7 +98,7 @@ class Sequence:
     order: tuple[int, int, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     min_num_tokens: int = field(init=False)
-    logprobs: TokenLogprobs | None = field(init=False)
+    extras: Extras | None = field(init=False)
     follower: OutputFollower | None = field(init=False)
     status: Status = Status.WAITING
     row: int = NO_ROW
@@ -90,8 +107,6 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preempted_tokens: int = 0
     num_overtaken: int = 0
-    draft_token_ids: tuple[int, ...] = ()
-    choices: list[TokenLogprob] | None = None
     block_tables: list[list[int]] = field(default_factory=list)
     num_dropped_blocks: list[int] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
@@ -102,7 +117,6 @@ class Sequence:
     slots_ready_until: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    cumulative_logprob: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -116,7 +130,8 @@ class Sequence:
         # Why 0: before min_tokens only a grammar lets an EOS id be sampled, behind a complete text.
         min_tokens = 0 if params.structured_outputs is not None else params.min_tokens
         self.min_num_tokens = self.num_prompt_tokens + min_tokens
-        self.logprobs = [] if params.logprobs is not None else None
+        logprobs: TokenLogprobs | None = None if params.logprobs is None else []
+        self.extras = Extras(logprobs=logprobs) if request.is_special else None
         self.follower = request.make_follower(self.index) if request.make_follower else None
 
     @property
@@ -134,15 +149,9 @@ class Sequence:
         """The committed output tokens, the one that ended the sequence included."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token_id: int, logprobs: list[TokenLogprob] | None) -> Ending | None:
-        """Takes the next token, known from now on; returns how the sequence ends by it, if it does.
-
-        `logprobs`: the token's own first, then the top candidates.
-        """
+    def append(self, token_id: int) -> Ending | None:
+        """Takes the next token, known from now on; returns how the sequence ends by it, if so."""
         self.token_ids.append(token_id)
-        if logprobs is not None and self.logprobs is not None:
-            self.logprobs.append(logprobs)
-            self.cumulative_logprob += logprobs[0].logprob
         num_tokens = len(self.token_ids)
         if num_tokens >= self.min_num_tokens and token_id in self.stop_ids:
             was_asked_for = token_id in (self.params.stop_token_ids or ())
@@ -157,35 +166,12 @@ class Sequence:
         """True if all tokens are computed and a `TokenChooser` has yet to choose the next one."""
         return self.num_computed_tokens == self.num_tokens
 
-    @property
-    def may_draft(self) -> bool:
-        """True if the next step decodes it, and all its tokens are known."""
-        is_next = self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
-        return is_next and self.request.chooser is None
-
-    def fork(self, *, seq_id: int, index: int, seed: int) -> Sequence:
-        """A copy with its own id, index and seed, that has no row and no blocks yet."""
-        child = Sequence(
-            self.request,
-            seq_id=seq_id,
-            index=index,
-            token_ids=list(self.token_ids),
-            seed=seed,
-            stop_ids=self.stop_ids,
-            max_num_tokens=self.max_num_tokens,
-        )
-        child.choices = self.choices
-        child.cumulative_logprob = self.cumulative_logprob
-        child.logprobs = None if self.logprobs is None else list(self.logprobs)
-        child.first_scheduled_time = self.first_scheduled_time
-        child.first_token_time, child.last_token_time = self.first_token_time, self.last_token_time
-        return child
-
     def forget_computed(self) -> None:
         """Counts all tokens as not computed, because the blocks are gone, and gives up drafts."""
+        if self.extras is not None:
+            self.extras.draft_token_ids = ()
         self.num_preempted_tokens = max(self.num_preempted_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
-        self.draft_token_ids = ()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends the sequence for this reason; blocks and row are the Scheduler's business."""
@@ -243,16 +229,17 @@ class Request:
         self.prompt_logprobs = [] if self.params.prompt_logprobs is not None else None
 
     @property
+    def is_special(self) -> bool:
+        """True if its sequences need `Extras` from the start."""
+        params = self.params
+        asks = params.logprobs is not None or params.prompt_logprobs is not None
+        return asks or params.n > 1 or self.chooser is not None
+
+    @property
     def finished(self) -> bool:
         """True once all sequences have finished, or the one before the fork has failed."""
         forked = self.num_forks_due == 0 or self.error is not None
         return forked and all(seq.is_finished for seq in self.sequences)
-
-    def extend_prompt_logprobs(self, start: int, new: TokenLogprobs) -> None:
-        """Appends those not known yet: a preempted prompt is computed, and reported, again."""
-        if self.prompt_logprobs is not None:
-            first = self.params.first_scored_position
-            self.prompt_logprobs += new[first + len(self.prompt_logprobs) - max(start, first) :]
 
     def __repr__(self) -> str:
         return (

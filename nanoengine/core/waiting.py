@@ -26,52 +26,47 @@ class WaitingQueue:
     """A heap of sequences. One that ends while it waits stays in the heap until its turn."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
-        self._num_waiting = 0
+        self.heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self.num_waiting = 0
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self.num_waiting
 
     def push(self, seq: Sequence) -> None:
         """Queues a sequence at its place in the order."""
         seq.status = Status.WAITING
-        self._num_waiting += 1
-        heapq.heappush(self._heap, (seq.order, seq))
+        self.num_waiting += 1
+        heapq.heappush(self.heap, (seq.order, seq))
 
     def pop(self) -> Sequence:
         """The first sequence still waiting; those that have ended are dropped on the way."""
         while True:
-            _, seq = heapq.heappop(self._heap)
+            _, seq = heapq.heappop(self.heap)
             if seq.status is Status.WAITING:
-                self._num_waiting -= 1
+                self.num_waiting -= 1
                 return seq
 
     def pop_next(self, next_to_admit: NextToAdmit) -> Sequence:
         """The one that a policy wants next of those still waiting; walks all of them."""
-        waiting = [seq for _, seq in sorted(self._heap) if seq.status is Status.WAITING]
+        waiting = [seq for _, seq in sorted(self.heap) if seq.status is Status.WAITING]
         first = next_to_admit(waiting)
-        self._heap = [(seq.order, seq) for seq in waiting if seq is not first]  # sorted: a heap
-        self._num_waiting -= 1
+        self.heap = [(seq.order, seq) for seq in waiting if seq is not first]  # sorted: a heap
+        self.num_waiting -= 1
         return first
 
     def discount(self) -> None:
         """Counts one sequence less, because it is about to end while it waits."""
-        self._num_waiting -= 1
-
-    def check(self) -> None:
-        """Raises AssertionError if the count is not that of the sequences still waiting."""
-        waiting = sum(seq.status is Status.WAITING for _, seq in self._heap)
-        assert waiting == self._num_waiting, (waiting, self._num_waiting)
+        self.num_waiting -= 1
 
 
 class LookAhead:
     """One step's pass over the queue, from its head.
 
     Up to MAX_LOOK_AHEAD sequences that do not fit yet are passed over, each of them MAX_OVERTAKEN
-    times at most. Where few wait, `next_to_admit` says which of them is tried next.
+    times at most. Where few wait, a policy's `next_to_admit` says which of them is tried next.
     """
 
-    def __init__(self, queue: WaitingQueue, next_to_admit: NextToAdmit) -> None:
+    def __init__(self, queue: WaitingQueue, next_to_admit: NextToAdmit | None) -> None:
         self._queue = queue
         self._next_to_admit = next_to_admit
         self.passed_over: list[Sequence] = []
@@ -84,7 +79,7 @@ class LookAhead:
         is_far = len(self.passed_over) > MAX_LOOK_AHEAD
         if not self._queue or is_far or any(map(_waits_long, self.passed_over)):
             return None
-        if len(self._queue) <= few:
+        if self._next_to_admit is not None and len(self._queue) <= few:
             return self._queue.pop_next(self._next_to_admit)
         return self._queue.pop()
 

@@ -1,6 +1,6 @@
 """Beam search: the continuations of a prompt with the best scores, found a token a step.
 
-    step       beams await a choice, each with its likeliest next tokens .... `Sequence.choices`
+    step       beams await a choice, each with its likeliest next tokens .... `Extras.choices`
     choose     all continuations of all beams, best first
                  ends in EOS, or is long enough ── a hypothesis, if among the first beam_width
                  the beam_width best others ────── give a token, fork, drop
@@ -15,22 +15,26 @@ Source: the settings and their meaning are those of transformers' `generate(num_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
-from nanoengine.calls import Call
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
+from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
-from nanoengine.text.prompts import CheckedPrompt
+from nanoengine.text.prompt_forms import Row, prompt_list
+from nanoengine.text.prompts import CheckedPrompt, PromptReader
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.turns import Call, Calls
 
 
 @checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
@@ -190,9 +194,10 @@ class BeamSearch:
     def _candidates(self, beams: list[Sequence]) -> list[Candidate]:
         """The most likely continuations of all beams; among equals those of earlier beams first."""
         found = [
-            Candidate(beam.cumulative_logprob + entry.logprob, beam, entry.token_id)
+            Candidate(beam.extras.cumulative_logprob + entry.logprob, beam, entry.token_id)
             for beam in beams
-            for entry in beam.choices or ()
+            if beam.extras is not None
+            for entry in beam.extras.choices or ()
         ]
         found.sort(key=lambda candidate: -candidate.logprob)
         return found[: self.num_candidates]
@@ -246,6 +251,53 @@ def make_search(params: BeamSearchParams, info: EngineInfo, num_prompt_tokens: i
         eos_token_ids=() if params.ignore_eos else info.eos_token_ids,
         vocab_size=info.vocab_size,
     )
+
+
+def beam_search(
+    calls: Calls,
+    reader: PromptReader,
+    prompts: object,
+    params: BeamSearchParams,
+    *,
+    config: EngineConfig,
+    bar: Callable[[LLMEngine, int], contextlib.AbstractContextManager[object]],
+    tokenizer: Tokenizer | None,
+) -> list[BeamSearchOutput]:
+    """`LLM.beam_search`, which has the docs; the caller is alone on the engine.
+
+    Args:
+        bar: makes a progress bar of so many requests.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params must be BeamSearchParams, got {params!r}")
+    room = config.max_num_seqs // params.beam_width
+    if not room:
+        raise RequestError(
+            f"beam_width={params.beam_width} sequences run together:"
+            f" max_num_seqs={config.max_num_seqs} must be at least that"
+        )
+    if config.logits_processors:
+        raise RequestError(
+            "a beam search ranks the model's own log-probabilities, which logits_processors"
+            " don't reach: make an LLM without them"
+        )
+    given = prompt_list(prompts)
+    if any(isinstance(one, Row) and one.sampling_params is not None for one in given):
+        raise RequestError(
+            "a beam search samples nothing: leave out the sampling_params of its Rows"
+        )
+    shared = make_search(params, calls.engine.info, 0).sampling_params
+    read = reader.read_all(given, shared, None, "raise")
+    call = calls.begin()
+    with bar(call.engine, len(read)), call:
+        return search_all(
+            call,
+            [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
+            params,
+            room=room,
+            request_ids=reader.request_ids,
+            tokenizer=tokenizer,
+        )
 
 
 def search_all(

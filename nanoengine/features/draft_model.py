@@ -29,8 +29,8 @@ from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError
 from nanoengine.features.drafting import Guess
 from nanoengine.runner import kv_cache
-from nanoengine.runner.launched_step import LaunchedStep
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.step import LaunchedStep
 from nanoengine.settings.params import SamplingParams
 
 

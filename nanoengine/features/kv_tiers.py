@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import gc
-import hashlib
 import itertools
 import json
 import logging
@@ -38,6 +37,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.core.doors import TierStorage
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
@@ -47,8 +47,10 @@ from nanoengine.core.tiers.found import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
 from nanoengine.runner.kv_cache import zeros
-from nanoengine.runner.memory import GIB, require_memory
-from nanoengine.runner.transfers import ship, staging_blocks
+from nanoengine.runner.memory import GIB, require_memory, staging_blocks
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.transfers import ship
+from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 FORMAT_VERSION = 1
@@ -592,18 +594,13 @@ def checksum(header: bytes, data: NDArray[np.uint8]) -> bytes:
 def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str:
     """A digest of everything that a block's bytes depend on, in 32 hex digits.
 
-    Files count by all of their bytes: names, sizes and times show neither that two files differ nor
-    that they are equal.
-
     Args:
         files: config.json, and those that the weights were read from.
         facts: numerics and layout.
     """
     digest = xxhash.xxh3_128(repr((FORMAT_VERSION, sorted(facts.items()))).encode())
     for path in files:
-        # Perf: 10 GiB/s from the page cache, where loading has just left them (one Zen 5 core).
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
+        digest.update(file_digest(path))
     return digest.hexdigest()
 
 
@@ -697,3 +694,34 @@ def num_blocks(tier: Tier, block_bytes: int, taken: int = 0) -> int:
             f"{type(tier).__name__} gib={tier.gib} holds no block of {block_bytes} bytes: raise it"
         )
     return count
+
+
+def tiered_cache(
+    runner: ModelRunner, config: EngineConfig, layout: KVLayout, backend: str, directory: Path
+) -> TieredPrefixCache:
+    """The cache that `kv_tiers` asks for; the runner learns what moves its blocks."""
+    files = [directory / "config.json"]
+    if config.load_format == "auto":
+        files += checkpoint_files(directory)
+    cache, runner.tier_storage = make_tiers(
+        config.kv_tiers,
+        layout,
+        runner.kv_cache.kv,
+        files,
+        states=runner.kv_cache.states,
+        # Why: whatever changes the bytes of a block must be named here.
+        facts={
+            "weights": config.load_format,
+            "seed": config.seed if config.load_format == "dummy" else None,
+            "dtype": runner.dtype,
+            "quantization": runner.quantization,
+            "kv_dtype": runner.kv_dtype,
+            "deterministic": config.deterministic,
+            "attention_backend": backend,
+            "layout": runner.backend.kv_layout,
+            "block_size": layout.block_size,
+            "groups": layout.groups,
+        },
+    )
+    assert cache is not None
+    return cache

@@ -1,25 +1,52 @@
-"""Grammars by llguidance, the library behind `structured_outputs` unless another is asked for.
+"""Grammars by llguidance, the library behind `structured_outputs`.
 
 A schema compiles in a few milliseconds, lazily; a mask takes some 10 to 80 us. What the library
 does not enforce of JSON Schema it refuses, by keyword. No other file imports it.
+
+It has limits of its own, whose messages are for who knows it inside. What it does not limit is the
+text of terminals, each of which is written out where another one names it: ten lines that double
+one make gigabytes. `_require_small` counts it before the library is asked.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.features.gbnf import is_gbnf, to_lark
+from nanoengine.settings.structured import MOST_CHARS, StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
-LIMITS = LLParserLimits(verbose_errors=False)
+LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000, step_max_items=50_000, max_items_in_row=50_000, verbose_errors=False
+)
+"""Per mask. Patterns of all letters of Unicode over 150,000 tokens take 20,000 of fuel."""
+
+MEANINGS = (
+    (("NoExtensionBias", "empty regex"), "no text matches it"),
+    (
+        ("Too many items", "Current row has"),
+        "too many rules apply at one place: have fewer alternatives there, or larger terminals",
+    ),
+    (
+        ("too many expressions", "too big", "fuel exhausted", "precomputation", "symbols.len()"),
+        "it is too large: have fewer or simpler patterns",
+    ),
+)
+"""What parts of the library's messages mean."""
+
+MOST_WRITTEN_OUT = 65_536
+"""Characters of all terminals of a grammar, when each stands for each of its names."""
+
 MOST_EXACT = 2**53
 """The library reads numbers as float64."""
 MANY = 4
@@ -47,13 +74,12 @@ class LLGuidance:
         """
         try:
             matcher = LLMatcher(self.tables, _source(asked), log_level=0, limits=LIMITS)
+            matcher.compute_bitmask()  # Why: it tells much of what would fail while a row runs.
             error = matcher.get_error()
-        except RequestError:
-            raise
         except ValueError as raised:
             error = str(raised)
         if error:
-            raise RequestError(f"structured_outputs can't be compiled: {error.strip()}")
+            raise RequestError(f"structured_outputs can't be compiled: {_meaning(error)}")
         return LLGuidanceGrammar(matcher, self.eos_token_ids)
 
     def fill(self, grammars: Sequence[LLGuidanceGrammar], masks: np.ndarray) -> None:
@@ -83,7 +109,7 @@ class LLGuidanceGrammar:
     def require(self) -> None:
         """Raises RequestError if the text has left the grammar, or passed the library's limits."""
         if self.matcher.is_error():
-            raise RequestError(f"structured_outputs: {self.matcher.get_error().strip()}")
+            raise RequestError(f"structured_outputs: {_meaning(self.matcher.get_error())}")
 
     def fork(self) -> LLGuidanceGrammar:
         return LLGuidanceGrammar(self.matcher.deep_copy(), self.eos_token_ids)
@@ -93,29 +119,81 @@ class LLGuidanceGrammar:
         return list(self.matcher.compute_ff_tokens())
 
 
-def _require_exact(schema: Any, is_value: bool = False) -> None:
-    """Raises RequestError for integers of `const` and `enum` that the library would round."""
-    if isinstance(schema, dict):
-        for name, inner in schema.items():
-            _require_exact(inner, is_value or name in ("const", "enum"))
-    elif isinstance(schema, list):
-        for inner in schema:
-            _require_exact(inner, is_value)
-    elif is_value and isinstance(schema, int) and abs(schema) > MOST_EXACT:
-        raise RequestError(
-            f"structured_outputs can't be compiled: const and enum hold integers up to 2**53, got"
-            f" {schema}; grammar_backend='xgrammar' takes larger ones"
-        )
+def _meaning(error: str) -> str:
+    """The library's message for who wrote the grammar."""
+    for parts, meaning in MEANINGS:
+        if any(part in error for part in parts):
+            return meaning
+    return error.partition("<backtrace>")[0].strip()
 
 
 def _source(asked: StructuredOutputs) -> str:
-    """What was asked for as the library's own description of a grammar."""
+    """What was asked for as the library's own description of a grammar.
+
+    Raises:
+        ValueError: it is too large, or holds what the library would not obey.
+    """
     if asked.schema is not None:
         _require_exact(json.loads(asked.schema))
         options = {"whitespace_flexible": asked.whitespace, "lenient": False}
         return LLMatcher.grammar_from_json_schema(asked.schema, overrides=options)
-    if asked.regex is not None:
-        return grammar_from("regex", asked.regex)
     if asked.choice is not None:
-        return grammar_from("choice", json.dumps(asked.choice))
-    return grammar_from("grammar", asked.grammar or "")
+        # Why not rules: the library takes thousands of them in one place for too many.
+        return LLMatcher.grammar_from_regex("|".join(map(re.escape, asked.choice)))
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(asked.regex)
+    text = asked.grammar or ""
+    lark = to_lark(text) if is_gbnf(text) else text
+    _require_small(lark)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _require_exact(schema: Any) -> None:
+    """Raises ValueError for integers of `const` and `enum` that the library would round, and for
+    patterns that would be too long for a regex alone."""
+    patterns, left = 0, [(schema, False)]
+    while left:
+        one, is_value = left.pop()
+        if isinstance(one, dict):
+            left += [(inner, is_value or name in ("const", "enum")) for name, inner in one.items()]
+            if isinstance(one.get("pattern"), str):
+                patterns += len(one["pattern"])
+        elif isinstance(one, list):
+            left += [(inner, is_value) for inner in one]
+        elif is_value and isinstance(one, int) and abs(one) > MOST_EXACT:
+            raise ValueError(
+                f"const and enum hold integers up to 2**53, got {one}: ask for strings"
+            )
+    if patterns > MOST_CHARS["regex"]:
+        raise ValueError(
+            f"the patterns of a schema must have at most {MOST_CHARS['regex']:,} characters"
+            f" together, got {patterns:,}"
+        )
+
+
+RULE = re.compile(
+    r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\[[^\n]*\]|\.-?\d+)?(?:\s|//[^\n]*)*:", re.MULTILINE
+)
+NO_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])+/')
+
+
+def _require_small(lark: str) -> None:
+    """Raises ValueError if a grammar's terminals, written out, are too long or nest too deep."""
+    _, *parts = RULE.split(lark)
+    rules = dict(zip(parts[::2], parts[1::2], strict=True))
+    bodies = {name: body for name, body in rules.items() if name.isupper()}
+
+    @functools.cache
+    def size(name: str) -> int:
+        inner = re.findall(r"[A-Z_][A-Z0-9_]*", NO_NAME.sub("", bodies[name]))
+        return len(bodies[name]) + sum(size(one) for one in inner if one in bodies)
+
+    try:
+        largest = max(map(size, bodies), default=0)
+    except RecursionError:
+        raise ValueError("its terminals name one another too deep, or in a circle") from None
+    if largest > MOST_WRITTEN_OUT:
+        raise ValueError(
+            f"a terminal, with all that it names, must have at most {MOST_WRITTEN_OUT:,}"
+            f" characters, got {largest:,}"
+        )

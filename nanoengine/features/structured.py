@@ -1,14 +1,18 @@
 """Structured outputs: a grammar says which tokens may come next, and when an output is complete.
 
-    StructuredOutputs ── check a prompt: compile, cached ──────────────┐  off the step
+    StructuredOutputs ── check a prompt: compile in a thread, cached ──┐  off the step
     admit a row ────── fork the compiled grammar ── accept its tokens <┘
     each step ──────── a bit a token, for all rows in one call ── the others' logits become -inf
     complete ───────── an EOS id is all that may come: the sequence ends with "stop"
 
 `Structured` is a `LogitsProcessor`, and a `Grammar` the state of a row. So grammars fork, come back
 from preemption and follow drafts as penalties do. What compiles and matches is a library behind
-`GrammarLibrary` (`llguidance_grammars.py`, `xgrammar_grammars.py`); its tables of the tokenizer are
-built when the first grammar comes. With ranks each one compiles for itself.
+`GrammarLibrary` (`llguidance_grammars.py`); its tables of the tokenizer are built when the first
+grammar comes. With ranks each one compiles for itself.
+
+What a row asks for may take any time, and as deep a stack as it nests. So a thread with a large
+stack compiles; who waits for it hears Ctrl-C, and gives it up after COMPILE_S. Rows that run go on:
+`is_ready` tells a prompt that need not be checked yet.
 
 Made by `build.py`. Legend: L lines of logits, V vocabulary, W = ceil(V / 32) words of a mask.
 """
@@ -17,8 +21,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -36,6 +42,23 @@ from nanoengine.text.tokenizer import Tokenizer
 
 MOST_GRAMMARS = 1024
 """Compiled grammars that are kept, the latest used ones; one that has gone is compiled again."""
+
+COMPILE_S = 10.0
+"""Longest time that a grammar may take. A schema takes milliseconds."""
+
+SOON_S = 0.01
+"""A grammar that is there within this time is waited for while other rows run."""
+
+AGAIN_S = 0.001
+"""How long a later look at it may take."""
+
+MOST_LATE = 4
+"""Threads that may work on what has been given up: nothing can end them."""
+
+STACK_BYTES = 256 << 20
+"""Stack of a thread that compiles; memory is taken where it is used."""
+
+_STARTING = threading.Lock()  # Why: the size of stacks is a setting of the whole process.
 
 
 class Grammar(Protocol):
@@ -74,6 +97,21 @@ class GrammarLibrary(Protocol):
         """
 
 
+class Compiled(Future[Grammar]):
+    """A grammar that a thread compiles, or has compiled. It was asked for at `asked_at`, and began
+    at `began` [s, monotonic]."""
+
+    began: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_at = time.monotonic()
+
+    def left(self) -> float:
+        """Time that it may still take [s]. The tokenizer's tables, made first, are not its own."""
+        return COMPILE_S if self.began is None else self.began + COMPILE_S - time.monotonic()
+
+
 class Structured:
     """The stage of structured outputs.
 
@@ -93,18 +131,28 @@ class Structured:
             np.uint32(1 << token_id % 32).view(np.int32) for token_id in self.eos_token_ids
         ]
         self._library: GrammarLibrary | None = None
-        self._compiled: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._late: list[Compiled] = []
         self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
+        self._making = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Structured], tuple[object, ...]]:
         """Each rank has its own tables."""
         return Structured, (self.make, self.vocab_size, self.eos_token_ids)
 
+    def is_ready(self, params: SamplingParams) -> bool:
+        """Whether `check` need not wait; if not, what is asked for is being compiled."""
+        if params.structured_outputs is None or not self.eos_token_ids:
+            return True
+        found = self._begin(params.structured_outputs)
+        wait([found], max(found.asked_at + SOON_S - time.monotonic(), AGAIN_S))
+        return found.done() or found.left() <= 0
+
     def check(self, params: SamplingParams) -> None:
         """Compiles what is asked for, ahead of the step that admits it.
 
         Raises:
-            RequestError: it can't be compiled, or no EOS id could end it.
+            RequestError: it can't be compiled, or not in time, or no EOS id could end it.
             MissingDependencyError: the library is not installed.
         """
         if params.structured_outputs is None:
@@ -154,15 +202,59 @@ class Structured:
         return masks
 
     def _compile(self, asked: StructuredOutputs) -> Grammar:
+        found = self._begin(asked)
+        while not found.done():
+            if found.left() <= 0:
+                if found not in self._late:
+                    self._late.append(found)
+                raise RequestError(
+                    f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
+                )
+            wait([found], found.left())
+        if found.exception() is not None:
+            with self._lock:
+                self._compiled.pop(asked, None)
+        return found.result()
+
+    def _begin(self, asked: StructuredOutputs) -> Compiled:
+        """What is compiled of this, from now on if it is not yet."""
         with self._lock:
-            grammar = self._compiled.pop(asked, None)
-            if grammar is None:
-                self._library = self._library or self.make()
-                grammar = self._library.compile(asked)
+            found = self._compiled.pop(asked, None)
+            if found is None:
+                found = self._started(asked)
                 if len(self._compiled) >= MOST_GRAMMARS:
                     self._compiled.popitem(last=False)
-            self._compiled[asked] = grammar
-            return grammar
+            self._compiled[asked] = found
+            return found
+
+    def _started(self, asked: StructuredOutputs) -> Compiled:
+        found = Compiled()
+        self._late = [one for one in self._late if not one.done()]
+        if len(self._late) >= MOST_LATE:
+            found.set_exception(
+                RequestError(
+                    f"structured_outputs can't be compiled now: {MOST_LATE} others that take longer"
+                    f" than {COMPILE_S:g} s still are"
+                )
+            )
+            return found
+
+        def work() -> None:
+            try:
+                with self._making:
+                    library = self._library = self._library or self.make()
+                found.began = time.monotonic()
+                found.set_result(library.compile(asked))
+            except BaseException as error:
+                found.set_exception(error)
+
+        with _STARTING:
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=work, daemon=True).start()
+            finally:
+                threading.stack_size(usual)
+        return found
 
 
 def make_structured(config: EngineConfig, model_config: ModelConfig, directory: Path) -> Structured:
@@ -183,25 +275,21 @@ def _library(
     tokenizer = Tokenizer.load(
         config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
     )
-    return library_of(config.grammar_backend, tokenizer, vocab_size, eos_token_ids)
+    return library_of(tokenizer, vocab_size, eos_token_ids)
 
 
 def library_of(
-    name: str, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
+    tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> GrammarLibrary:
-    """The library of this name, "auto" being llguidance.
+    """The library for a tokenizer.
 
     Raises:
         MissingDependencyError: it is not installed.
     """
-    package = "xgrammar" if name == "xgrammar" else "llguidance"
     try:
-        if package == "xgrammar":
-            from nanoengine.features.xgrammar_grammars import XGrammar as Library
-        else:
-            from nanoengine.features.llguidance_grammars import LLGuidance as Library
+        from nanoengine.features.llguidance_grammars import LLGuidance
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"structured_outputs need {package}: pip install 'nanoengine[structured]'"
+            "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
         ) from error
-    return Library(tokenizer, vocab_size, eos_token_ids)
+    return LLGuidance(tokenizer, vocab_size, eos_token_ids)

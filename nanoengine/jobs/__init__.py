@@ -10,6 +10,7 @@
     deaths     rows under which processes die
     progress   a live line, log lines, the summary
     datasets   the same for frames, tables and iterables in Python
+    evaluation the questions of lm-evaluation-harness, and their scores
 
-Nothing here knows the engine: rows go to a `stream`, outputs come back.
+Nothing here but `evaluation` knows the engine: rows go to a `stream`, outputs come back.
 """

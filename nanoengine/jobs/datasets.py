@@ -82,8 +82,10 @@ def run_job(
 ) -> None:
     """Runs a job from file to file, resuming what is there."""
     config = answering.config
-    facts = describe_engine(config, answering.directory(), config.model)
-    job = Job(JobOptions(inputs=(source,), output=output, rows=options), facts)
+    job = Job(
+        JobOptions(inputs=(source,), output=output, rows=options),
+        lambda: describe_engine(config, answering.directory(), config.model),
+    )
     try:
         job.work(reader, Recorder(config.model, job.created)).run(answering.stream)
         job.complete()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,9 @@ from nanoengine.jobs.log import Bitmap, lost
 
 MOST_DEATHS = 3
 """With so many a row is poison."""
+
+RUN, ROW = re.compile(rb"run (\d{1,18}) (\d{1,18})\n"), re.compile(rb"\d{1,18}\n")
+"""Whole lines; what a power cut has left of others tells nothing."""
 
 GROUPS = {1: 16, 2: 1}
 """Deaths of a row -> how many of such rows run at once."""
@@ -46,7 +50,8 @@ class Deaths:
         self.path = path
         self.counts = _count(path, done)
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, os.O_WRONLY | flags, 0o666)
         except OSError as error:
             raise lost(path, error) from error
         try:
@@ -84,10 +89,10 @@ class Deaths:
 def last_process(path: Path) -> str:
     """Who began last, for a message; empty if nobody tells."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError:
         return ""
-    runs = [line.split()[1] for line in lines if line.startswith("run ")]
+    runs = [found[1].decode() for found in map(RUN.fullmatch, lines) if found]
     return f", pid {runs[-1]}" if runs else ""
 
 
@@ -102,15 +107,14 @@ def _count(path: Path, done: Bitmap) -> Counter[int]:
             counts.update(row for row in rows if row not in done)
 
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, "rb") as file:
             for line in file:
-                words = line.split()
-                if line.startswith("run ") and len(words) == 3:
-                    close(int(words[2]))
-                    rows, num_before, crashed = [], int(words[2]), False
-                elif line.endswith("\n") and line[:-1].isdecimal():
+                if begun := RUN.fullmatch(line):
+                    close(int(begun[2]))
+                    rows, num_before, crashed = [], int(begun[2]), False
+                elif ROW.fullmatch(line):
                     rows.append(int(line))
-                elif line.startswith("Fatal Python error"):
+                elif line.startswith(b"Fatal Python error"):
                     crashed = True
     except FileNotFoundError:
         return counts

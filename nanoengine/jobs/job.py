@@ -8,6 +8,7 @@ job.complete()         --in-order, Parquet
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -15,12 +16,12 @@ import stat
 import time
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
 from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.deaths import Deaths, last_process
@@ -72,12 +73,17 @@ class JobOptions:
     summary_json: Path | None = None
 
 
+class InputChangedError(NanoEngineError):
+    """The inputs at the end of a job are not those at its beginning."""
+
+
 class Job:
     """A job whose output this process owns.
 
     Args:
         options: what is asked for.
-        facts: of model and engine, for the manifest: all that results depend on.
+        facts: gives what results depend on of model and engine, for the manifest. Why not the facts
+            themselves: a job that is refused reads no weights.
 
     Attributes:
         is_resumed: records were there already.
@@ -88,7 +94,7 @@ class Job:
         ConfigError: an input, an output or an earlier job doesn't allow it; nothing was changed.
     """
 
-    def __init__(self, options: JobOptions, facts: Mapping[str, Any]) -> None:
+    def __init__(self, options: JobOptions, facts: Callable[[], Mapping[str, Any]]) -> None:
         self.options = options
         RowReader(options.rows)  # Why: a template or a value that is wrong is told now.
         self._paths = Paths(options.output, options.errors, options.summary_json)
@@ -106,6 +112,7 @@ class Job:
         try:
             self._log = self._open_log(options.output)
             self._error_log = self._open_error_log()
+            self._inputs_at_start = manifests.describe_inputs(self.inputs)
             self.num_rows = self._survey()
             if isinstance(self._log, Log):
                 self._resume(facts)
@@ -144,6 +151,10 @@ class Job:
                 options.output != STDOUT or not (options.in_order or options.retry_errors),
                 "--in-order and --retry-errors need an --output that can be read again, not -",
             ),
+            (
+                options.output != STDOUT or _is_writable(1),
+                "--output - writes to stdout, which is closed",
+            ),
         )
         for holds, message in rules:
             if not holds:
@@ -176,9 +187,9 @@ class Job:
         if name is None or path is None:
             return self._log
         log = self._open_log(name)
-        owner = manifests.load(path) if isinstance(log, Log) else None
+        owner = manifests.load(path, errors_of=str) if isinstance(log, Log) else None
         # Why: of two jobs that shared one, each took the other's rows for its own.
-        if owner is not None and owner.get("errors_of") != self._paths.errors_of:
+        if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
         return log
 
@@ -188,29 +199,29 @@ class Job:
             if found.duplicates and self.options.strict:
                 raise ConfigError("--strict: " + "; ".join(found.duplicates))
             for told in found.duplicates:
-                warnings.warn(f"{told}: both are answered", stacklevel=1)
+                warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
             return found.num_rows
         return None
 
-    def _resume(self, facts: Mapping[str, Any]) -> None:
+    def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Compares with the earlier job, if there is one, and reads back what it has done."""
         paths = self._paths
         options = self.options
         now = {
             "format": manifests.FORMAT,
             "nanoengine": __version__,
-            **facts,
+            **facts(),
             "rows": {k: v for k, v in asdict(options.rows).items() if k != "any_model"},
             "max_row_mib": options.max_row_mib,
             "errors": options.errors,
             "stdin": any(one.name == STDIN for one in self.inputs),
             "created": self.created,
-            "inputs": manifests.describe_inputs(self.inputs),
+            "inputs": self._inputs_at_start,
         }
         now = json.loads(json.dumps(now))  # as it will be read back
         if options.restart:
             self._move_aside()
-        before = manifests.load(paths.manifest)
+        before = manifests.load(paths.manifest, created=int, inputs=list)
         has_records = any(log.num_bytes for log in self._logs)
         if before is None and has_records:
             raise ConfigError(
@@ -231,8 +242,8 @@ class Job:
         else:
             paths.runs.unlink(missing_ok=True)  # of another job
         if len(self._logs) > 1 and not paths.errors_manifest.exists():
-            facts = {"format": manifests.FORMAT, "errors_of": paths.errors_of}
-            manifests.save(paths.errors_manifest, facts)
+            owner = {"format": manifests.FORMAT, "errors_of": paths.errors_of}
+            manifests.save(paths.errors_manifest, owner)
         if before != now:
             manifests.save(paths.manifest, now)
         if options.retry_errors:
@@ -250,29 +261,30 @@ class Job:
 
     def _read_back(self) -> None:
         """Rows with a record are done; with `retry_errors` those that failed are not."""
-        drop_failed = self.options.retry_errors
         for log in self._logs:
-            log.cut_torn_line()
-            num_bad, num_dropped = 0, 0
-            for record in log.records():
-                if record is None:
+            kept, num_bad, num_dropped = array("q"), 0, 0
+            for record in log.records(self.num_rows):
+                if record is None or record.row in self.done:
                     num_bad += 1
-                elif record.failed and drop_failed:
+                elif record.failed and self.options.retry_errors:
                     num_dropped += 1
                 else:
+                    kept.append(record.offset)
                     self.done.add(record.row)
                     self.num_failed += record.failed
+            if num_bad > len(kept) + num_dropped:
+                raise ConfigError(
+                    f"{log.path}: most lines are no records of this job, {num_bad:,} beside"
+                    f" {len(kept) + num_dropped:,} that are: bring back what it was; or"
+                    f" {manifests.ASIDE}"
+                )
+            log.mend_end()
             if num_bad:
-                warnings.warn(
-                    f"{log.path}: {num_bad} lines are no records; their rows run again",
-                    stacklevel=1,
-                )
+                told = f"{num_bad:,} lines are no records, or of rows that have one: they are"
+                told += " dropped, and rows without any run again"
+                warnings.warn(f"{log.path}: {told}", stacklevel=1)
             if num_bad or num_dropped:
-                log.rewrite(
-                    record.offset
-                    for record in log.records()
-                    if record is not None and not (record.failed and drop_failed)
-                )
+                log.rewrite(kept)
 
     # --- the rows -------------------------------------------------------------------------------
 
@@ -281,6 +293,7 @@ class Job:
         counts = self.deaths.counts if self.deaths is not None else {}
 
         def finish(task: Task, result: RequestOutput | RowError) -> None:
+            self.done.add(task.row)
             if isinstance(result, RowError):
                 self._error_log.append(recorder.failure(task, result))
             else:
@@ -324,13 +337,16 @@ class Job:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def sync(self) -> None:
-        """Has the disk hold all records."""
+    def complete(self) -> None:
+        """What is made of a log that has all rows.
+
+        Raises:
+            OutputLostError: it has not what was written.
+            InputChangedError: it has not all rows, or they were other ones.
+        """
         self._log.sync()
         self._error_log.sync()
-
-    def complete(self) -> None:
-        """What is made of a log that has all rows."""
+        self._require_all()
         if self.options.output.endswith(".parquet") and isinstance(self._log, Log):
             from nanoengine.jobs.tables import write_parquet
 
@@ -339,6 +355,20 @@ class Job:
             for log in self._logs:
                 log.rewrite(_in_order(log))
         self._is_complete = True
+
+    def _require_all(self) -> None:
+        for told in manifests.changed_inputs(self._inputs_at_start):
+            raise InputChangedError(
+                f"{told} while the job ran, so some answers may be to other rows: --restart begins"
+                " anew"
+            )
+        # Why not with tables: one that is damaged has fewer rows than it says, and an error record.
+        is_counted = self.num_rows is not None and all(one.form != "parquet" for one in self.inputs)
+        if is_counted and self.done.count < self.num_rows:
+            raise InputChangedError(
+                f"{self.num_rows - self.done.count:,} of {self.num_rows:,} rows have no record: an"
+                " input was not whole while it was read; the same command runs them"
+            )
 
     def close(self) -> None:
         """Gives the output free for other processes."""
@@ -354,6 +384,13 @@ class Job:
                 stack.callback(pipe.close)
             for log in self._logs:
                 stack.callback(log.close, drop_empty=drop_empty)
+
+
+def _is_writable(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False
 
 
 def _in_order(log: Log) -> Iterator[int]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.log import lost, sync_directory
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.config import EngineConfig
 
-FORMAT = 1
+FORMAT = 2
 NOT_COMPARED = ("created", "inputs")
-HEADER_BYTES = 8
-"""A safetensors file begins with the length of its header."""
 
 ASIDE = (
     "name another output, or move this one aside, as `nanoengine batch` does with --restart"
@@ -32,7 +30,8 @@ RESULT_SETTINGS = (
 )  # fmt: skip
 """Settings of the engine that results depend on: a job is resumed with the same ones."""
 
-MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
+TEXT_FILES = (".json", ".jinja", ".model", ".py", ".txt")
+"""Files of a checkpoint beside its weights: configs, the tokenizer, its template and its code."""
 
 
 def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
@@ -49,25 +48,36 @@ def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
     ]
 
 
-def describe_model(directory: Path) -> str:
-    """A digest of a checkpoint's files: names, sizes, and what is in them; of weights
-    the headers."""
-    hasher = xxhash.xxh3_128()
-    for path in sorted(p for p in directory.iterdir() if p.suffix in MODEL_FILES):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            content = file.read(HEADER_BYTES if path.suffix == ".safetensors" else -1)
-            if path.suffix == ".safetensors":
-                content += file.read(min(int.from_bytes(content, "little"), size))
-        hasher.update(f"{path.name}\0{size}\0".encode())
-        hasher.update(content)
-    return hasher.hexdigest()
+def changed_inputs(before: list[dict[str, Any]]) -> Iterator[str]:
+    """Those of `describe_inputs` that have not the content any more that they had."""
+    for one in before:
+        with contextlib.suppress(OSError):
+            if digest(one["name"], one["bytes"]) == one["xxh3"]:
+                continue
+        yield f"{one['name']}: its content has changed"
 
 
 def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[str, Any]:
-    """All of model and engine that results depend on."""
-    settings = {setting: getattr(config, setting) for setting in RESULT_SETTINGS}
-    return {"model": {"name": name, "xxh3": describe_model(directory)}, "engine": settings}
+    """All of model and engine that results depend on: settings, and a digest of each file.
+
+    Raises:
+        WeightLoadError: the checkpoint has no weights that can be read.
+    """
+    weights = checkpoint_files(directory) if config.load_format == "auto" else []
+    facts = {
+        "model": {"name": name, "files": _digests(directory, weights)},
+        "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
+        "random_numbers": "by a row's id, else its number",
+    }
+    if config.tokenizer is not None and os.path.isdir(config.tokenizer):
+        facts["tokenizer"] = _digests(Path(config.tokenizer))
+    return facts
+
+
+def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:
+    texts = (path for path in directory.iterdir() if path.suffix in TEXT_FILES and path.is_file())
+    files = sorted({*texts, *weights})
+    return {str(path.relative_to(directory)): file_digest(path).hex() for path in files}
 
 
 def save(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -78,22 +88,28 @@ def save(path: Path, manifest: Mapping[str, Any]) -> None:
     """
     beside = path.with_name(path.name + ".tmp")
     try:
-        with open(beside, "w", encoding="utf-8", errors="backslashreplace") as file:
+        beside.unlink(missing_ok=True)
+        # Why x: a link that lies there is not followed.
+        with open(beside, "x", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(manifest, file, ensure_ascii=False, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise lost(path, error) from error
     sync_directory(path)
 
 
-def load(path: Path) -> dict[str, Any] | None:
+def load(path: Path, **types: type) -> dict[str, Any] | None:
     """The manifest of an earlier run; None if there was none.
 
+    Args:
+        types: what it must have, beside inputs that are as `describe_inputs` makes them.
+
     Raises:
-        ConfigError: it can't be read.
+        ConfigError: it can't be read, or was not written here.
     """
     try:
         manifest = json.loads(path.read_bytes())
@@ -101,7 +117,12 @@ def load(path: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}; {ASIDE}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    is_ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    is_ours = is_ours and all(isinstance(manifest.get(name), kind) for name, kind in types.items())
+    for one in manifest["inputs"] if is_ours and "inputs" in types else ():
+        is_ours &= isinstance(one, dict) and one.keys() >= {"name", "bytes", "xxh3"}
+        is_ours = is_ours and isinstance(one["bytes"], int)
+    if not is_ours:
         raise ConfigError(f"{path} is no manifest of format {FORMAT}; {ASIDE}")
     return manifest
 
@@ -120,7 +141,7 @@ def require_same(before: dict[str, Any], now: dict[str, Any], inputs: list[Input
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
-    told += _differing_inputs(before.get("inputs", []), now["inputs"], inputs)
+    told += _differing_inputs(before["inputs"], now["inputs"], inputs)
     if told:
         raise ConfigError(
             "this is another job than the one whose output is there:\n  "

@@ -17,8 +17,10 @@ def real_path(name: str | os.PathLike[str]) -> Path:
     """The file that a name means, a link followed: a rewrite would put a file in its place.
 
     Raises:
-        ConfigError: it is a directory.
+        ConfigError: it is a directory, or no name.
     """
+    if "\0" in str(name):
+        raise ConfigError(f"output {str(name)!r} can't be written: a name of a file has no NUL")
     path = Path(os.path.realpath(name) if os.path.islink(name) else name)
     if path.is_dir():
         raise ConfigError(f"output {str(name)!r} can't be written: it is a directory")

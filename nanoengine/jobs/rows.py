@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.jobs.source import Input, Line, RowError
+from nanoengine.jobs.source import Input, Line, RowError, own_id
 from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
@@ -72,6 +73,9 @@ MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
 KNOWN_PARAMS = 1024
+KNOWN_CHARS = 1 << 22
+"""Of all that known parameters were made of: a row's may be of any size."""
+
 MOST_DEPTH = 100
 
 
@@ -157,6 +161,7 @@ class RowReader:
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
+        self._num_chars = 0
         self._other_models: set[str] = set()
         self._render = _compiled(options.template) if options.template is not None else None
         try:
@@ -193,6 +198,8 @@ class RowReader:
             self._fill_openai(task, row)
             return
         task.columns = row
+        if (own := own_id(row)) is not None:
+            task.key = own[1]
         if self._options.columns_alone:
             task.prompt = self._as_chat(self._from_columns(row))
             task.params = self._params_for({}, "simple")
@@ -322,9 +329,12 @@ class RowReader:
         key = f"{kind}{own!r}"
         params = self._params.get(key)
         if params is None:
-            if len(self._params) >= KNOWN_PARAMS:
+            params = self._make_params(own, kind)
+            if len(self._params) >= KNOWN_PARAMS or self._num_chars > KNOWN_CHARS:
                 self._params.clear()
-            params = self._params[key] = self._make_params(own, kind)
+                self._num_chars = 0
+            self._params[key] = params
+            self._num_chars += len(key)
         return params
 
     def _make_params(self, own: dict[str, Any], kind: Kind) -> SamplingParams:
@@ -404,6 +414,8 @@ def value(line: Line) -> Any:
         if text.count("[") + text.count("{") > MOST_DEPTH:
             _check_depth(found)
         return found
+    except RowError:
+        raise
     except UnicodeDecodeError as error:
         raise RowError("unreadable_row", f"the line is not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -433,7 +445,15 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no value of JSON")
 
 
-JSON = json.JSONDecoder(parse_constant=_no_constant)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        told = f"{text:.40} is more than a 64-bit float holds: write it as a string"
+        raise RowError("unreadable_row", told)
+    return number
+
+
+JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoengine.errors import EngineDeadError, NanoEngineError
+from nanoengine.errors import EngineDeadError, EngineHungError, NanoEngineError
 from nanoengine.jobs.deaths import GROUPS, MOST_DEATHS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
@@ -181,9 +181,12 @@ class Work:
                 try:
                     output = next(outputs, None)
                 except EngineDeadError as error:
+                    # Why two: each costs a replica's whole time, so the next one names the row.
+                    least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
                     if not self._is_stopping:
                         for task in running.values():
-                            self.suspect(task, self._deaths[task.row] + 1, str(error))
+                            deaths = max(least, self._deaths[task.row] + 1)
+                            self.suspect(task, deaths, str(error))
                     raise
                 except (NanoEngineError, OSError):
                     raise
@@ -204,7 +207,7 @@ class Work:
         with self._lock:
             self._deaths[task.row] = deaths
             if deaths >= MOST_DEATHS:
-                told = f"{why}, as each of {deaths} times that this row ran"
+                told = f"{why}, as each time that this row ran"
                 self._fail(task, RowError("poison", told))
             else:
                 self._suspects.append(task)

@@ -18,6 +18,18 @@ from nanoengine.layers.shard import Shard
 LOOPBACK = "127.0.0.1"
 
 
+@dataclass(slots=True)
+class Whereabouts:
+    """How far a rank is: in its `number`th collective of a step, which does `what`."""
+
+    step: int = 0
+    number: int = 0
+    what: str = "none yet"
+
+    def __str__(self) -> str:
+        return f"step {self.step}, collective {self.number} ({self.what})"
+
+
 @dataclass(frozen=True, slots=True)
 class Collectives:
     """Sums and joins over ranks. All ranks must call the same ones in the same order.
@@ -26,11 +38,13 @@ class Collectives:
         shard: which of how many ranks this is.
         device: where the tensors are.
         group: a process group of gloo or NCCL; None for a single rank.
+        place: how far this rank is.
     """
 
     shard: Shard = field(default_factory=Shard)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
+    place: Whereabouts = field(default_factory=Whereabouts)
 
     @classmethod
     def connect(
@@ -60,14 +74,20 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place."""
+        self._enter("all_reduce")
         self.group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors joined along the last dimension, in rank order."""
+        self._enter("all_gather")
         parts = [torch.empty_like(tensor) for _ in range(self.shard.world_size)]
         self.group.allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim=-1)
+
+    def _enter(self, what: str) -> None:
+        self.place.number += 1
+        self.place.what = what
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""

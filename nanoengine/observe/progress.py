@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import check_value
 
@@ -37,11 +35,13 @@ class ProgressBar:
     def __init__(
         self, total: int | None, scheduler: Scheduler, *, make_bar: Callable[..., Any] | None = None
     ) -> None:
+        if make_bar is None:
+            from tqdm import tqdm as make_bar  # Why here: who asks for no bar needs none.
         self._stats = stats = scheduler.stats
         self._finished = stats.finished_requests
         self._zero = (stats.prefill_tokens, stats.output_tokens)
         self._started = self._shown = time.perf_counter()
-        self._bar = (make_bar or tqdm)(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+        self._bar = make_bar(total=total, desc="Requests", unit="req", dynamic_ncols=True)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Shows the new numbers, now and then."""

@@ -71,7 +71,7 @@ class Trace:
         about: what else the header tells of the run: model, config.
 
     >>> import os, tempfile
-    >>> from nanoengine.observe.simulator import make_scheduler
+    >>> from nanoengine.bench.simulator import make_scheduler
     >>> path = os.path.join(tempfile.mkdtemp(), "run.trace")
     >>> with Trace(path, make_scheduler(num_blocks=9, block_size=4)) as trace:
     ...     trace.on_step(StepPlan(step=0), StepResult(token_ids=[]), object())
@@ -347,7 +347,7 @@ class Trace:
         cache = self._scheduler.block_manager.prefix_cache
         if isinstance(cache, TieredPrefixCache):
             pools = {"host": cache.host, "disk": cache.disk.pool}
-            for tier in cache.tier_stats():
+            for tier in cache.tiers.tier_stats() if cache.tiers is not None else ():
                 pool, watched = pools[tier.name], self._watched.get(tier.name)
                 if watched is None or watched.pool is not pool:
                     self._watch(tier.name, pool)
@@ -438,6 +438,7 @@ def _but_ones(values: SequenceOf[int]) -> list[list[int]]:
 def _header(scheduler: Scheduler, about: Mapping[str, Any]) -> dict[str, Any]:
     """The first line: what the run was made of."""
     manager = scheduler.block_manager
+    tiers = manager.prefix_cache.tiers
     return {
         "trace": ".".join(map(str, FORMAT)),
         "engine": __version__,
@@ -450,11 +451,11 @@ def _header(scheduler: Scheduler, about: Mapping[str, Any]) -> dict[str, Any]:
             "long_prefill_threshold": scheduler.long_prefill_threshold,
             "prefix_caching": manager.prefix_cache.enabled,
             "watermark_blocks": manager.num_watermark_blocks,
-            "admission": type(scheduler.policy).__name__,
+            "admission": type(scheduler.policy).__name__ if scheduler.policy else "WatermarkOnly",
         },
         "tiers": {
             tier.name: tier.empty_blocks + tier.cached_blocks + tier.active_blocks
-            for tier in manager.prefix_cache.tier_stats()
+            for tier in (tiers.tier_stats() if tiers is not None else ())
         },
         **about,
     }

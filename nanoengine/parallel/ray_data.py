@@ -58,7 +58,7 @@ class Generate:
         sampling_params: for rows that don't say otherwise.
         key_column: whose value names the row; its random numbers follow from it, as in a batch's
             `custom_id`. None: all of its columns do.
-        row_options: of `RowOptions`: prompt_column, template, chat, system.
+        special_rows: of `RowOptions`: prompt_column, template, chat, system.
         options: as for LLM.
     """
 
@@ -68,7 +68,7 @@ class Generate:
         sampling_params: SamplingParams | None = None,
         *,
         key_column: str | None = None,
-        row_options: Mapping[str, Any] | None = None,
+        special_rows: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from nanoengine.llm import LLM
@@ -79,7 +79,7 @@ class Generate:
         )
         self._llm = LLM(model, **options)
         defaults = self._llm.info.generation_defaults if params is None else {}
-        rows = RowOptions(sampling=sampling, **(row_options or {}))
+        rows = RowOptions(sampling=sampling, **(special_rows or {}))
         self._tasks = _Tasks(RowReader(rows, model, defaults), Attempts(_beside()))
         self._key_column = key_column
         threading.Thread(target=self._run, daemon=True).start()

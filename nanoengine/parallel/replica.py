@@ -1,12 +1,12 @@
 """One replica: a process with an LLM of its own, that answers the rows its parent sends.
 
     parent ── options ─────────────────> LLM(**options)
-           <── Started | Refused ───────
+           <── Started | ReplicaRefused ───────
            ── Row, Row, ..., None ─────> llm.stream     one stream; then the next
            <── RequestOutput, Stats ────                in the order in which rows finish
            <── Failed ──────────────────                the stream has raised
 
-Started by `replicas.py` as a program of its own, or by `ray_cluster.py` on another machine.
+Started by `replicas.py` as a worker (`worker.py`), or by `ray_cluster.py` on another machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -43,7 +42,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class ReplicaRefused:
     """The model can't be loaded, or a row needs a package; a caller is told the reason as it is."""
 
     error: NanoEngineError
@@ -56,7 +55,7 @@ class Failed:
     told: str
 
 
-def main(connection: Connection, cores: Sequence[int] = ()) -> None:
+def main(connection: Connection, *cores: int) -> None:
     """Serves one parent until it is gone.
 
     Args:
@@ -76,7 +75,7 @@ def main(connection: Connection, cores: Sequence[int] = ()) -> None:
     try:
         llm = LLM(**options)
     except NanoEngineError as error:
-        connection.send(Refused(error=error))
+        connection.send(ReplicaRefused(error=error))
         return
     gc.freeze()  # Why: see `jobs.work.young_alone`; this process does nothing else.
     stats = llm.stats()
@@ -93,7 +92,7 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
             feed.finished()
             connection.send(output)
     except MissingDependencyError as error:
-        connection.send(Refused(error=error))  # Why no death: it would be missing again.
+        connection.send(ReplicaRefused(error=error))  # Why no death: it would be missing again.
         feed.drop()
     except (NanoEngineError, OSError):
         raise  # Why: the engine is dead, or the parent.

@@ -7,8 +7,8 @@
 Rows are given out once, and what comes back is written by this process alone. It loads no model.
 
 A replica that dies gives its rows back to `Work`, which runs them apart from others, and is started
-again. One that can't be started again is given up; the others go on. No replica outlives this
-process: each has a pipe that closes with it.
+again. One that says nothing for long is killed, and so dies. One that can't be started again is
+given up; the others go on. No replica outlives this process (`worker.py`).
 
 Called by `cli/batch.py`.
 """
@@ -16,50 +16,42 @@ Called by `cli/batch.py`.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, Self
 
 from nanoengine.core.doors import Observer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
-from nanoengine.errors import ConfigError, EngineDeadError, NanoEngineError
+from nanoengine.errors import ConfigError, EngineDeadError, EngineHungError, NanoEngineError
+from nanoengine.jobs.deaths import MOST_DEATHS
 from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
-from nanoengine.parallel.replica import Failed, Refused, Started
+from nanoengine.parallel.replica import Failed, ReplicaRefused, Started
+from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
-PROGRAM = (
-    "import sys; pipe, cores, sys.path[:] = int(sys.argv[1]), sys.argv[2], sys.argv[3:];"
-    " from multiprocessing.connection import Connection;"
-    " from nanoengine.parallel.replica import main;"
-    " main(Connection(pipe), [int(core) for core in cores.split()])"
-)
-"""What a replica runs. Why not multiprocessing's spawn: it would run the caller's script again."""
+REPLICA = "nanoengine.parallel.replica"
 
 AHEAD = 32
 """Rows that a replica has beyond those that its engine pulls: they fill what a step has freed."""
 
-SILENT_S = 300.0
-"""A replica that has rows and has said nothing for so long is named, and left alone: from outside a
-step of minutes and one that never ends look alike."""
+SILENT_S = 1800.0
+"""A replica that has rows and has said nothing for so long hangs. It tells its counters after each
+step, and a long step of a large model takes minutes on a CPU."""
 
-ENDED_S = 5.0
-"""Time for a process whose pipe has closed to be gone."""
+LOOKS = 6
+"""How many looks find the same silence until it has lasted so long; the first of them warns."""
 
 
 class Process(Protocol):
-    """Where a replica runs; `parallel/ray_cluster.py` has another one."""
+    """Where a replica runs: a `Worker`, or what Ray places."""
 
     def connect(self) -> Connection:
         """Waits for the process; the pipe to it."""
@@ -69,47 +61,6 @@ class Process(Protocol):
 
     def how_ended(self) -> str:
         """Waits until it is gone, which its pipe says that it is about to be."""
-
-
-class LocalProcess:
-    """A process on this machine.
-
-    Args:
-        cores: those to run on; none: any.
-        environment: variables that differ from this process's.
-    """
-
-    def __init__(self, cores: Sequence[int], environment: Mapping[str, str]) -> None:
-        self._pipe, theirs = Pipe()
-        with theirs:
-            fixed = [str(theirs.fileno()), " ".join(map(str, cores))]
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *fixed, *sys.path],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # Why: records may go to this process's.
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment},
-                start_new_session=True,  # Why: a Ctrl-C at the terminal is for the parent.
-            )
-
-    def connect(self) -> Connection:
-        """The pipe, which is there."""
-        return self._pipe
-
-    def kill(self) -> None:
-        """Ends it at once."""
-        self._process.kill()
-        self._process.wait()
-
-    def how_ended(self) -> str:
-        """Waits until it is gone."""
-        self._pipe.close()
-        try:
-            code = self._process.wait(ENDED_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        return f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
 
 
 Launch = Callable[[], Process]
@@ -138,7 +89,10 @@ class Replica:
     _process: Process | None = None
     _pipe: Connection | None = None
     _is_ended: bool = False
-    _waits_since: float | None = None
+    _why_killed: str = ""
+    _wait: object = None  # that for the process, while rows run; each is another object
+    _seen: object = None  # at the last look
+    _num_looks: int = 0  # that have found the same one
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
@@ -146,7 +100,7 @@ class Replica:
         with self._lock:
             if self._is_ended:
                 raise EngineDeadError("the replicas are closed")
-            self._process, self._pipe = self.launch(), None
+            self._process, self._pipe, self._why_killed = self.launch(), None, ""
 
     def wait_started(self) -> EngineInfo:
         """Waits until the model is loaded.
@@ -158,36 +112,42 @@ class Replica:
         try:
             self._pipe = self._process.connect()
             self._pipe.send(self.options)
+            found = self._pipe.recv()
         except (OSError, EOFError):
             self._died("while it started")
-        found = self._receive("while it started")
-        if isinstance(found, Refused):
+        if isinstance(found, ReplicaRefused):
             raise found.error
         assert isinstance(found, Started)
         self.info, self.stats, self.pid = found.info, found.stats, found.pid
         return found.info
 
     def serve(self, work: Work, window: int) -> None:
-        """Answers rows until none is left or the replica is lost, starting it again when it dies.
+        """Answers rows until none is left or the replica is lost, starting it again when it dies,
+        while it starts as well.
 
         Args:
             window: most rows that it has at once.
         """
+        num_starts = 0  # since it last ran
         while True:
             try:
+                if num_starts:
+                    self.start()
+                    self.wait_started()
+                    num_starts = 0
                 return work.run(lambda rows: self.stream(rows, window))
-            except EngineDeadError as error:
+            except NanoEngineError as error:
+                has_died = isinstance(error, EngineDeadError)
+                if not (has_died or num_starts):  # the job's own
+                    raise
                 if work.is_stopping:
                     return
-                warnings.warn(f"{error}; its rows go back, and it starts again", stacklevel=1)
-            try:
-                self.start()
-                self.wait_started()
-            except NanoEngineError as error:
-                if not work.is_stopping:
+                if not has_died or num_starts == MOST_DEATHS:
                     warnings.warn(f"replica {self.number} is given up: {error}", stacklevel=1)
                     self.is_lost = True
-                return
+                    return
+                warnings.warn(f"{error}; it starts again, and its rows go back", stacklevel=1)
+                num_starts += 1
 
     def stream(
         self, rows: Iterator[Row | Pause], window: int
@@ -207,53 +167,54 @@ class Replica:
                     break
                 has_more = row is not None
                 num_left += has_more
-                self._send(row)
+                self._while_watched(self._pipe.send, row)
             if not num_left:
                 return
-            self._waits_since = time.monotonic()
-            try:
-                found = self._receive("while rows ran")
-            finally:
-                self._waits_since = None
+            found = self._while_watched(self._pipe.recv)
             if isinstance(found, RequestOutput):
                 num_left -= 1
                 yield found
             elif isinstance(found, EngineStats):
                 self.stats = found
                 self.on_stats()
-            elif isinstance(found, Refused):
+            elif isinstance(found, ReplicaRefused):
                 raise found.error
             else:
                 assert isinstance(found, Failed)
                 if has_more:
-                    self._send(None)
+                    self._while_watched(self._pipe.send, None)
                 raise RuntimeError(found.told)
 
-    def _send(self, row: object) -> None:
-        assert self._pipe is not None
+    def _while_watched(self, call: Callable[..., Any], *message: object) -> Any:
+        """Sends or receives, which lasts until `look` ends it where the process hangs."""
+        self._wait = object()
         try:
-            self._pipe.send(row)
-        except OSError:
-            self._died("while rows ran")
-
-    def _receive(self, when: str) -> Any:
-        assert self._pipe is not None
-        try:
-            return self._pipe.recv()
+            return call(*message)
         except (EOFError, OSError):
-            self._died(when)
+            self._died("while rows ran")
+        finally:
+            self._wait = None
 
-    def warn_of_silence(self) -> None:
-        """Tells once that the replica has said nothing for long; from any thread."""
-        since = self._waits_since
-        if since is not None and time.monotonic() - since > SILENT_S:
-            self._waits_since = None
+    def look(self, silent_s: float) -> None:
+        """Kills a process that has kept `_while_watched` waiting at `LOOKS` looks in `silent_s`,
+        from one thread.
+
+        Why no clock: it runs on while all processes of a job are stopped.
+        """
+        wait, before = self._wait, self._seen
+        self._seen = wait
+        self._num_looks = self._num_looks + 1 if wait is not None and wait is before else 0
+        if self._num_looks == 1:
             warnings.warn(
-                f"replica {self.number} (pid {self.pid}) has said nothing for {SILENT_S:g} s: it"
-                f" computes, or it hangs; `kill -9 {self.pid}` on its machine starts it again, and"
-                " has its rows run",
+                f"replica {self.number} (pid {self.pid}) has said nothing for"
+                f" {silent_s / LOOKS:g} s: it computes, or it hangs; after {silent_s:g} s it is"
+                " killed, and its rows run elsewhere",
                 stacklevel=1,
             )
+        with self._lock:  # Why: until then it is the same process.
+            if self._num_looks == LOOKS and self._wait is wait and self._process is not None:
+                self._why_killed = f"was killed: it had said nothing for {silent_s:g} s"
+                self._process.kill()
 
     def _died(self, when: str) -> NoReturn:
         if self.stats is not None:
@@ -262,7 +223,8 @@ class Replica:
             self.stats = None
         assert self._process is not None
         how = self._process.how_ended()
-        raise EngineDeadError(f"replica {self.number} (pid {self.pid}) {how} {when}")
+        error = EngineHungError if self._why_killed else EngineDeadError
+        raise error(f"replica {self.number} (pid {self.pid}) {self._why_killed or how} {when}")
 
     def end(self) -> None:
         """Ends the process for good."""
@@ -280,6 +242,7 @@ class Replicas:
         launches: how each is started.
 
     Attributes:
+        silent_s: a replica that has rows and says nothing for so long is killed.
         info: of the first one.
         observers: are told whenever there is news of the engines, without a plan.
 
@@ -294,6 +257,7 @@ class Replicas:
         config = EngineConfig.from_kwargs(**options)
         if config.trace is not None:
             raise ConfigError("a trace is of one engine: leave out trace, or replicas")
+        self.silent_s = SILENT_S
         self._max_num_seqs = config.max_num_seqs
         self._replicas = [
             Replica(number=i, launch=launch, options=options, on_stats=self._on_stats)
@@ -348,11 +312,11 @@ class Replicas:
             try:
                 left = set(serving)
                 while left:
-                    ended, left = wait(left, SILENT_S / 10, FIRST_EXCEPTION)
+                    ended, left = wait(left, self.silent_s / LOOKS, FIRST_EXCEPTION)
                     for one in ended:
                         one.result()
                     for replica in live:
-                        replica.warn_of_silence()
+                        replica.look(self.silent_s)
             except BaseException:
                 work.stop()  # Why first: nothing that ends now is a death.
                 self.close()
@@ -436,4 +400,4 @@ def _on_cores(count: int, threads: int | None) -> list[Launch]:
 
 
 def _launch(cores: Sequence[int], environment: Mapping[str, str]) -> Launch:
-    return lambda: LocalProcess(cores, environment)
+    return lambda: Worker(REPLICA, *cores, environment=environment)

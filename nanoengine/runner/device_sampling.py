@@ -34,10 +34,10 @@ import enum
 import numpy as np
 import torch
 
+from nanoengine.runner.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.sampling_ops import (
     CHUNK,
     GOLDEN,
-    MAX_VOCAB_SIZE,
     DrawParams,
     argmax,
     draw,

@@ -23,19 +23,26 @@ from __future__ import annotations
 
 import bisect
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from nanoengine.core.plan import StepPlan
 from nanoengine.runner.device_sampling import SamplingKind
+from nanoengine.runner.greedy import pack_tokens
+from nanoengine.runner.sampled import SampledTokens
+from nanoengine.runner.special_rows import SpecialRows
+from nanoengine.runner.step import LaunchedStep
+from nanoengine.runner.transfers import Mark
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]
 """What replays a capture, and the tensors that a replay fills."""
 
 
-class Step(Protocol):
+class GraphedParts(Protocol):
     """A decode step in two parts, for so many rows, padding included; see `DecodeStep`."""
 
     def forward(self, size: int) -> Outputs:
@@ -101,7 +108,7 @@ class GraphedDecode:
         graphs: what captures; on a GPU a `CudaGraphs`.
     """
 
-    def __init__(self, step: Step, *, max_num_seqs: int, graphs: CudaGraphs) -> None:
+    def __init__(self, step: GraphedParts, *, max_num_seqs: int, graphs: CudaGraphs) -> None:
         self.sizes = capture_sizes(max_num_seqs)
         self.step, self._graphs = step, graphs
         self._captured: dict[tuple[int, SamplingKind | None], Captured] = {}
@@ -127,6 +134,33 @@ class GraphedDecode:
             replay, outputs = self._captured[size, part]
             replay()
         return outputs
+
+    def run(
+        self,
+        plan: StepPlan,
+        launched: LaunchedStep,
+        started: float,
+        special: SpecialRows,
+        latest: LaunchedStep | None,
+        now: Callable[[], Mark],
+    ) -> list[torch.Tensor]:
+        """A step of decodes, its inputs being on the device; returns what the host wants to see."""
+        decode, size = self.step, self.size_for(len(plan.rows))
+        lines = decode.load(plan, size)
+        by_host = special.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
+        launched.times.prepare_s = time.perf_counter() - started - launched.times.load_s
+        launched.marks.append(now())
+        outputs = self(size, None if by_host else special.sampler.kind(lines.rows))
+        launched.marks.append(now())
+        ours = [output[: len(plan.rows)] for output in outputs]
+        if by_host:
+            sampled = special.sample(plan, lines, ours[0], latest)
+            decode.held.advance(lines.rows_on_device, sampled.token_ids)
+        else:
+            sampled = SampledTokens(packed=pack_tokens(*ours))
+        tensors = special.await_tokens(plan, launched, lines, sampled)
+        launched.marks.append(now())
+        return tensors
 
 
 def graph_bytes(make: Callable[[], GraphedDecode], free_bytes: Callable[[], int]) -> int:

@@ -21,15 +21,12 @@ import numpy as np
 import torch
 
 from nanoengine.attention.base import KVLayoutName
-from nanoengine.attention.fp8 import FP8
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
-from nanoengine.core.kv_groups import make_kv_groups
 from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
 from nanoengine.runner.memory import GIB, blocks_between_snapshots
-from nanoengine.runner.row_buffers import state_slots
 from nanoengine.runner.transfers import ship
 
 if TYPE_CHECKING:
@@ -70,6 +67,10 @@ def make_groups(
 ) -> tuple[KVGroup, ...]:
     """The KV groups of a model of `dtype`. Snapshots are as far apart on any number of ranks."""
     states = config.states
+    if states is None and not any(config.sliding_windows):
+        return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
+    from nanoengine.core.groups.rules import make_kv_groups
+
     if states is None:
         return make_kv_groups(config.sliding_windows)
     *groups, _ = make_kv_groups(config.sliding_windows, states.layers)
@@ -89,7 +90,7 @@ def make_groups(
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the cache that the option `kv_cache_dtype` means for a model of `dtype`."""
-    return {"fp8": FP8, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
+    return {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype)
 
 
 class KVCache:
@@ -143,6 +144,8 @@ class KVCache:
             found = [copy for copy in copies if copy.src >= self.num_blocks]
             copies = [copy for copy in copies if copy.src < self.num_blocks]
             if found:
+                from nanoengine.runner.states import state_slots
+
                 slots = state_slots(np.array(found, np.int64), self.num_blocks)
                 src, dst = ship(self.kv.device, slots)[0].unbind(1)
                 self.states.index_copy_(1, dst, self.states.index_select(1, src))
@@ -151,7 +154,7 @@ class KVCache:
         (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
         src, dst = pairs.unbind(1)
         # Why bytes: index_copy_ does not know fp8.
-        kv = self.kv.view(torch.uint8) if self.kv.dtype == FP8 else self.kv
+        kv = self.kv.view(torch.uint8) if self.kv.dtype == torch.float8_e4m3fn else self.kv
         # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
         kv.index_copy_(2, dst, kv.index_select(2, src))
 

@@ -134,11 +134,11 @@ class RowEdits:
 
     def fail(self, place: int, error: Exception) -> None:
         """Ends the row for what the stage at this place has raised."""
-        self.error = str(error)
+        self.error, where = str(error), error.__cause__
         if not isinstance(error, NanoEngineError):
             name = type(self.processors[place]).__name__
             self.error = f"logits processor {name} raised {type(error).__name__}: {error}"
-        where = error.__cause__ or error
+            where = where or error
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
 

@@ -15,14 +15,13 @@ S sequences, L rows of logits, E entries of the plan's parallel lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanoengine.attention.batch import Batch, Span, StateWave
+from nanoengine.attention.batch import Batch, StateWave
 from nanoengine.core.plan import StepPlan
 from nanoengine.runner.transfers import ship
 
@@ -89,7 +88,8 @@ class RowBuffers:
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows, in its order."""
-        self._forget(plan.released)
+        if plan.released:
+            self._forget(plan.released)
         for new in plan.admitted:
             self._forget(new.row)
             self.seq_ids[new.row] = new.seq_id
@@ -123,11 +123,13 @@ class RowBuffers:
         still = self.seq_ids[rows] == owners
         self.token_ids[rows[still], positions[still]] = token_ids[still]
 
-    def make_batch(self, plan: StepPlan, scored: tuple[Ints, Ints]) -> tuple[Batch, SamplingLines]:
+    def make_batch(
+        self, plan: StepPlan, scored: tuple[Ints, Ints] | None = None
+    ) -> tuple[Batch, SamplingLines]:
         """Builds the tensors of a step; sequences with one query token come first.
 
         Logits are needed of the lines that sample, and behind them of the `scored` positions of
-        each entry: how many are before them, and how many they are, each [E].
+        each entry, if any are: how many are before them, and how many they are, each [E].
         """
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
@@ -154,6 +156,14 @@ class RowBuffers:
         )  # fmt: skip
         if len(in_pool):
             token_ids.index_copy_(0, in_pool, self.pool.index_select(0, pool_rows))
+        waves: tuple[StateWave, ...] = ()
+        if self.first_state is not None:
+            from nanoengine.runner.states import state_waves
+
+            waves = state_waves(
+                self._device, self.block_tables[-1], self.first_state, self.block_size,
+                order, seq_rows, starts[order], seq_counts, offsets,
+            )  # fmt: skip
         takes_all = np.array_equal(wanted, np.arange(offsets[-1]))
         batch = Batch(
             token_ids=token_ids,
@@ -166,7 +176,7 @@ class RowBuffers:
             num_decodes=int((seq_counts == 1).sum()),
             max_query_len=int(seq_counts.max(initial=1)),
             max_seq_len=max_seq_len,
-            state_waves=self._state_waves(order, seq_rows, starts[order], seq_counts, offsets),
+            state_waves=waves,
         )
         lines = SamplingLines(
             entries=entries,
@@ -197,71 +207,9 @@ class RowBuffers:
             token_rows[in_pool],
         )
 
-    def _state_waves(
-        self, order: Ints, rows: Ints, starts: Ints, counts: Ints, offsets: Ints
-    ) -> tuple[StateWave, ...]:
-        """Which states these sequences [S] read and write; `order` is each one's place in the plan.
-
-        A sequence reads the first state of its table from the block of the token before its own on,
-        and writes all states of the blocks it computes.
-        """
-        if self.first_state is None:
-            return ()
-        size = self.block_size
-        firsts, lasts = starts // size, (starts + counts - 1) // size
-        table = self.block_tables[-1]
-        writes = state_slots(table[rows, lasts], self.first_state)
-        before = state_slots(table[rows, np.maximum(starts - 1, 0) // size], self.first_state)
-        reads = np.where(before > 0, before, writes) * (starts > 0)
-        spans: dict[int, Span] = {}
-        for i in np.flatnonzero(counts > 1):
-            start, count = int(starts[i]), int(counts[i])
-            entries = state_slots(table[rows[i], firsts[i] : lasts[i] + 1], self.first_state)
-            written = [
-                (min(int(firsts[i] + n + 1) * size - start, count), int(entries[n]))
-                for n in np.flatnonzero(entries)
-            ]
-            if start and not before[i]:
-                reads[i] = written[0][1]
-            at = int(offsets[i])
-            spans[int(i)] = Span(at, at + count, start, int(reads[i]), tuple(written))
-        waves = _waves(order, reads, writes, spans)
-        found = []
-        for wave in range(int(waves.max(initial=0)) + 1):
-            one = np.flatnonzero((counts == 1) & (waves == wave))
-            tokens, *slots = ship(self._device, offsets[one], reads[one], writes[one])
-            several = tuple(span for i, span in spans.items() if waves[i] == wave)
-            found.append(StateWave(tokens=tokens, reads=slots[0], writes=slots[1], spans=several))
-        return tuple(found)
-
-
-def state_slots(ids: Ints, num_blocks: int) -> Ints:
-    """Where states lie, by their ids, which follow those of the blocks; slot 0 for the null block.
-
-    >>> state_slots(np.array([0, 64, 65]), num_blocks=64)
-    array([0, 1, 2])
-    """
-    return np.maximum(ids.astype(np.int64) - (num_blocks - 1), 0)
-
-
-def _waves(order: Ints, reads: Ints, writes: Ints, spans: Mapping[int, Span]) -> Ints:
-    """In which wave each sequence [S] runs: behind those that write what it reads.
-
-    Those stand before it in the plan, because the core finds a state only once it is planned.
-    """
-    waves = np.zeros(len(order), np.int64)
-    if not spans and not np.isin(reads[reads != writes], writes).any():
-        return waves
-    written = {slot: i for i, span in spans.items() for _, slot in span.writes}
-    written |= {int(slot): i for i, slot in enumerate(writes)}
-    late = [i for i in np.argsort(order) if written.get(int(reads[i]), i) != i]
-    for i in late:
-        waves[i] = waves[written[int(reads[i])]] + 1
-    return waves
-
 
 def _wanted_logits(
-    plan: StepPlan, ends: Ints, counts: Ints, scored: tuple[Ints, Ints]
+    plan: StepPlan, ends: Ints, counts: Ints, scored: tuple[Ints, Ints] | None
 ) -> tuple[Ints, Ints, Ints]:
     """Which of the step's tokens [T] give logits, by their place.
 
@@ -274,10 +222,9 @@ def _wanted_logits(
         samples its entry, and how far before its entry's end it lies, 1 or more.
     """
     num_logits = np.array(plan.num_logits, np.int64)
-    skipped, num_scored = scored
     scoring = ends[:0]
-    if num_scored.any():
-        scoring, _ = _ranges(ends - counts + skipped, num_scored)
+    if scored is not None:
+        scoring, _ = _ranges(ends - counts + scored[0], scored[1])
     if plan.forks:
         _lend_ends(plan, ends)
     sampling, entries = _ranges(ends - num_logits, num_logits)

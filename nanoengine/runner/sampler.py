@@ -1,4 +1,4 @@
-"""Sampler: from logits to tokens, for all rows of a step at once. Called by the ModelRunner.
+"""Sampler: from logits to tokens, for all rows of a step at once. Called by SpecialRows.
 
     raw logits ─┬─ processors ─┬─ greedy rows: argmax                    (sampling_ops.py)
                 │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
@@ -21,13 +21,13 @@ Legend: L lines of logits, V vocabulary, N top log-probabilities.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from nanoengine.core.plan import AdmittedSequence, Fork, TokenLogprob
+from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
+from nanoengine.runner.greedy import check_vocabulary, pack_tokens
 from nanoengine.runner.logits import (
     LogitsProcessor,
     Raised,
@@ -35,8 +35,8 @@ from nanoengine.runner.logits import (
     apply_processors,
     standard_processors,
 )
+from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.sampling_ops import (
-    MAX_VOCAB_SIZE,
     DrawParams,
     argmax,
     draw,
@@ -48,85 +48,8 @@ from nanoengine.runner.sampling_ops import (
     uniforms,
     widen,
 )
-from nanoengine.runner.scores import to_records, token_logprobs
+from nanoengine.runner.scores import token_logprobs
 from nanoengine.runner.transfers import ship
-
-NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedTokens:
-    """What a step sampled, as plain numbers. Indices count the lines of logits.
-
-    Attributes:
-        token_ids: one a line; 0 in lines named in `errors`.
-        logprobs: index -> the sampled token first, then the top ones (which may name it again).
-        errors: index -> why this line has no valid token.
-    """
-
-    token_ids: list[int]
-    logprobs: dict[int, list[TokenLogprob]]
-    errors: dict[int, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
-    """What a step sampled, still on the device.
-
-    Attributes:
-        packed: [2, L] int64, of each line its token, 0 where there is no valid one; and whether
-            there is.
-        logprob_lines: the lines that asked for log-probabilities, and how many top ones each.
-        logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if no line
-            asked.
-        errors: of some invalid lines, what a processor has raised.
-    """
-
-    packed: torch.Tensor
-    logprob_lines: list[tuple[int, int]] = field(default_factory=list)
-    logprobs: torch.Tensor | None = None
-    errors: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def most_likely(cls, token_ids: torch.Tensor, logits: torch.Tensor) -> SampledTokens:
-        """Greedy tokens, as kernels of the CPU find them: the tokens [L] with the largest logits,
-        and these logits [L]. Where one is NaN, there is no token.
-
-        Why numpy: within a step a call of torch takes 10 us, for however few numbers.
-        """
-        packed = np.empty((2, len(token_ids)), np.int64)
-        packed[1] = valid = np.isfinite(logits.numpy())
-        packed[0] = token_ids.numpy() * valid
-        return cls(packed=torch.from_numpy(packed))
-
-    @property
-    def token_ids(self) -> torch.Tensor:
-        """[L] int64; 0 where there is no valid token."""
-        return self.packed[0]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What the host wants to see: `packed`, then log-probabilities if any."""
-        return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
-
-    def fetch(self, tensors: Sequence[torch.Tensor] | None = None) -> FetchedTokens:
-        """Plain numbers, from `tensors` once they have come to the host; None: waits for them."""
-        tensors = self.tensors if tensors is None else tensors
-        token_ids, valid = tensors[0].tolist()
-        logprobs = {}
-        if self.logprobs is not None:
-            entries = tensors[1].tolist()
-            for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
-                logprobs[line] = to_records(found[: 1 + num_top])
-        errors = {
-            line: self.errors.get(line, NO_TOKEN) for line, holds in enumerate(valid) if not holds
-        }
-        return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
-
-
-def pack_tokens(token_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """`SampledTokens.packed` of ids [L] int64 and validity [L] bool, in memory of its own."""
-    return torch.stack((token_ids, valid.long()))
 
 
 def accept_tokens(edits: Mapping[int, RowEdits], token_ids: Sequence[Sequence[int]]) -> None:
@@ -161,10 +84,7 @@ class Sampler:
         eos_token_ids: Sequence[int] = (),
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
-        if bad := [i for i in eos_token_ids if not 0 <= i < vocab_size]:
-            raise ValueError(f"EOS ids must be in [0, {vocab_size}), got {bad}")
+        check_vocabulary(vocab_size, eos_token_ids)
         self.vocab_size = vocab_size
         self.processors = (*standard_processors(eos_token_ids), *processors)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)

@@ -38,9 +38,6 @@ FIRST_WIDTH = 64
 SCALE = 2.0**34
 """Weight of a line's most likely token, as a whole number."""
 
-MAX_VOCAB_SIZE = 2**19
-"""So many tokens of weight SCALE add up to 2**53, up to which float64 holds every whole number."""
-
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2**64 divided by the golden ratio, odd: its multiples spread evenly over the 64-bit numbers."""
 

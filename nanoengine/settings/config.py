@@ -127,8 +127,6 @@ class EngineConfig:
     logits_processors: tuple[Callable[..., Any] | LogitsStage, ...] = ()
     """Edit the logits of every request, in this order: functions as `SamplingParams` takes them, or
     stages with `admit` and `apply` (docs/structured_output.md)."""
-    grammar_backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
-    """The library behind `SamplingParams.structured_outputs`; auto: llguidance."""
     debug_checks: bool = False
     """Check every invariant of the block pool after each step; slow, for tests and hunting bugs."""
     trace: str | None = None

@@ -24,6 +24,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_COMPLETIONS = 16_384
 """Of one prompt: each is a sequence in memory, and a row of a file may ask for any number."""
 
+MOST_TEXTS = {"stop": (1024, 1 << 16), "bad_words": (1 << 14, 1 << 18)}
+"""Strings of one request, and their characters together: each is looked for behind every token, or
+encoded before the first. OpenAI's API takes 4 stop strings."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them only overflows.
 
@@ -55,11 +59,12 @@ class SamplingParams:
         max_tokens: most tokens to generate; None means up to `max_model_len`.
         min_tokens: EOS and stop ids can't be sampled before this many tokens; an EOS id behind a
             complete structured output can.
-        stop: strings that end the generation; the text is cut before the match.
+        stop: strings that end the generation; the text is cut before the match. At most 1,024, of
+            65,536 characters together.
         stop_token_ids: further ids that end the generation.
         include_stop_str_in_output: keep the matched stop string in the text.
         ignore_eos: go on past the model's EOS ids.
-        bad_words: strings never generated.
+        bad_words: strings never generated. At most 16,384, of 262,144 characters together.
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these ids may be sampled.
         structured_outputs: what the output must look like: JSON of a schema, a pattern, a choice, a
@@ -177,8 +182,15 @@ class SamplingParams:
             raise RequestError(f"n must be 1 when sampling is greedy (temperature 0), got {self.n}")
 
     def _check_texts_and_ids(self) -> None:
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name) or ():
+        for name, (most, most_chars) in MOST_TEXTS.items():
+            texts = getattr(self, name) or ()
+            num_chars = sum(map(len, texts))
+            if len(texts) > most or num_chars > most_chars:
+                raise RequestError(
+                    f"{name} must hold at most {most:,} strings of {most_chars:,} characters"
+                    f" together, got {len(texts):,} of {num_chars:,}"
+                )
+            for text in texts:
                 if not text or SURROGATE.search(text):
                     raise RequestError(
                         f"{name} must hold non-empty strings without lone surrogates, which no"

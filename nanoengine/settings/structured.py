@@ -23,6 +23,10 @@ from nanoengine.settings.vllm_names import STRUCTURED_OUTPUTS, translate
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
+MOST_CHARS = {"json": 131_072, "regex": 16_384, "choice": 1_000_000, "grammar": 32_768}
+"""Characters of what a row asks for; a choice counts one more for each string. Why: what compiles
+it takes time and memory in squares of that, and its stack grows with it."""
+
 
 @checked(RequestError, functools.partial(translate, table=STRUCTURED_OUTPUTS, error=RequestError))
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +38,13 @@ class StructuredOutputs:
         json_object: True: any JSON object.
         regex: a regular expression that the whole output matches.
         choice: the output is one of these strings.
-        grammar: a grammar, in Lark's or GBNF's notation for llguidance, in EBNF for xgrammar.
+        grammar: a grammar, in the notation of Lark or of GBNF.
         whitespace: blanks and newlines may stand between JSON's tokens. Without them JSON is
             compact: a small model may fill its tokens with blanks.
 
     Raises:
-        RequestError: none or several are given; a schema that is no JSON object.
+        RequestError: none or several are given; a schema that is no JSON object; a text above
+            MOST_CHARS.
 
     >>> StructuredOutputs(json={"type": "integer"}).json
     '{"type": "integer"}'
@@ -67,6 +72,7 @@ regex, choice, grammar, got regex, choice
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None and not self.choice:
             raise RequestError("choice must hold at least one string")
+        _require_short(given[0], getattr(self, given[0]))
         if self.whitespace and self.schema is None:
             raise RequestError(f"whitespace is for json and json_object, got {given[0]}")
 
@@ -78,6 +84,15 @@ regex, choice, grammar, got regex, choice
 
 StructuredOutputsParams = StructuredOutputs
 """vLLM's name."""
+
+
+def _require_short(kind: str, asked: Any) -> None:
+    size = sum(map(len, asked), len(asked)) if kind == "choice" else len(str(asked))
+    if size > MOST_CHARS.get(kind, size):
+        way_out = "; strings to choose from may be a choice" if kind == "regex" else ""
+        raise RequestError(
+            f"{kind} must have at most {MOST_CHARS[kind]:,} characters, got {size:,}{way_out}"
+        )
 
 
 def _schema_text(schema: str | dict[str, Any]) -> str:

@@ -69,6 +69,8 @@ def _asks_for_no_media(value: Any) -> bool:
 LORA = "LoRA adapters are not implemented"
 TEXT_ONLY = "prompts are text; images, audio and video are not implemented"
 GENERATES = "models generate text; embeddings, classes and scores are not implemented"
+GRAMMARS = "llguidance compiles every grammar"
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 DRAFTS = "set speculative: 'ngram', or the path of a draft model"
 
 LLM_OPTIONS: Table = {
@@ -76,7 +78,6 @@ LLM_OPTIONS: Table = {
     "num_gpu_blocks_override": Alias("num_kv_blocks"),
     "long_prefill_token_threshold": Alias("long_prefill_threshold"),
     "async_scheduling": Alias("overlap"),
-    "guided_decoding_backend": Alias("grammar_backend"),
     # --- values
     "dtype": Values(
         (
@@ -120,6 +121,10 @@ LLM_OPTIONS: Table = {
     "scheduling_policy": Idle(
         "lower priorities run first, equal ones as they come", among("fcfs", "priority")
     ),
+    "guided_decoding_backend": Idle(GRAMMARS, among(None, *BACKENDS)),
+    "structured_outputs_config": Idle(
+        GRAMMARS, among(None, {}, *({"backend": name} for name in BACKENDS))
+    ),
     "preemption_mode": Idle("what is preempted is recomputed", among(None, "recompute")),
     # --- refused
     "pipeline_parallel_size": Refused("set tensor_parallel_size: ranks share layers", (None, 1)),
@@ -129,7 +134,6 @@ LLM_OPTIONS: Table = {
     "max_loras": Refused(LORA),
     "max_lora_rank": Refused(LORA),
     "speculative_config": Refused(DRAFTS),
-    "structured_outputs_config": Refused("set grammar_backend"),
     "reasoning_parser": Refused("answers are not parsed", (None, "")),
     "pooler_config": Refused(GENERATES),
     "override_pooler_config": Refused(GENERATES),

@@ -27,7 +27,6 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import checked
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.conversations import parse_messages
 
 T = TypeVar("T")
 
@@ -98,6 +97,8 @@ class Pause(enum.Enum):
     """
 
     PAUSE = "PAUSE"
+    COMPILING = "COMPILING"
+    """What the next prompt asks for is being compiled; the stream does not end."""
 
 
 PAUSE = Pause.PAUSE
@@ -198,10 +199,14 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
     for name, value in (("prompt", text), ("cache_salt", salt)):
         check_text(name, value)
     ids, messages = prompt.get("prompt_token_ids"), prompt.get("messages")
+    if messages is not None:
+        from nanoengine.text.conversations import parse_messages
+
+        messages = parse_messages(messages)
     return PromptInput(
         text=text,
         token_ids=None if ids is None else _token_ids(ids),
-        messages=None if messages is None else parse_messages(messages),
+        messages=messages,
         template_args=_template_args(prompt),
         cache_salt=salt,
     )

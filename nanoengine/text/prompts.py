@@ -4,33 +4,29 @@
                               └────────────── a bad one raises with its index, or is its own output
 
 `LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
+Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (conversations),
+token_bound.py (texts that are too long by far).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from nanoengine.core.requests import CheckedRequest, RequestChecker
-from nanoengine.errors import MissingDependencyError, NanoEngineError, RequestError
+from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.outputs import RequestOutput, error_output
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.conversations import has_parts, join_parts, takes_parts
-from nanoengine.text.prompt_forms import (
-    PAUSE,
-    Pause,
-    PromptInput,
-    Row,
-    each_params,
-    each_priority,
-    parse_prompt,
-)
+from nanoengine.text.prompt_forms import Row, parse_prompt
 from nanoengine.text.tokenizer import Tokenizer
 
-MAX_TEMPLATES = 64
-"""Chat templates for which a reader remembers whether they take lists of parts."""
+if TYPE_CHECKING:
+    from nanoengine.text.chats import Chats
+    from nanoengine.text.token_bound import TokenBound
+
+LONG_TEXT = 1 << 16
+"""Characters from which on a prompt is measured before it is encoded, which takes 0.2 s then."""
 
 OnError = Literal["raise", "record"]
 
@@ -65,10 +61,11 @@ class PromptReader:
         default_params: Callable[[], SamplingParams],
     ) -> None:
         self._tokenizer = tokenizer
-        self._checker = checker
-        self._request_ids = request_ids
-        self._default_params = default_params
-        self._takes_parts: dict[tuple[str | None, bool], bool] = {}  # by template
+        self.checker = checker
+        self.request_ids = request_ids
+        self.default_params = default_params
+        self._chats: Chats | None = None
+        self._bound: TokenBound | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -86,46 +83,33 @@ class PromptReader:
 
     def read_all(
         self,
-        prompts: Sequence[object],
-        sampling_params: ParamsInput,
-        priority: PriorityInput,
-        on_error: OnError,
-    ) -> list[CheckedPrompt | RequestOutput]:
-        """Reads a list; parameters and priority are one for all or one each."""
-        _check_on_error(on_error)
-        params = each_params(sampling_params, len(prompts), self._default_params)
-        priorities = each_priority(priority, len(prompts))
-        return [
-            self._read(i, *one, on_error)
-            for i, one in enumerate(zip(prompts, params, priorities, strict=True))
-        ]
-
-    def read_lazily(
-        self,
         prompts: object,
         sampling_params: ParamsInput,
         priority: PriorityInput,
         on_error: OnError,
-    ) -> Iterator[CheckedPrompt | RequestOutput | Pause]:
-        """Reads an iterable as it is pulled; parameters and priority are one for all."""
-        _check_on_error(on_error)
-        if not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
-        if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
-            raise RequestError(
-                "prompts that are pulled lazily have no known number, so they share one"
-                " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
-                " one each"
-            )
-        (params,) = each_params(sampling_params, 1, self._default_params)
-        (rank,) = each_priority(priority, 1)
-        numbers = itertools.count()
-        return (
-            PAUSE if one is PAUSE else self._read(next(numbers), one, params, rank, on_error)
-            for one in prompts
-        )
+    ) -> list[CheckedPrompt | RequestOutput]:
+        """Reads one prompt or a list; parameters and priority are one for all or one each."""
+        check_on_error(on_error)
+        given = [prompts] if isinstance(prompts, str) else prompts
+        if not (type(given) is list and all(isinstance(one, str) for one in given)):
+            from nanoengine.text.prompt_forms import prompt_list
 
-    def _read(
+            given = prompt_list(given)
+        params: Sequence[SamplingParams] = ()
+        priorities: Sequence[int | None] = [None] * len(given)
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(given)
+        if not params or priority is not None:
+            from nanoengine.text.prompt_forms import each_params, each_priority
+
+            params = each_params(sampling_params, len(given), self.default_params)
+            priorities = each_priority(priority, len(given))
+        return [
+            self.read(i, *one, on_error)
+            for i, one in enumerate(zip(given, params, priorities, strict=True))
+        ]
+
+    def read(
         self,
         index: int,
         prompt: object,
@@ -135,24 +119,36 @@ class PromptReader:
     ) -> CheckedPrompt | RequestOutput:
         """Reads one prompt; a bad one raises with its index, or becomes its output."""
         key: str | None = None
+        text: str | None = None
+        cache_salt: str | None = None
+        token_ids: list[int] = []
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
             key, prompt = prompt.key, prompt.prompt
-        text: str | None = None
-        token_ids: list[int] = []
         try:
-            given = parse_prompt(prompt)
-            text, token_ids = self._encode(given)
+            if isinstance(prompt, str):
+                text = prompt
+                token_ids = self._encode(prompt)
+            else:
+                given = parse_prompt(prompt)
+                text, cache_salt = given.text, given.cache_salt
+                if given.token_ids is not None:
+                    token_ids = given.token_ids
+                elif given.messages is None:
+                    token_ids = self._encode(given.text or "")
+                else:
+                    text = self._open_chats().render(given.messages, dict(given.template_args))
+                    token_ids = self._encode(text, add_special_tokens=False)
             if params.stop or params.bad_words:
                 _ = self.tokenizer
             words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
-            request = self._checker.check(
+            request = self.checker.check(
                 token_ids,
                 params,
                 priority=priority,
                 key=key,
-                cache_salt=given.cache_salt,
+                cache_salt=cache_salt,
                 bad_word_ids=words,
             )
             return CheckedPrompt(index=index, text=text, request=request)
@@ -160,38 +156,31 @@ class PromptReader:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why: what a row holds runs code, of Jinja's or its own.
             kind, message, cause = RequestError, f"{type(error).__name__}: {error}", error
-        # Why a missing package too: it is no fault of the prompt, which runs once it is there.
-        if on_error == "raise" or kind is MissingDependencyError:
+        if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
-        return error_output(next(self._request_ids), index, text, token_ids, message, key=key)
+        return error_output(next(self.request_ids), index, text, token_ids, message, key=key)
 
-    def _encode(self, given: PromptInput) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt; the text is None if only ids were given."""
-        if given.token_ids is not None:
-            return given.text, given.token_ids
-        if given.messages is None:
-            return given.text, self.tokenizer.encode(given.text or "")
-        text = self._render(given.messages, dict(given.template_args))
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; one that is too long by far is refused before."""
+        tokenizer = self.tokenizer
+        if len(text) > LONG_TEXT:
+            if self._bound is None:
+                from nanoengine.text.token_bound import TokenBound
 
-    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt of a conversation; parts of text reach the template in the form it takes."""
-        variables = options.pop("chat_template_kwargs", {})
-        render = self.tokenizer.render_chat
-        if has_parts(messages):
-            kind = {key: options[key] for key in ("chat_template", "tools") if key in options}
-            key = (kind.get("chat_template"), bool(kind.get("tools")))
-            if key not in self._takes_parts:
-                if len(self._takes_parts) >= MAX_TEMPLATES:
-                    self._takes_parts.clear()
-                self._takes_parts[key] = takes_parts(lambda m: render(m, **kind, **variables))
-            if not self._takes_parts[key]:
-                messages = join_parts(messages)
-        return render(messages, **options, **variables)
+                self._bound = TokenBound(tokenizer)
+            self.checker.check_length(self._bound.at_least(text), "at least ")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _open_chats(self) -> Chats:
+        if self._chats is None:
+            from nanoengine.text.chats import Chats
+
+            self._chats = Chats(self.tokenizer)
+        return self._chats
 
 
-def _check_on_error(on_error: object) -> None:
+def check_on_error(on_error: object) -> None:
     if on_error not in get_args(OnError):
         raise RequestError(f"on_error must be 'raise' or 'record', got {on_error!r}")

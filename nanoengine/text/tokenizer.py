@@ -1,8 +1,8 @@
 """Tokenizer: text to token ids and back, whole; `text/stream.py` has text that grows.
 
-Called by `llm.py` alone; the engine below sees token ids and an `OutputFollower`. No other file
-imports transformers, and this one only where `tokenizer_file.py` is not enough: for chat templates,
-and for tokenizers that are more than a tokenizer.json.
+Called by `llm.py` and by readers of prompts; the engine below sees token ids.
+Special: load_tokenizer.py (transformers, where a tokenizer.json does not say everything),
+chat_template.py (conversations).
 
 Why decoding a part of a text is not trivial, and what is done here:
 
@@ -15,13 +15,10 @@ first "▁word", and prompt + text reads well.
 from __future__ import annotations
 
 import functools
-import stat
 from collections.abc import Callable, Container, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoengine.errors import ConfigError, RequestError
-from nanoengine.text.chat_template import render_conversation
+from nanoengine.errors import RequestError
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -69,17 +66,17 @@ class Tokenizer:
         Raises:
             ConfigError: there is none, or it can't be read.
         """
-        directory = Path(name)
-        if directory.is_dir():
-            _refuse_special_files(directory)
-        file = TokenizerFile.find(directory)
-        return cls(file or _load_backend(name, revision, trust_remote_code))
+        from nanoengine.text.load_tokenizer import find_or_load
+
+        return cls(find_or_load(name, revision, trust_remote_code))
 
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The tokenizer of transformers, which is loaded now if plain text did not need it."""
         if isinstance(self._plain, TokenizerFile):
-            return _load_backend(str(self._plain.directory))
+            from nanoengine.text.load_tokenizer import load_backend
+
+            return load_backend(str(self._plain.directory))
         return self._plain
 
     def definition(self) -> str:
@@ -98,12 +95,18 @@ class Tokenizer:
         """Token ids of `text`, with the BOS that the tokenizer adds.
 
         Raises:
-            RequestError: the text holds lone surrogates, which no encoding has.
+            RequestError: the text holds lone surrogates, which no encoding has; or the tokenizer's
+                pattern gives up on it.
         """
         try:
             return list(self._plain.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error}") from error
+        except BaseException as error:
+            # Why by name: a panic of Rust's is no Exception, and no module exports its class.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(f"the tokenizer gave up on the text: {error}") from error
 
     def render_chat(
         self,
@@ -123,6 +126,8 @@ class Tokenizer:
             RequestError: there is no template, it refuses these messages, or it takes longer than
                 `chat_template.RENDER_S`.
         """
+        from nanoengine.text.chat_template import render_conversation
+
         return render_conversation(
             self.backend,  # Why here: loading it is not the template's time.
             messages,
@@ -205,41 +210,3 @@ class Tokenizer:
                 if token_id not in self.byte_ids and self._raw([token_id]).strip() == text:
                     return [token_id]
         return []
-
-
-def _load_backend(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    way_out = (
-        "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
-        " token ids"
-    )
-    try:
-        found = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:
-        raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{way_out}") from error
-    # Why: without its files transformers makes a tokenizer of special tokens alone.
-    if len(found) <= len(found.added_tokens_decoder):
-        raise ConfigError(
-            f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
-            f" vocabulary; {way_out}"
-        )
-    return found
-
-
-def _refuse_special_files(directory: Path) -> None:
-    """Raises for a FIFO, socket or device in the directory, which would block its reader.
-
-    Why all files: transformers decides which of them it opens.
-    """
-    for path in sorted(directory.iterdir()):
-        try:
-            mode = path.stat().st_mode
-        except OSError:  # a link that leads nowhere can't be opened either
-            continue
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nanoengine import LLM, BeamSearchParams, NanoEngineError, RequestOutput, SamplingParams
+from nanoengine.core.checks import check
 from nanoengine.errors import EngineDeadError
 from tests.support.fake_llm import (
     ANSWERS,
@@ -331,7 +332,7 @@ def test_an_engine_may_be_told_to_abort_from_another_thread(llm: LLM) -> None:
     outputs = call.result(PATIENCE_S)
     assert request is not None
     assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]
-    llm.engine.scheduler.check()
+    check(llm.engine.scheduler)
 
 
 # --- forks ----------------------------------------------------------------------------------------

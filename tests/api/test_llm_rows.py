@@ -161,7 +161,7 @@ def test_conversations_of_strings_are_left_as_they_are(llm: LLM) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (output,) = llm.chat(talk, LONG, chat_template=AS_JSON, use_tqdm=False)
     assert output.prompt == '"a""b"'
-    assert llm._reader is not None and llm._reader._takes_parts == {}
+    assert llm._reader is not None and llm._reader._chats._takes_parts == {}
 
 
 @pytest.mark.parametrize(

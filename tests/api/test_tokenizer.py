@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -294,6 +294,16 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
 def test_encode_refuses_lone_surrogates() -> None:
     with pytest.raises(RequestError, match="UTF-8"):
         byte_level().encode("a\ud800b")
+
+
+def test_a_pattern_that_gives_up_on_a_text_is_that_texts_error() -> None:
+    """The library panics then, and a panic is no Exception."""
+    raw = RawTokenizer.from_str(byte_level().definition())
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+    with pytest.raises(RequestError, match=r"the tokenizer gave up on the text: .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+    assert tokenizer.encode("ab")
 
 
 def test_chat_template_is_rendered_or_its_absence_named() -> None:

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from nanoengine import SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.text.load_tokenizer import MODEL_TYPES, find_file
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.text.tokenizer_file import MODEL_TYPES, TokenizerFile
 from tests.support.text_fixtures import CHAT_TEMPLATE, KINDS, byte_level
 
 TALK = [{"role": "user", "content": "go home"}, {"role": "assistant", "content": "it is late"}]
@@ -46,7 +46,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
     places["demo"] = demo_model_path()
     found = {}
     for kind, place in places.items():
-        file = TokenizerFile.find(place)
+        file = find_file(place)
         assert file is not None, kind
         found[kind] = Tokenizer(file), Tokenizer(AutoTokenizer.from_pretrained(place))
     return found
@@ -94,7 +94,7 @@ def test_transformers_too_takes_the_class_that_the_checkpoint_names(
     found = AutoTokenizer.from_pretrained(save(tmp_path, model_type=model_type))
     assert type(found).__name__ == "TokenizersBackend"
     assert found.backend_tokenizer.to_str() == byte_level().backend.backend_tokenizer.to_str()
-    assert TokenizerFile.find(tmp_path) is not None
+    assert find_file(tmp_path) is not None
 
 
 def test_chats_are_rendered_by_transformers(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 def test_whatever_else_there_is_goes_to_transformers(
     tmp_path: Path, change_it: Callable[[Path], object]
 ) -> None:
-    assert TokenizerFile.find(save(tmp_path)) is not None
+    assert find_file(save(tmp_path)) is not None
     change_it(tmp_path)
-    assert TokenizerFile.find(tmp_path) is None
+    assert find_file(tmp_path) is None
 
 
 def test_a_damaged_tokenizer_is_explained_as_before(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_special_token_of_the_vocabulary_alone_is_not_enough(tmp_path: Path) -
     backend.add_tokens([AddedToken("<new>", special=False)])
     backend.save_pretrained(tmp_path)
     change(tmp_path, CONFIG, extra_special_tokens=["<new>"])
-    assert TokenizerFile.find(tmp_path) is None
+    assert find_file(tmp_path) is None
 
 
 def test_the_first_token_comes_without_transformers() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nanoengine import BeamSearchParams, SamplingParams
-from nanoengine.build import build_engine, share_of_memory
+from nanoengine.build import build_engine
+from nanoengine.checkpoint.find import share_of_memory
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings import vllm_names
 from nanoengine.settings.config import EngineConfig
@@ -207,9 +208,9 @@ def test_logprobs_of_minus_one_are_those_of_the_whole_vocabulary() -> None:
     size = engine.info.vocab_size
     counted = dataclasses.replace(params, logprobs=size, prompt_logprobs=size)
     (same,) = run(engine, prompts, counted)
-    found = request.sequences[0].logprobs
+    found = request.sequences[0].extras.logprobs
     assert found is not None
-    assert found == same.sequences[0].logprobs
+    assert found == same.sequences[0].extras.logprobs
     assert {entry.token_id for entry in found[1]} == set(range(size))
     assert request.prompt_logprobs == same.prompt_logprobs
     assert request.prompt_logprobs is not None

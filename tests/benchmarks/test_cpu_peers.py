@@ -24,8 +24,10 @@ sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
 import harness  # noqa: E402
 import report  # noqa: E402
-from roofline import Formats, Limits, Shape, ideal_seconds  # noqa: E402
-from workloads import requests_of, shared_prefix, warm_up  # noqa: E402
+
+from benchmarks.suite.cost import ModelCost  # noqa: E402
+from benchmarks.suite.roofline import Card, Formats, ideal_seconds  # noqa: E402
+from benchmarks.suite.workloads import requests_of, shared_prefix, warm_up  # noqa: E402
 
 CONFIG = {
     "hidden_size": 4,
@@ -110,39 +112,37 @@ def test_only_w2_shares_a_prefix():
 # --- roofline -------------------------------------------------------------------------------------
 
 
-def test_the_shape_counts_parameters():
-    shape = Shape.from_config(CONFIG)
-    assert shape.body_params == 2 * (4 * 3 * (2 * 2 + 2 * 1) + 3 * 4 * 8)
-    assert shape.head_params == 4096 * 4
+def plain_cost(dense_params: int, head_params: int) -> ModelCost:
+    """A model of one layer, whose attention has one head of one number."""
+    one = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1, "hidden_size": 1,
+           "intermediate_size": 1, "vocab_size": 1}  # fmt: skip
+    cost = ModelCost.from_config(one, 4)
+    return replace(cost, dense_params=dense_params, head_params=head_params)
 
 
 def test_every_step_takes_the_larger_of_computing_and_reading():
-    shape = Shape(
-        body_params=100, head_params=50, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1
-    )
-    work = [([1, 2, 3], 2)]
-    slow_math = Limits(read_gbs=1e9, linear_gflops=1e-9, attention_gflops=1e-9)
+    cost, work = plain_cost(100, 50), [([1, 2, 3], 2)]
+    slow_math = Card(bytes_per_s=1e18, flops_per_s=1)
     # Prefill: 3 tokens, 1 sampled, 6 pairs; decode: 1 token that attends to 4.
     flops = (2 * (3 * 100 + 50) + 4 * 6) + (2 * (100 + 50) + 4 * 4)
-    assert ideal_seconds(shape, work, slow_math, Formats()) == pytest.approx(flops)
-    slow_memory = Limits(read_gbs=1e-9, linear_gflops=1e9, attention_gflops=1e9)
+    assert ideal_seconds(cost, work, slow_math, Formats()) == pytest.approx(flops)
+    slow_attention = Card(bytes_per_s=1e18, flops_per_s=1e18, attention_flops_per_s=1)
+    assert ideal_seconds(cost, work, slow_attention, Formats()) == pytest.approx(4 * 6 + 4 * 4)
+    slow_memory = Card(bytes_per_s=1, flops_per_s=1e18)
     numbers = (150 + 2 * 3) + (150 + 2 * 4)
-    assert ideal_seconds(shape, work, slow_memory, Formats()) == pytest.approx(4 * numbers)
+    assert ideal_seconds(cost, work, slow_memory, Formats()) == pytest.approx(4 * numbers)
     narrow = Formats(body_bits=8, head_bits=16, kv_bits=4)
     expected = 2 * (100 + 2 * 50) + (2 * 3 + 2 * 4) / 2
-    assert ideal_seconds(shape, work, slow_memory, narrow) == pytest.approx(expected)
+    assert ideal_seconds(cost, work, slow_memory, narrow) == pytest.approx(expected)
 
 
 def test_a_shared_prefix_is_computed_and_read_once():
-    shape = Shape(
-        body_params=1000, head_params=0, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1
-    )
-    limits = Limits(read_gbs=1e9, linear_gflops=1e-9, attention_gflops=1e9)
-    prefix = list(range(100))
-    shared = ideal_seconds(shape, [([*prefix, 101], 1), ([*prefix, 102], 1)], limits, Formats())
+    card = Card(bytes_per_s=1e18, flops_per_s=1, attention_flops_per_s=1e18)
+    cost, prefix = plain_cost(1000, 0), list(range(100))
+    shared = ideal_seconds(cost, [([*prefix, 101], 1), ([*prefix, 102], 1)], card, Formats())
     apart = [([*prefix, 101], 1), ([*prefix[::-1], 102], 1)]
     assert shared == pytest.approx(2 * 1000 * 102)
-    assert ideal_seconds(shape, apart, limits, Formats()) == pytest.approx(2 * 1000 * 202)
+    assert ideal_seconds(cost, apart, card, Formats()) == pytest.approx(2 * 1000 * 202)
 
 
 # --- report ---------------------------------------------------------------------------------------
@@ -154,10 +154,9 @@ def test_rows_hold_medians_spreads_shares_and_ratios():
     ours, theirs = report.rows(lines, CONFIG, PEAKS, 1.0)
     assert (ours["peer"], ours["output_tok_s"], ours["spread"]) == ("nanoengine", 30.0, [20, 40])
     assert (theirs["output_tok_s"], theirs["nanoengine_is"]) == (15.0, 2.0)  # of 2, 1 and 4
-    seconds = ideal_seconds(
-        Shape.from_config(CONFIG), requests_of("W3", vocab_size=4096), PEAKS.limits("none"),
-        Formats(),
-    )  # fmt: skip
+    requests = requests_of("W3", vocab_size=4096)
+    cost = ModelCost.from_config(CONFIG, 4)
+    seconds = ideal_seconds(cost, requests, PEAKS.limits("none"), Formats())
     assert ours["roofline_share"] == pytest.approx(30.0 * seconds / 128, abs=5e-4)
 
 
@@ -173,8 +172,9 @@ def test_precisions_are_compared_apart_and_quantized_ones_against_int8_products(
     lines = [line(), line(quantization="int8", speed=20.0, body_bits=8, head_bits=8)]
     rows = {row["precision"]: row for row in report.rows(lines, CONFIG, PEAKS, 1.0)}
     assert rows["int8"]["nanoengine_is"] == rows["float32"]["nanoengine_is"] == 1.0
-    assert PEAKS.limits("int8").linear_gflops == 200
-    assert PEAKS.limits("int8").attention_gflops == PEAKS.limits("none").linear_gflops == 100
+    assert PEAKS.limits("int8").flops_per_s == 200e9
+    assert PEAKS.limits("int8").attention_flops_per_s == 100e9
+    assert PEAKS.limits("none").flops_per_s == 100e9
     assert rows["int8"]["roofline_tok_s"] > rows["float32"]["roofline_tok_s"]
 
 
@@ -182,10 +182,10 @@ def test_a_default_is_held_to_what_it_computes_in():
     modern = report.Peaks(
         isa="avx512_bf16", read_gbs=10, gflops={"float32": 100, "bfloat16": 400, "int8": 800}
     )
-    assert modern.limits("default", "bfloat16").linear_gflops == 400
-    assert modern.limits("default", "bfloat16").attention_gflops == 400
-    assert modern.limits("default", "float32").linear_gflops == 100
-    assert PEAKS.limits("default", "bfloat16").linear_gflops == 100  # no such products there
+    assert modern.limits("default", "bfloat16").flops_per_s == 400e9
+    assert modern.limits("default", "bfloat16").attention_flops_per_s == 400e9
+    assert modern.limits("default", "float32").flops_per_s == 100e9
+    assert PEAKS.limits("default", "bfloat16").flops_per_s == 100e9  # no such products there
     lines = [
         line("vllm", 8.0, quantization="default", dtype="bfloat16"),
         line("nanoengine", 2.0, quantization="default"),

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanoengine.attention.naive import NaiveBackend
-from nanoengine.cli.workload import random_workload
+from nanoengine.bench.workload import random_workload
 from tests.support.attention_cases import make_case
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_peers"
@@ -103,7 +103,7 @@ def args_for(checkpoint, label="x", requests=3, longest=8):
 def test_the_workload_is_the_standard_one():
     common = importlib.import_module("common")
     items = common.workload(256, 1024)
-    assert items == list(random_workload(256, (100, 1024), (100, 1024), seed=0))
+    assert items == list(random_workload())
 
 
 def test_a_run_warms_up_on_other_ids_and_times_the_work_alone(checkpoint, capsys):

@@ -21,11 +21,11 @@ from nanoengine.checkpoint.config import (
     parse_model_config,
 )
 from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS
-from nanoengine.checkpoint.keys import RANGES
+from nanoengine.checkpoint.keys import KEYS
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError
-from nanoengine.runner.sampling_ops import MAX_VOCAB_SIZE
+from nanoengine.runner.greedy import MAX_VOCAB_SIZE
 from tests.support.checkpoints import FAMILIES as MODELS
 from tests.support.checkpoints import make_config
 
@@ -205,7 +205,7 @@ def test_values_of_a_gemma_3_config() -> None:
                 "head_dim", "query_pre_attn_scalar", "tie_word_embeddings")  # fmt: skip
     raw = {key: value for key, value in {**BASE, **GEMMA3}.items() if key not in optional}
     del raw["num_key_value_heads"], raw["max_position_embeddings"]
-    absent = parse_model_config({**raw, "tie_word_embeddings": None})
+    absent = parse_model_config(raw)
     assert (absent.ropes[5].theta, absent.ropes[0]) == (1e6, RopeConfig(theta=1e4))
     assert absent.sliding_windows == (4096,) * 5 + (None, 4096)
     assert (absent.head_dim, absent.plan.attention_scale) == (256, 1 / 16)
@@ -262,9 +262,10 @@ def test_missing_keys_take_the_families_defaults() -> None:
     assert (config.rms_norm_eps, config.num_key_value_heads) == (1e-6, 4)
     assert (config.dtype, config.eos_token_ids) == ("float32", ())
     assert config.ropes[-1] == RopeConfig(theta=10000.0)
+    raw["num_attention_heads"] = 64
     qwen3 = parse_model_config({**raw, "architectures": ["Qwen3ForCausalLM"]})
-    assert qwen3.head_dim == 128
-    by_type = {**raw, "architectures": None, "model_type": "qwen2"}
+    assert (qwen3.head_dim, qwen3.num_key_value_heads) == (128, 32)
+    by_type = {**raw, "architectures": None, "model_type": "qwen2", "head_dim": 16}
     assert parse_model_config(by_type).architecture == "Qwen2ForCausalLM"
 
 
@@ -275,7 +276,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "hidden_act='silu'": {**GEMMA3, "hidden_act": "silu"},
     "use_bidirectional_attention=True": {**GEMMA3, "use_bidirectional_attention": True},
     "attn_logit_softcapping=30.0": {**GEMMA3, "attn_logit_softcapping": 30.0},
-    "of this family has ['rope_theta']": {**GEMMA3, "rope_parameters": {"rope_theta": 1e4}},
+    "got null; without the key it is 1e-06": {"rms_norm_eps": None},
     "text_config of Gemma3ForConditionalGeneration has model_type='gemma4_text'": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": {"model_type": "gemma4_text"},
@@ -488,7 +489,7 @@ def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_pat
 
 
 def test_the_largest_vocabulary_is_that_of_the_sampler() -> None:
-    assert RANGES["vocab_size"][1] == MAX_VOCAB_SIZE
+    assert KEYS["vocab_size"].most == MAX_VOCAB_SIZE
 
 
 # --- keys that nobody reads -----------------------------------------------------------------------

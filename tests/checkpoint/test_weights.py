@@ -316,6 +316,7 @@ SIZES: list[tuple[str, str, int, str]] = [
     ("qwen3_moe", "num_experts", 4096, "num_experts=4096, but model.layers.0.mlp.gate.weight"),
     ("qwen3_moe", "moe_intermediate_size", 2**22, "moe_intermediate_size=4194304, but"),
     ("qwen3_moe", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.1.mlp"),
+    ("qwen3_next", "num_attention_heads", 8, "2 * num_attention_heads * head_dim=256, but model"),
 ]
 
 

@@ -76,7 +76,7 @@ def test_the_module_is_an_entry_point() -> None:
     [
         (
             ["generte"],
-            "error: unknown command 'generte'; known: batch, generate, chat, bench, gpu-report",
+            "error: unknown command 'generte'; known: batch, generate, chat, bench, viz",
         ),
         (["generate", "m", "--output", "x"], "error: --output has the records of a file: give"),
         (["generate", "m", "--prompt", "a", "--file", "b"], "error: --file and --output are for"),

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.core.admission import WatermarkOnly
 from nanoengine.core.policies import Hysteresis, Predictive, make_policy
 from nanoengine.core.waiting import MAX_OVERTAKEN
 from nanoengine.errors import ConfigError
@@ -50,7 +49,7 @@ def test_known_lengths_are_never_over_committed():
     # Each request starts with 2 blocks and ends with 5: all 9 fit now, at the peak only 4 do.
     prompts = [[i + 1] * 8 for i in range(9)]
     preemptions = {}
-    for policy in (WatermarkOnly(), Predictive()):
+    for policy in (None, Predictive()):
         engine = make_engine(
             num_blocks=21, max_num_seqs=9, enable_prefix_caching=False, policy=policy,
             max_num_batched_tokens=128,
@@ -61,9 +60,9 @@ def test_known_lengths_are_never_over_committed():
         preemptions[type(policy), "first step"] = engine.stats().num_running
         run(engine)
         preemptions[type(policy)] = engine.stats().preemptions
-    assert preemptions[WatermarkOnly, "first step"] == 9
+    assert preemptions[type(None), "first step"] == 9
     assert preemptions[Predictive, "first step"] == 4
-    assert preemptions[WatermarkOnly] > 0
+    assert preemptions[type(None)] > 0
     assert preemptions[Predictive] == 0
 
 
@@ -99,13 +98,12 @@ def test_spread_adds_deviations_and_aborted_sequences_teach_nothing():
     plain, careful = Predictive(), Predictive(spread=1.0)
     engine = make_engine(max_num_seqs=1, policy=plain)
     for length in (2, 6):
-        request = engine.add_request(str(length), [1], exactly(length))
+        engine.add_request(str(length), [1], exactly(length))
         run(engine)
-        careful.on_finish(request.sequences[0])
-    aborted = engine.add_request("aborted", [1], exactly(40))
+    engine.add_request("aborted", [1], exactly(40))
     engine.step()
     engine.abort("aborted")
-    careful.on_finish(aborted.sequences[0])
+    careful.watch(engine.scheduler.ended)
     seq = engine.add_request("next", [1], SamplingParams(max_tokens=90)).sequences[0]
     assert plain.num_expected_tokens(seq) == 4
     assert careful.num_expected_tokens(seq) == 4 + 2
@@ -135,14 +133,14 @@ def test_a_window_holds_its_window_only():
 
 def test_the_last_few_that_wait_go_longest_first():
     order = {}
-    for policy in (WatermarkOnly(), Hysteresis(), Predictive()):
+    for policy in (None, Hysteresis(), Predictive()):
         engine = make_engine(num_blocks=100, max_num_seqs=3, policy=policy)
         for i, length in enumerate((4, 6, 2, 9, 3, 3, 8)):
             engine.add_request(str(i), [i + 1], exactly(length))
         run(engine)
         plans = engine.executor.plans
         order[type(policy)] = [new.seq_id for plan in plans for new in plan.admitted]
-    assert order[WatermarkOnly] == order[Hysteresis] == [0, 1, 2, 3, 4, 5, 6]
+    assert order[type(None)] == order[Hysteresis] == [0, 1, 2, 3, 4, 5, 6]
     # Two run when the last two wait, and the later one is longer.
     assert order[Predictive] == [0, 1, 2, 3, 4, 6, 5]
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nanoengine.core.block_manager import Verdict
+from nanoengine.core.checks import check_manager
+from nanoengine.core.forks import share_blocks
 from nanoengine.core.plan import BlockCopy, TableUpdate
 from tests.support.block_managers import admit, cached, compute, make_manager, make_sequence
 
@@ -71,7 +73,7 @@ def test_a_fresh_block_never_evicts_a_block_of_the_same_hit():
     second = make_sequence([*range(8), 40, 41, 42, 43, 44])
     assert admit(manager, second).num_cached_tokens == 8
     assert second.block_tables[0][:2] == old[:2]
-    manager.check([second])
+    check_manager(manager, [second])
 
 
 # --- growth ---------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def test_no_room_says_false_and_takes_nothing():
     compute(manager, seq)
     seq.token_ids.append(1)
     assert manager.may_append(seq, 1) is False
-    manager.check([seq])
+    check_manager(manager, [seq])
     assert len(seq.block_tables[0]) == 2
 
 
@@ -116,10 +118,10 @@ def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
     admit(manager, parent)
     compute(manager, parent)
     child = make_sequence([1] * num_prompt_tokens)
-    manager.fork(parent, child)
+    share_blocks(manager, parent, child)
     assert child.block_tables == parent.block_tables and not manager.copies
     shared, free = list(parent.block_tables[0]), manager.pool.num_free
-    manager.check([parent, child])
+    check_manager(manager, [parent, child])
     child.token_ids += [2] * num_appended
     manager.updates = []
     compute(manager, child)
@@ -130,7 +132,7 @@ def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
         assert manager.copies == [BlockCopy(shared[-1], child.block_tables[0][len(shared) - 1])]
     else:
         assert manager.copies == []
-    manager.check([parent, child])
+    check_manager(manager, [parent, child])
     parent.token_ids.append(3)
     copies = len(manager.copies)
     compute(manager, parent)
@@ -145,7 +147,7 @@ def test_a_fork_tells_the_executor_its_tables():
     compute(manager, parent)
     manager.updates = []
     child = make_sequence([1] * 40)
-    manager.fork(parent, child)
+    share_blocks(manager, parent, child)
     assert manager.updates == [
         TableUpdate(child.row, group, 0, tuple(parent.block_tables[group])) for group in (0, 1)
     ]
@@ -166,7 +168,7 @@ def test_blocks_out_of_the_window_become_null_and_are_freed():
         compute(manager, seq)
         nulls[computed] = seq.block_tables[0].count(0)
         assert manager.pool.counts()["active"] == len(seq.block_tables[0]) - nulls[computed]
-        manager.check([seq])
+        check_manager(manager, [seq])
     assert [nulls[n] for n in (4, 5, 6, 7, 11)] == [0, 1, 1, 2, 4]
 
 
@@ -196,7 +198,7 @@ def test_a_window_hit_needs_the_window_only():
     admission = admit(manager, second)
     assert admission.num_cached_tokens == 20
     assert second.block_tables[0] == [0] * 8 + table[8:10]
-    manager.check([second])
+    check_manager(manager, [second])
     manager.pool.evict(table[8:])
     manager.deallocate(second)
     manager.pool.evict([table[8]])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine.core.block_pool import BlockPool
+from nanoengine.core.checks import check_pool
 from nanoengine.core.prefixes import Prefix, Prefixes, pack
 
 X = Prefix(b"x", None, pack([1]))
@@ -35,7 +36,7 @@ def test_three_counts():
     pool.free(reversed(cached))
     assert pool.counts() == {"empty": 7, "cached": 17, "active": 7}
     assert (pool.num_usable, pool.num_free) == (31, 24)
-    pool.check()
+    check_pool(pool)
 
 
 def test_allocate_prefers_empty_blocks_then_the_oldest_tail():
@@ -49,7 +50,7 @@ def test_allocate_prefers_empty_blocks_then_the_oldest_tail():
     assert pool.num_evicted == 0
     assert pool.allocate(4) == [*reversed(old), *young]
     assert pool.num_evicted == 4
-    pool.check()
+    check_pool(pool)
 
 
 def test_running_out_is_a_bug_of_the_caller():
@@ -78,7 +79,7 @@ def test_the_null_block_is_passed_over_and_never_handed_out():
     pool.touch([0])
     assert pool.register([0], 0, [X]) == [] and pool.lookup(0, X) is None
     assert pool.evict([0]) == 0
-    pool.check()
+    check_pool(pool)
 
 
 def test_touch_revives_a_cached_block():
@@ -103,7 +104,7 @@ def test_duplicates_of_a_content_live_and_die_apart():
     pool.free([second])
     assert pool.evict([second]) == 1
     assert pool.lookup(0, X) is None
-    pool.check()
+    check_pool(pool)
 
 
 def test_groups_have_an_index_each():
@@ -142,19 +143,19 @@ def test_reset_refuses_while_blocks_are_in_use():
         lambda pool: setattr(pool._kv, "num_empty", 2),
         lambda pool: pool._push_empty(pool.blocks[2]),
         lambda pool: (pool.evict([2]), setattr(pool.blocks[5], "prefix", X)),
-        lambda pool: pool._index[0].clear(),
-        lambda pool: pool._duplicates.update({(0, X): [1]}),
-        lambda pool: pool._duplicates.update({(0, pool.blocks[1].prefix): [2]}),
+        lambda pool: pool.index[0].clear(),
+        lambda pool: pool.duplicates.update({(0, X): [1]}),
+        lambda pool: pool.duplicates.update({(0, pool.blocks[1].prefix): [2]}),
     ],
 )
 def test_check_notices(break_it):
     pool = BlockPool(6, num_groups=2)
     table = filled(pool, 2)
     pool.free(table[1:])
-    pool.check([[1]])
+    check_pool(pool, [[1]])
     break_it(pool)
     with pytest.raises(AssertionError):
-        pool.check([[1]])
+        check_pool(pool, [[1]])
 
 
 COUNT_EVENTS = """
@@ -177,7 +178,7 @@ for start in (0, 1_000, 1_990):
     pool.touch(touched)
     sys.settrace(None)
     print(events)
-pool.check()
+check_pool(pool)
 """
 
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from nanoengine.core.block_pool import BlockPool
+from nanoengine.core.checks import check_pool
 from nanoengine.core.prefixes import Prefix, pack
 
 Content = tuple[int, Prefix]
@@ -123,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.pool.check(self.tables)
+        check_pool(self.pool, self.tables)
         cached, active = len(self.lru), len(self.refs())
         empty = self.num_empty()
         assert self.pool.counts() == {"empty": empty, "cached": cached, "active": active}

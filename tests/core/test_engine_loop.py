@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 
+from nanoengine.core.checks import check
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.sequence import Request
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import (
@@ -105,7 +107,7 @@ def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
         engine.step()
     assert not engine.has_unfinished()
     assert all(seq.finish_reason == "abort" for request in old for seq in request.sequences)
-    engine.scheduler.check()
+    check(engine.scheduler)
     assert engine.scheduler.block_manager.pool.counts()["empty"] == 19
     new = [engine.add_request(f"old {i}", range(1, 15), params(n=2)) for i in range(6)]
     assert sorted(run(engine)) == [f"old {i}" for i in range(6)]
@@ -204,7 +206,7 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
     finally:
         sys.settrace(tracer)
     assert not engine.has_unfinished()
-    engine.scheduler.check()
+    check(engine.scheduler)
     new = [engine.add_request(str(i), range(1, 15 + i), params(n=2)) for i in range(6)]
     run(engine)
     assert_outputs(*new)
@@ -219,7 +221,7 @@ def propose(engine: LLMEngine, random: Random) -> None:
                 token_id = next_token(prefix, seq.seed) if random.random() < 0.8 else 1
                 drafts.append(token_id)
                 prefix = chain(prefix, token_id)
-            seq.draft_token_ids = tuple(drafts)
+            set_drafts(engine.scheduler, seq, tuple(drafts))
 
 
 @pytest.mark.parametrize("threshold", [0, 2])
@@ -420,7 +422,7 @@ def test_abort_frees_at_once_and_is_told_once():
     assert engine.abort("3") is requests[3]
     assert engine.abort("3") is None
     assert engine.abort("unknown") is None
-    engine.scheduler.check()
+    check(engine.scheduler)
     assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 1)
     assert sorted(run(engine)) == ["1", "2"]
     assert_outputs(*requests[1:3])
@@ -566,7 +568,7 @@ def test_sequences_that_wait_for_rows_are_aborted_with_the_others(loop):
     assert engine.abort("a") is request
     assert request.finished
     assert len(request.sequences) == 7
-    engine.scheduler.check()
+    check(engine.scheduler)
     loop(engine)
     assert_outputs(other)
 
@@ -577,7 +579,7 @@ def test_drafts_wait_until_the_forks_are_made_or_wait_for_a_row():
     request = engine.add_request("a", range(1, 10), params(12, n=2, ignore_eos=True))
     engine.step()
     (seq,) = request.sequences
-    seq.draft_token_ids = (1, 2)
+    set_drafts(engine.scheduler, seq, (1, 2))
     run(engine)
     assert_outputs(request)
 
@@ -588,6 +590,6 @@ def test_drafts_wait_until_the_forks_are_made():
     engine.step()
     (seq,) = request.sequences
     assert seq.num_computed_tokens == seq.num_tokens - 1
-    seq.draft_token_ids = (1, 2)
+    set_drafts(engine.scheduler, seq, (1, 2))
     run(engine)
     assert_outputs(request)

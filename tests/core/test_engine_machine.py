@@ -1,4 +1,4 @@
-"""One machine for all that the core does at once, against an oracle and the plain Scheduler.
+"""One machine for all that the core does at once, against an oracle and the SlowScheduler.
 
 Requests with shared prefixes over small pools, in the plain and in the overlapped loop: forks,
 copy-on-write, cancelled requests, priorities, sliding windows and hybrid groups, preemption, equal
@@ -11,7 +11,7 @@ is never written. I6 the null block is never allocated, hashed or freed. I7 evic
 recently used first, tails before heads (tests/core/test_core_machines.py). The fake executor holds
 I5, and that whatever a sequence reads was written for exactly its tokens: a stale, torn or mixed-up
 block in any tier is found at the first read. At the end every output is compared. Beside the
-FastScheduler a plain Scheduler leads the same life, and each step's plan must be the same.
+Scheduler a SlowScheduler leads the same life, and each step's plan must be the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hypothesis.stateful import (
 )
 
 from nanoengine.core.block_pool import NULL_BLOCK
-from nanoengine.core.fast_scheduler import FastScheduler
+from nanoengine.core.checks import check
 from nanoengine.core.policies import make_policy
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import NO_ROW, Request
@@ -54,6 +54,7 @@ from tests.support.fake_executor import (
     prefix_hashes,
 )
 from tests.support.followed_trace import FollowedTrace
+from tests.support.slow_scheduler import SlowScheduler
 
 # Why so many: a prefix must have left the device when it comes again, for a tier to have it.
 FAMILIES = [[(3 + k * i + i * i) % 43 for i in range(90)] for k in range(7)]
@@ -117,7 +118,7 @@ class EngineRun:
         self.manager = self.scheduler.block_manager
         # Why this bound: nothing is ever refused, so that every output is the oracle's.
         self.max_total = max(n for n in range(1, LONGEST) if self.manager.can_ever_allocate(n))
-        # Why not for both: a plain Scheduler's plans are the same.
+        # Why not for both: a SlowScheduler's plans are the same.
         first = (0, 0, 7)[seed % 3]
         self.trace = FollowedTrace(self.engine, first=first) if is_checked else None
         self.requests: list[Request] = []
@@ -292,7 +293,7 @@ class EngineRun:
 
     def holds(self) -> None:
         if self.is_checked:
-            self.scheduler.check()
+            check(self.scheduler)
         counts = self.manager.pool.counts()
         assert sum(counts.values()) == self.manager.pool.num_usable
         assert self.scheduler.num_running <= self.scheduler.max_num_seqs
@@ -303,8 +304,7 @@ class EngineRun:
 
     def nothing_is_held(self) -> None:
         """No block, on the device or for a step's copy in the host tier."""
-        assert self.manager.pool.counts()["active"] == 0
-        assert self.manager.pool.counts(states=True)["active"] == 0
+        assert self.manager.pool.num_active == 0
         if self.tiers is not None:
             held = self.tiers.host.counts()["active"]
             assert held == len(self.tiers.disk.held_host_ids()), "a step's copy is never let go"
@@ -402,8 +402,8 @@ class Twins:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.fast = EngineRun(FastScheduler, **options)
-        self.plain = EngineRun(Scheduler, is_checked=False, **options)
+        self.fast = EngineRun(Scheduler, **options)
+        self.plain = EngineRun(SlowScheduler, is_checked=False, **options)
         self.num_compared = 0
 
     def do(self, name: str, *args: Any) -> None:

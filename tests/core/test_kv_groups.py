@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from nanoengine.core.kv_groups import (
+from nanoengine.core.groups.rules import (
     longest_common_hit,
     longest_hit,
     make_kv_groups,

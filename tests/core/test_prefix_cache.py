@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoengine.core import prefixes
+from nanoengine.core.checks import check_manager
 from tests.support.block_managers import admit, cached, compute, make_manager, make_sequence
 
 
@@ -114,4 +115,4 @@ def test_invalidate_drops_free_blocks_and_leaves_the_others():
     manager.deallocate(second)
     manager.prefix_cache.invalidate(held)
     assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 0
-    manager.check([])
+    check_manager(manager, [])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from nanoengine.core.fast_scheduler import FastScheduler
+from nanoengine.core.checks import check
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.waiting import MAX_LOOK_AHEAD, MAX_OVERTAKEN
 from nanoengine.engine import LLMEngine
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import FakeExecutor, expected_output, make_engine, run, run_late
+from tests.support.slow_scheduler import SlowScheduler
 
 
 def params(max_tokens: int, **changes: object) -> SamplingParams:
@@ -225,7 +227,7 @@ def test_peer_bug_29_the_writer_of_a_prefix_shared_in_one_step_may_end_first():
     requests = [engine.add_request(str(i), range(1, 21), params(1 + 4 * i)) for i in range(4)]
     engine.step()
     assert requests[0].finished
-    engine.scheduler.check()
+    check(engine.scheduler)
     table = requests[1].sequences[0].block_tables[0]
     assert [engine.scheduler.block_manager.pool.blocks[b].ref_count for b in table] == [3] * 4 + [1]
     engine.add_request("other", [40] * 40, params(2))
@@ -280,9 +282,8 @@ def test_a_block_filled_behind_refused_drafts_is_indexed_at_once():
     request = engine.add_request("a", [1, 2, 3, 4, 5], params(12))
     engine.step()
     (seq,) = request.sequences
-    seq.draft_token_ids = tuple(
-        49 - t for t in expected_output([1, 2, 3, 4, 5], seq.seed, 9, ())[1:]
-    )
+    wrong = (49 - t for t in expected_output([1, 2, 3, 4, 5], seq.seed, 9, ())[1:])
+    set_drafts(engine.scheduler, seq, tuple(wrong))
     engine.step()
     assert len(seq.block_tables[0]) > 3, "the refused drafts have left empty blocks behind"
     while engine.has_unfinished():
@@ -291,7 +292,7 @@ def test_a_block_filled_behind_refused_drafts_is_indexed_at_once():
             assert seq.num_registered_blocks == seq.num_computed_tokens // 4
 
 
-@pytest.mark.parametrize("scheduler_class", [Scheduler, FastScheduler])
+@pytest.mark.parametrize("scheduler_class", [Scheduler, SlowScheduler])
 def test_after_a_fork_the_parent_writes_first_and_so_it_copies(scheduler_class):
     """The shortcut for easy decodes must not let the parent write into the block that it shares."""
     engine = make_engine(block_size=8, scheduler_class=scheduler_class)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanoengine.core.extras import set_drafts
 from nanoengine.errors import CapacityError
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import expected_output, make_engine, run, run_late
@@ -55,7 +56,7 @@ def test_drafts_that_the_pool_has_no_block_for_are_dropped():
     request = engine.add_request("0", [1, 2, 3], SamplingParams(max_tokens=3, **GREEDY))
     engine.step()
     (seq,) = engine.scheduler.running
-    seq.draft_token_ids = (1,)
+    set_drafts(engine.scheduler, seq, (1,))
     run(engine)
     assert (request.error, seq.finish_reason) == (None, "length")
     assert seq.output_token_ids == expected_output([1, 2, 3], seq.seed, 3, ())

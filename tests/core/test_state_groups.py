@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanoengine.core.block_pool import BlockPool
+from nanoengine.core.checks import check_pool
+from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.prefixes import Prefix, pack
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import expected_output, make_engine, run, run_late
@@ -142,12 +143,12 @@ def test_a_preempted_sequence_comes_back_to_its_last_snapshot():
 
 
 def test_blocks_and_states_are_handed_out_apart():
-    pool = BlockPool(4, 2, num_states=2)
+    pool = StatePool(4, 2, num_states=2)
     prefix = Prefix(b"a", None, pack([1]))
     assert (pool.allocate(3), pool.allocate(2, states=True)) == ([1, 2, 3], [4, 5])
     pool.register([4], 1, [prefix])
     pool.free([5, 1, 4])
-    pool.check([[2, 3]])
+    check_pool(pool, [[2, 3]])
     assert pool.counts() == {"empty": 1, "cached": 0, "active": 2}
     assert pool.counts(states=True) == {"empty": 1, "cached": 1, "active": 0}
     assert (pool.num_free, pool.num_free_states, pool.next_evicted(9)) == (1, 2, [4])

@@ -1,4 +1,4 @@
-"""What the pages name is there: links, mechanisms and their tests, files of the house."""
+"""What the pages name is there: links, mechanisms and their tests, rooms, files."""
 
 import ast
 import functools
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from tests.support import pages
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,41 +79,49 @@ def test_a_name_that_is_not_there_is_noticed():
         assert len(missing(cell, ROOT / "nanoengine")) == 1
 
 
-# --- the house in design.md -----------------------------------------------------------------------
+# --- the rooms of design.md, and files that pages name --------------------------------------------
 
 DESIGN = (ROOT / "docs/design.md").read_text(encoding="utf-8")
-DRAWING = DESIGN.partition("## Plain first")[0]
 TWINS = re.findall(r"^\| (.*`.*) \| (.*`.*) \| (`(?:\w+/)?test_.*) \|$", DESIGN, re.MULTILINE)
+ROW_OF_A_ROOM = re.compile(r"^\| `([\w/]+)/` \| .* \| .* \| (.*) \|$", re.MULTILINE)
+ROOMS = dict(ROW_OF_A_ROOM.findall(DESIGN.partition("## Laws")[0]))
+"""The files to read first, by room."""
 
 
-def drawn_in(room: str) -> set[str]:
-    """The files of `room/one.py, two.py, ...`; of the package itself, any name."""
-    names = re.compile(r"\b\w+\.py\b")
-    if room == ".":
-        return set(names.findall(DRAWING))
-    lists = re.findall(rf"\b{room}/((?:\w+\.py[,\s]*)+)", DRAWING)
-    return set(names.findall(" ".join(lists)))
+def test_each_room_stands_in_the_table_with_a_file_to_read_first():
+    package = ROOT / "nanoengine"
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert rooms | {"nanoengine"} <= ROOMS.keys()
+    for room, first in ROOMS.items():
+        folder = package if room == "nanoengine" else package / room
+        assert [
+            name for name in re.findall(r"`(\S+)`", first) if not (folder / name).is_file()
+        ] == []
 
 
-@pytest.mark.parametrize(
-    "room",
-    [
-        ".",
-        "core",
-        "core/tiers",
-        "runner",
-        "checkpoint",
-        "models",
-        "layers",
-        "attention",
-        "kernels",
-        "features",
-    ],
-)
-def test_the_house_is_drawn_whole(room):
-    files = {path.name for path in (ROOT / "nanoengine" / room).glob("*.py")} - {"__init__.py"}
-    assert len(files) > 1
-    assert sorted(files - drawn_in(room)) == []
+FILES = {
+    path.relative_to(ROOT).as_posix()
+    for folder in ("nanoengine", "tests", "tools", "benchmarks", "docs")
+    for path in (ROOT / folder).rglob("*.py")
+} | {path.name for path in ROOT.glob("*.py")}
+ELSEWHERE = re.compile(r"^# (\S+\.py)$|(modular_\S+\.py|convert_hf_to_gguf\.py)", re.MULTILINE)
+"""Files that a page writes itself, and those of other projects."""
+
+
+def unknown_files(text: str) -> set[str]:
+    """Names of Python files in `code` that end the path of no file in the repository."""
+    others = {name for pair in ELSEWHERE.findall(text) for name in pair}
+    named = set(re.findall(r"`([\w/]+\.py)\b", text)) - others
+    return {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_each_file_that_a_page_names_exists(page):
+    assert unknown_files(page.read_text(encoding="utf-8")) == set()
+
+
+def test_a_file_that_is_not_there_is_noticed():
+    assert unknown_files("`core/scheduler.py` and `core/schedule.py::x`") == {"core/schedule.py"}
 
 
 def test_every_fast_path_has_a_twin_and_a_test():

@@ -22,7 +22,7 @@ from nanoengine import (
     StructuredOutputs,
 )
 from nanoengine.assets import demo_model_path
-from nanoengine.build import share_of_memory
+from nanoengine.checkpoint.find import share_of_memory
 from nanoengine.settings import vllm_names
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.vllm_names import Alias, Idle, Refused, Values

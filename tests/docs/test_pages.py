@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.suite import options
 from nanoengine.attention import BACKENDS
 from nanoengine.checkpoint.families import FAMILIES
 from nanoengine.cli.main import COMMANDS, main, parse
@@ -189,22 +190,16 @@ def why_wrong(arguments: list[str]) -> str:
         return "" if importlib.util.find_spec(rest[1]) else f"no module {rest[1]}"
     if program == "python" and rest[0] != "bench.py":
         return "" if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
-    if program == "python":
-        report = "--gpu-report" in rest
-        rest = ["gpu-report" if report else "bench", *(w for w in rest[1:] if w != "--gpu-report")]
-        program = "nanoengine"
-    if program != "nanoengine" or rest[0] not in COMMANDS:
-        return f"no command {program} {rest[0]}"
-    if COMMANDS[rest[0]][0] is None or "..." in rest:
-        return ""
-    module = importlib.import_module(f"nanoengine.cli.{rest[0].replace('-', '_')}")
     complaints = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaints):
+    with contextlib.redirect_stderr(complaints), contextlib.suppress(SystemExit):
+        if program == "python":
+            options.parse(rest[1:])
+        elif program != "nanoengine" or rest[0] not in COMMANDS:
+            return f"no command {program} {rest[0]}"
+        elif COMMANDS[rest[0]][0] is not None and "..." not in rest:
+            module = importlib.import_module(f"nanoengine.cli.{rest[0]}")
             parse(getattr(module, COMMANDS[rest[0]][0]), "nanoengine", rest[1:])
-    except SystemExit:
-        return complaints.getvalue()
-    return ""
+    return complaints.getvalue()
 
 
 def test_commands_that_are_not_run_could_be() -> None:
@@ -226,6 +221,7 @@ def test_commands_that_are_not_run_could_be() -> None:
         ("python benchmarks/none.py", "no file benchmarks/none.py"),
         ("nanoengine wonder", "no command nanoengine wonder"),
         ("nanoengine bench --smok", "--smok"),
+        ("python bench.py --ablat", "--ablat"),
     ],
 )
 def test_a_command_that_is_not_there_is_noticed(line: str, why: str, tmp_path: Path) -> None:

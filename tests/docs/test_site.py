@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoengine.cli import ablate, sweep
+from benchmarks.suite import ablate, sweep
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -111,10 +111,9 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
     assert drafter.draft(sequences, [2, 2, 1]) == [(0, 0), (7, 8), (2,)]
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_a_grammar_is_obeyed_and_saves_steps(backend: str) -> None:
+def test_a_grammar_is_obeyed_and_saves_steps() -> None:
     """Also where n-grams of the prompt leave the grammar."""
-    pytest.importorskip(backend)
+    pytest.importorskip("llguidance")
     from nanoengine import StructuredOutputs
 
     prompt = 'A list: [{"animal":"cow","is_hungry":1},{"animal":"cat","is_hungry":0}]. Another: '
@@ -128,9 +127,9 @@ def test_a_grammar_is_obeyed_and_saves_steps(backend: str) -> None:
         )
         for temperature in (0.0, 1.0)
     ]
-    with LLM(**options, grammar_backend=backend) as llm:
+    with LLM(**options) as llm:
         expected = llm.generate([prompt, prompt], params, use_tqdm=False)
-    with LLM(**options, grammar_backend=backend, speculative="ngram:min=1") as llm:
+    with LLM(**options, speculative="ngram:min=1") as llm:
         draft_always(llm.engine)
         found = llm.generate([prompt, prompt], params, use_tqdm=False)
         stats = llm.stats()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanoengine import ConfigError, DiskTier, EngineConfig, HostTier
+from nanoengine.core.checks import check
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, Finished
@@ -189,7 +190,7 @@ def test_a_request_that_ends_while_the_disk_reads_leaves_nothing(truth, tmp_path
     assert plan.rows == [] and "read from disk" in plan.reasons[0]
     second.abort("r")
     second.scheduler.commit(plan, second.executor.launch(plan).result())
-    second.scheduler.check()
+    check(second.scheduler)
     assert outputs(second) == truth["full"]
     assert all(tier.active_blocks == 0 for tier in second.stats().tiers)
     second.close()

@@ -307,7 +307,7 @@ def test_an_engine_that_was_dropped_gives_the_lock_back(warm, truth, caplog):
     second.close()
 
 
-@pytest.mark.parametrize("where", ["features.kv_tiers.TieredPrefixCache", "build.FastScheduler"])
+@pytest.mark.parametrize("where", ["features.kv_tiers.TieredPrefixCache", "build.Scheduler"])
 def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
     where, warm, caplog, monkeypatch
 ):

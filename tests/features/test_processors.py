@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
+from nanoengine.core.extras import set_drafts
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.processors import as_they_are, either, force, forced_text, forced_token
@@ -71,7 +72,7 @@ def test_drafts_right_and_wrong_are_seen_as_the_output_they_would_be(overlap: bo
             if done % 3 == 1:
                 drafts[1:2] = [5]
             if seq.num_tokens - seq.num_computed_tokens == 1:
-                seq.draft_token_ids = tuple(drafts[: NUM_TOKENS - done - 1])
+                set_drafts(engine.scheduler, seq, tuple(drafts[: NUM_TOKENS - done - 1]))
     assert tokens(requests) == FORCED
     assert engine.stats().steps < NUM_TOKENS
 
@@ -93,7 +94,7 @@ def test_what_raises_behind_a_right_draft_ends_the_row_where_it_would_without(
         engine.step()
         engine.settle()
         for seq in engine.scheduler.running:
-            seq.draft_token_ids = tuple(text[seq.num_output_tokens :][:4])
+            set_drafts(engine.scheduler, seq, tuple(text[seq.num_output_tokens :][:4]))
     assert "gives_up raised KeyError" in str(request.error)
     assert tokens([request]) == [[text[:3]]]
 

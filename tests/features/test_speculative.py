@@ -77,8 +77,10 @@ def test_log_probabilities_and_prompt_scores_are_the_same():
     plain, requests, stats = both(params)
     assert stats.accepted_tokens > 0
     for one, other in zip(plain, requests, strict=True):
-        assert len(one.sequences[0].logprobs) == NUM_TOKENS
-        for a, b in zip(one.sequences[0].logprobs, other.sequences[0].logprobs, strict=True):
+        assert len(one.sequences[0].extras.logprobs) == NUM_TOKENS
+        for a, b in zip(
+            one.sequences[0].extras.logprobs, other.sequences[0].extras.logprobs, strict=True
+        ):
             assert [entry.token_id for entry in a] == [entry.token_id for entry in b]
             assert [e.logprob for e in a] == pytest.approx([e.logprob for e in b], abs=1e-9)
         assert len(one.prompt_logprobs) == len(other.prompt_logprobs)

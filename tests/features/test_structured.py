@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import os
 import re
+import signal
 import sys
+import threading
+from concurrent.futures import wait
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,24 +29,26 @@ from nanoengine import (
     SamplingParams,
     StructuredOutputs,
 )
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.core.sequence import Request
+from nanoengine.features import structured
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.layers import packed
+from nanoengine.text.prompt_forms import Row
 from nanoengine.text.prompts import PromptReader
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.engines import make_engine, random_prompts, run, tokens
 from tests.support.grammars import (
     EOS,
     VOCAB_SIZE,
+    AnyText,
     Rows,
     make_stage,
     text_checkpoint,
     text_tokenizer,
 )
-
-LIBRARIES = ["llguidance", "xgrammar"]
 
 
 def needs(library: str) -> None:
@@ -65,6 +73,10 @@ def needs(library: str) -> None:
         ({"choice": [3]}, r"choice\[0\] must be a string"),
         ({"regex": "a", "whitespace": True}, "whitespace is for json and json_object, got regex"),
         ({"jsn": {}}, "did you mean 'json'"),
+        ({"json": {"enum": ["a" * 131_072]}}, "json must have at most 131,072 characters, got"),
+        ({"regex": "a?" * 8193}, "at most 16,384 characters, got 16,386; .* may be a choice"),
+        ({"choice": ["a" * 9] * 100_001}, "choice must have at most 1,000,000 characters, got"),
+        ({"grammar": "start: a\n" * 4096}, "grammar must have at most 32,768 characters"),
     ],
 )
 def test_a_form_is_checked_when_it_is_built(fields: dict[str, Any], message: str) -> None:
@@ -111,18 +123,20 @@ def test_a_response_format_of_a_body_is_a_form(response_format: Any, expected: A
 def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("llguidance", "xgrammar"):
-        monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, f"nanoengine.features.{name}_grammars", raising=False)
-        engine = make_engine(text_checkpoint(), grammar_backend=name)
-        params = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
-        with pytest.raises(MissingDependencyError, match=rf"{name}: pip.*nanoengine\[structured\]"):
-            engine.add_request("a", [5], params)
-        reader = PromptReader(None, engine.checker, iter("ab"), SamplingParams)
-        for on_error in ("raise", "record"):  # it is no fault of the prompt
-            with pytest.raises(MissingDependencyError, match=f"prompt 0: struct.*need {name}:"):
-                reader.read_all([[5]], params, None, on_error)
-        run(engine, [[5]], replace(params, structured_outputs=None))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for name in ("llguidance_grammars", "gbnf"):
+        monkeypatch.delitem(sys.modules, f"nanoengine.features.{name}", raising=False)
+    engine = make_engine(text_checkpoint())
+    params = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
+    with pytest.raises(MissingDependencyError, match=r"llguidance: pip.*nanoengine\[structured\]"):
+        engine.add_request("a", [5], params)
+    reader = PromptReader(None, engine.checker, iter("ab"), SamplingParams)
+    with pytest.raises(MissingDependencyError, match=r"prompt 0: struct.*need llguidance:"):
+        reader.read_all([[5]], params, None, "raise")
+    # Why no end of the call: other prompts need no library, and may be the most of a night.
+    (output,) = reader.read_all([[5]], params, None, "record")
+    assert output.error is not None and "need llguidance: pip install" in output.error
+    run(engine, [[5]], replace(params, structured_outputs=None))
 
 
 def test_without_tokenizer_or_eos_there_is_no_structured_output() -> None:
@@ -130,6 +144,91 @@ def test_without_tokenizer_or_eos_there_is_no_structured_output() -> None:
     engine = make_engine(text_checkpoint(), skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         engine.add_request("a", [5], params)
+
+
+class Slow(AnyText):
+    """Compiles what is called slow when `may_end` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_end, self.has_ended = (threading.Event() for _ in range(3))
+
+    def compile(self, asked: StructuredOutputs) -> AnyText:
+        if "slow" in (asked.regex or ""):
+            self.has_begun.set()
+            assert self.may_end.wait(10), "nobody goes on while this compiles"
+        self.has_ended.set()
+        return self
+
+
+def form(text: str) -> SamplingParams:
+    return SamplingParams(max_tokens=9, structured_outputs={"regex": text})
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_rows_go_on_while_a_grammar_compiles(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, steps = Slow(), []
+
+    def on_step(*of_step: object) -> None:
+        steps.append(1)
+        if len(steps) == 5:
+            library.may_end.set()
+
+    monkeypatch.setattr(structured, "_library", lambda *args: library)
+    prompts = [Row([5], sampling_params=SamplingParams(max_tokens=20)), Row([6])]
+    if is_first:  # a stream in which nothing runs yet does not end either
+        prompts.reverse()
+        threading.Timer(5 * structured.SOON_S, library.may_end.set).start()
+    with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
+        llm.engine.observers.append(SimpleNamespace(on_step=on_step))
+        outputs = list(llm.stream(iter(prompts), form("slow")))
+    assert [output.error for output in outputs] == [None, None]
+    assert len(steps) >= 20
+
+
+def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Slow()
+    stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
+    monkeypatch.setattr(structured, "COMPILE_S", 0.02)
+    for i in range(structured.MOST_LATE):
+        for _ in range(2):  # the second time at once
+            with pytest.raises(RequestError, match=r"takes longer than 0\.02 s"):
+                stage.check(form(f"slow {i}"))
+        assert stage.is_ready(form(f"slow {i}")), "there is nothing to wait for"
+        if i == 0:
+            stage.check(form("quick"))
+    with pytest.raises(RequestError, match="now: 4 others that take longer"):
+        stage.check(form("late"))
+    library.may_end.set()
+    wait(stage._late)
+    stage.check(form("late"))
+    stage.check(form("slow 0"))
+
+
+def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(Slow):
+        def compile(self, asked: StructuredOutputs) -> AnyText:
+            self.has_begun.set()
+            try:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # one call into C
+            finally:
+                self.has_ended.set()
+            return self
+
+    library = Deaf()
+    stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
+
+    def interrupt() -> None:
+        library.has_begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        stage.check(form("a"))
+    assert not library.has_ended.is_set()
+    stage.check(form("a"))
 
 
 # --- what is complete is valid --------------------------------------------------------------------
@@ -221,7 +320,7 @@ ENDS = {EOS: 6.0} | {
 """Tokens that bring a text to its end."""
 
 
-def check_schemas(library: str, schemas: list[dict[str, Any]], whitespace: bool, seed: int) -> int:
+def check_schemas(schemas: list[dict[str, Any]], whitespace: bool, seed: int) -> int:
     """Random texts of the schemas, of which the complete ones must be valid; their number."""
     import jsonschema
 
@@ -233,7 +332,7 @@ def check_schemas(library: str, schemas: list[dict[str, Any]], whitespace: bool,
         )
         for i, schema in enumerate(schemas)
     ]
-    rows = Rows(params, library, seed)
+    rows = Rows(params, seed)
     while rows.running:
         rows.step(ENDS)
     assert not rows.errors
@@ -250,12 +349,11 @@ def check_schemas(library: str, schemas: list[dict[str, Any]], whitespace: bool,
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for(library: str) -> None:
-    needs(library)
+def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for() -> None:
+    needs("llguidance")
     tokenizer = copy.deepcopy(text_tokenizer())
     tokenizer.add_tokens(["<pad>", "yes"])
-    stage = make_stage(library, Tokenizer(tokenizer))
+    stage = make_stage(Tokenizer(tokenizer))
     params = SamplingParams(structured_outputs={"choice": ["yes"]})
     stage.check(params)
     grammar = stage.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
@@ -263,38 +361,7 @@ def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for(library: s
     (mask,) = stage.masks([grammar])
     may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert {text_tokenizer().decode([i]) for i in may_come} == {"y"}
-    forced = getattr(grammar, "forced_tokens", list)()  # xgrammar is not asked
-    assert all(token_id < VOCAB_SIZE for token_id in forced)
-
-
-@pytest.mark.extra
-def test_of_xgrammar_what_it_takes_is_valid_and_the_rest_refused_by_name() -> None:
-    needs("xgrammar")
-    needs("jsonschema")
-    from nanoengine.features.xgrammar_grammars import require_enforced
-
-    counts, refused = [], []
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(SCHEMAS, min_size=ROWS, max_size=ROWS), st.integers(0, 99))
-    def check(schemas: list[dict[str, Any]], seed: int) -> None:
-        taken = []
-        for schema in schemas:
-            try:
-                require_enforced(schema)
-                taken.append(schema)
-            except RequestError as error:
-                refused.append(str(error))
-        if taken:
-            counts.append(check_schemas("xgrammar", taken, False, seed))
-
-    check()
-    assert sum(counts) > 60
-    assert any("does not enforce maxLength" in message for message in refused)
-    for schema in ({"uniqueItems": True, "type": "array"}, {"not": {}}, {"minLength": 3}):
-        params = SamplingParams(structured_outputs={"json": schema})
-        with pytest.raises(RequestError, match=f"does not enforce {min(schema.keys() - {'type'})}"):
-            Rows([params], "xgrammar")
+    assert all(token_id < VOCAB_SIZE for token_id in grammar.forced_tokens())
 
 
 @pytest.mark.extra
@@ -306,7 +373,7 @@ def test_every_complete_text_of_hundreds_of_schemas_is_valid() -> None:
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(SCHEMAS, min_size=ROWS, max_size=ROWS), st.booleans(), st.integers(0, 99))
     def check(schemas: list[dict[str, Any]], whitespace: bool, seed: int) -> None:
-        counts.append(check_schemas("llguidance", schemas, whitespace, seed))
+        counts.append(check_schemas(schemas, whitespace, seed))
 
     check()
     assert len(counts) * ROWS >= 300
@@ -320,24 +387,21 @@ FORMS = {
     "json_object": ({"json_object": True}, r"(?s)\{.*\}"),
     "regex": ({"regex": "(the|an?d) [0-9]{2,5}"}, r"(the|an?d) [0-9]{2,5}"),
     "choice": ({"choice": ["yes", "no", 'q" and\n', "é"]}, '(?s)yes|no|q" and\n|é'),
+    "lark": ({"grammar": 'start: "x" y\ny: "abc" | "def"+'}, "x(abc|(def)+)"),
+    "gbnf": ({"grammar": 'root ::= "x" ("abc" | ("def")+)'}, "x(abc|(def)+)"),
 }  # fmt: skip
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("form", [*FORMS, "grammar"])
-def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str, library: str) -> None:
-    needs(library)
-    if form == "grammar":
-        lark, ebnf = 'start: "x" y\ny: "abc" | "def"+', 'root ::= "x" ("abc" | ("def")+)'
-        fields, pattern = {"grammar": lark if library == "llguidance" else ebnf}, "x(abc|(def)+)"
-    else:
-        fields, pattern = FORMS[form]
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str) -> None:
+    needs("llguidance")
+    fields, pattern = FORMS[form]
     params = [
         SamplingParams(temperature=temperature, max_tokens=80, structured_outputs=fields)
         for temperature in (0.0, 1.0, 1.0, 2.0)
     ]
-    straight, broken = Rows(params, library, seed=3), Rows(params, library, seed=3)
+    straight, broken = Rows(params, seed=3), Rows(params, seed=3)
     for rows in (straight, broken):
         while rows.running:
             rows.step(ENDS)
@@ -354,8 +418,38 @@ def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str, library
             json.loads(text)
 
 
+GBNF = {
+    r"""
+        root ::= statement
+        statement ::= "SELECT " column " from " table # no more
+            | "DROP " table
+        column ::= "col_1" | "col_2"
+        table ::=
+            [a-z_]+ ("." [a-z0-9\-]{1,3})?
+    """: ["SELECT col_1 from a.b-c", "DROP the"],
+    'root ::= word "s"\nword ::= [a-z]+': ["dogs", "ss"],
+    'root ::= "a" [a-z]* "end"': ["aend", "aendend"],
+    'root ::= "(" inner ")"\ninner ::= "x" | root': ["((x))"],
+    r'root ::= [\u0041\^\]] "\u00e9\x41\"" [^\0-\x1f\-]?': ['^éA"', 'AéA"+'],
+    'root ::= ""': [""],
+}
+
+
 @pytest.mark.extra
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("text", GBNF)
+def test_gbnf_takes_the_texts_of_its_rules(text: str) -> None:
+    needs("llguidance")
+    for expected in GBNF[text]:
+        stage = make_stage()
+        params = SamplingParams(structured_outputs={"grammar": text})
+        stage.check(params)
+        ids = text_tokenizer().encode(expected)
+        row = stage.admit(AdmittedSequence(0, 0, [EOS + 1, *ids], 1, 0, params, seed=0))
+        (mask,) = stage.masks([row])
+        assert mask[EOS // 32] >> EOS % 32 & 1, "the text may end here"
+
+
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -363,22 +457,96 @@ def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str, library
         ({"json": {"type": "sting"}}, "sting"),
         ({"json": {"$ref": "#/$defs/a"}}, "a"),
         ({"regex": "(("}, "parse|Regex"),
-        ({"grammar": "start: x"}, "x|EBNF"),
+        ({"grammar": "start: x"}, "x"),
+        ({"grammar": "root ::= x"}, "no GBNF: Rule 'x' not found"),
     ],
 )
 def test_what_cant_be_compiled_is_an_error_of_its_prompt_alone(
-    fields: dict[str, Any], message: str, library: str
+    fields: dict[str, Any], message: str
 ) -> None:
-    needs(library)
+    needs("llguidance")
     bad = SamplingParams(max_tokens=3, structured_outputs=fields)
     good = SamplingParams(max_tokens=9, structured_outputs={"choice": ["the"]})
-    with LLM(text_checkpoint(), kv_cache_gib=0.01, grammar_backend=library) as llm:
+    with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         first, second = llm.generate(["x", "x"], [bad, good], use_tqdm=False, on_error="record")
         with pytest.raises(RequestError, match=rf"^prompt 0: .*({message})"):
             llm.generate("x", bad, use_tqdm=False)
     assert first.error is not None
     assert re.search(message, first.error)
     assert (second.outputs[0].text, second.outputs[0].finish_reason) == ("the", "stop")
+
+
+def doubled(levels: int, leaf: str) -> str:
+    """A grammar with a terminal that is 2**levels times another one."""
+    names = [f"T{i}: T{i + 1} T{i + 1}" for i in range(levels)]
+    return "\n".join(["start: T0", *names, f"T{levels}: {leaf}"])
+
+
+def chain(rule: str, num_rules: int) -> str:
+    rules = [rule.format(i, i + 1) for i in range(num_rules)]
+    return "\n".join(["start: " + rule.partition("{")[0] + "0", *rules, rule.format(num_rules, 0)])
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"grammar": "start: start"}, "no text matches it"),
+        ({"json": {"$ref": "#"}}, "no text matches it"),
+        ({"regex": r"[^\s\S]"}, "no text matches it"),
+        ({"grammar": doubled(20, '"x"?')}, "with all that it names, must have at most 65,536"),
+        ({"grammar": 'start: A\nA: "a" B\nB: A "b"'}, "name one another too deep, or in a circle"),
+        ({"grammar": chain('T{}: "a" T{}', 999)}, "name one another too deep, or in a circle"),
+        ({"grammar": "start: " + '("a"* "b"*)* ' * 2500}, "too many rules apply at one place"),
+        ({"json": {"type": "integer", "multipleOf": 10**9 + 7}}, "it is too large: have fewer"),
+        ({"json": {"pattern": "ab" * 9000, "type": "string"}}, "patterns .* at most 16,384 .*18,0"),
+        ({"json": {"const": [2**53 + 1]}}, r"const and enum hold integers up to 2\*\*53"),
+        ({"grammar": "root ::= " + "(" * 9999}, "no GBNF: maximum recursion depth"),
+    ],
+)
+def test_why_a_form_cant_be_compiled_is_said_to_who_wrote_it(
+    fields: dict[str, Any], message: str
+) -> None:
+    needs("llguidance")
+    with pytest.raises(RequestError, match=f"^structured_outputs can't be compiled: .*{message}"):
+        make_stage().check(SamplingParams(structured_outputs=fields))
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grammar": chain("a{}:a{}", 2700).replace("a0\n", 'a0 | "x"\n', 1)},
+        {"json": {"$ref": "#/$defs/0", "$defs": {
+            str(i): {"anyOf": [{"items": {"$ref": f"#/$defs/{i + 1}"}}]} if i < 1900 else {}
+            for i in range(1901)}}},
+        {"choice": [f"{i * i}.{i}" for i in range(20_000)]},
+        {"grammar": "start: IF NAME\nIF: \"IF\" // NAME \"\nNAME: /[A-Z]+ IF/ | IF~3"},
+    ],
+)  # fmt: skip
+def test_large_and_deep_forms_compile(fields: dict[str, Any]) -> None:
+    """Deep ones need more stack than a thread has, or the process ends."""
+    needs("llguidance")
+    stage, params = make_stage(), SamplingParams(structured_outputs=fields)
+    stage.check(params)
+    row = stage.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
+    assert row is not None
+    for _ in range(4):
+        (mask,) = stage.masks([row])
+        row.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1]))
+
+
+@pytest.mark.extra
+def test_a_row_that_fails_on_its_way_says_why_and_where_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    needs("llguidance")
+    too_many = SamplingParams(structured_outputs={"grammar": 'start: "a"{1000000}'})
+    with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
+        (output,) = llm.generate("x", too_many, use_tqdm=False)
+    assert output.error is not None
+    assert output.error.startswith("structured_outputs: too many rules apply at one place")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.extra
@@ -451,14 +619,11 @@ def check_texts(requests: list[Request]) -> None:
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_chunks_tiers_and_loops_do_not_show(
-    library: str, overlap: bool, tmp_path: Any
-) -> None:
-    needs(library)
+def test_preemption_chunks_tiers_and_loops_do_not_show(overlap: bool, tmp_path: Any) -> None:
+    needs("llguidance")
     needs("jsonschema")
-    options: dict[str, Any] = {"grammar_backend": library, "block_size": 8}
+    options: dict[str, Any] = {"block_size": 8}
     expected = run(make_engine(text_checkpoint(), **options), PROMPTS, work())
     check_texts(expected)
     tiers = [HostTier(gib=0.0005, policy="load"), DiskTier(tmp_path, gib=0.01, policy="load")]
@@ -511,11 +676,11 @@ def test_what_a_grammar_forces_can_be_drafted_and_does_not_show(overlap: bool) -
         for seq in engine.scheduler.running:
             if seq.num_output_tokens and seq.num_tokens - seq.num_computed_tokens == 1:
                 room = seq.max_num_tokens - seq.num_tokens - 1
-                forced = engine.executor.sampler.forced_tokens(seq.row)
+                forced = engine.executor.special.sampler.forced_tokens(seq.row)
                 if seq.num_output_tokens % 3 == 1:
                     forced = [*forced, 7]  # a wrong one
-                seq.draft_token_ids = tuple(forced[:room])
-                num_drafted += len(seq.draft_token_ids)
+                set_drafts(engine.scheduler, seq, tuple(forced[:room]))
+                num_drafted += len(seq.extras.draft_token_ids)
     assert tokens(requests) == tokens(expected)
     assert num_drafted > 30
 

@@ -30,7 +30,7 @@ def engine_scores(
     sequences, scores = [], []
     for prompt, request in zip(prompts, requests, strict=True):
         (seq,) = request.sequences
-        lines = [*request.prompt_logprobs, *seq.logprobs]
+        lines = [*request.prompt_logprobs, *seq.extras.logprobs]
         sequences.append(prompt + seq.output_token_ids)
         scores.append(torch.tensor([line[0].logprob for line in lines], dtype=torch.float64))
     return sequences, scores

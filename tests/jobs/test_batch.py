@@ -23,6 +23,7 @@ from nanoengine.jobs import ahead
 from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.log import PipeLog
+from nanoengine.jobs.records import json_line
 from nanoengine.jobs.source import Input, Line
 from nanoengine.llm import LLM
 from nanoengine.text.prompt_forms import PAUSE
@@ -317,11 +318,11 @@ def test_a_row_that_is_too_long_is_never_in_memory(batch: Batch) -> None:
 
 
 def test_numbers_that_json_has_not(batch: Batch) -> None:
-    source = batch.write(b'{"prompt": "one", "a": NaN}\n{"prompt": "one", "a": 1e999}\n')
+    source = batch.write(b'{"prompt": "one", "a": NaN}\n{"prompt": "one", "a": -Infinity}\n')
     assert batch.run(source, *GREEDY) == 1
     found = batch.by_row()
     assert "NaN is no value of JSON" in found[0]["error"]["message"]
-    assert found[1]["a"] is None
+    assert "-Infinity is no value of JSON" in found[1]["error"]["message"]
 
 
 @pytest.mark.extra
@@ -408,7 +409,7 @@ def test_a_line_that_is_no_record_is_dropped_and_its_row_runs_again(batch: Batch
     lines[2] = b"\0" * (len(lines[2]) - 1) + b"\n"
     batch.output.write_bytes(b"".join(lines))
     assert batch.run(source) == 0
-    assert "1 lines are no records; their rows run again" in batch.told
+    assert "1 lines are no records" in batch.told
     assert len(batch.by_row()) == 5
 
 
@@ -427,7 +428,7 @@ def test_another_job_is_refused_with_what_differs(batch: Batch) -> None:
     assert "in.jsonl: its content has changed" in batch.told
     (batch.directory / "model" / "config.json").write_text("{ }")
     assert batch.run(source, "--seed", "3") == 2
-    assert "model.xxh3: it was" in batch.told
+    assert "model.files.config.json: it was" in batch.told
     assert batch.output.read_bytes() == kept
     assert batch.run(source, "--seed", "4", "--restart") == 0
     assert (batch.directory / "out.1.jsonl").read_bytes() == kept
@@ -737,7 +738,7 @@ def test_the_summary_takes_no_other_file(batch: Batch, name: str) -> None:
 
 def test_a_row_that_is_too_deep_to_be_written_is_an_error(batch: Batch) -> None:
     """It could be read; its record could not be written, and ended the run each time."""
-    deep = b"[" * 600 + b"1e999" + b"]" * 600
+    deep = b"[" * 600 + b"1" + b"]" * 600
     rows = b'{"prompt": "one"}\n{"prompt": "one", "x": ' + deep + b'}\n{"prompt": "one"}\n'
     assert batch.run(batch.write(rows)) == 1
     found = batch.by_row()
@@ -958,14 +959,15 @@ def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
 def test_no_record_has_what_ends_a_line_for_others(batch: Batch) -> None:
     """JSON allows U+2028 in a string, where `splitlines` of Python makes two lines of it."""
     ends = "a\u2028b\u2029c\x85d\x0be\x1cf\r\n\0\ufeff"
-    rows = [{"prompt": "one", "x": ends, ends: 1}, {"prompt": "one", "x": "huge", "y": ends}]
-    source = batch.write(rows)
-    source.write_bytes(source.read_bytes().replace(b'"huge"', b"1e999"))
+    source = batch.write([{"prompt": "one", "x": ends, ends: 1}])
     assert batch.run(source, *GREEDY) == 0, batch.told
     text = batch.output.read_bytes().decode()
-    assert len(text.splitlines()) == 2
+    assert len(text.splitlines()) == 1
     found = batch.by_row()
-    assert (found[0]["x"], found[0][ends], found[1]["y"]) == (ends, 1, ends)
+    assert (found[0]["x"], found[0][ends]) == (ends, 1)
+    line = json_line({"x": float("inf"), "y": ends})  # as of a column of a Parquet file
+    assert len(line.decode().splitlines()) == 1
+    assert json.loads(line) == {"x": None, "y": ends}
 
 
 # --- any bytes ------------------------------------------------------------------------------------

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import gzip
 import json
 import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.batch_jobs import row_of
 from tests.support.batch_server import BatchServer, wait_for_lines
 from tests.support.checkpoints import make_checkpoint
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
@@ -68,7 +73,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(model: Path, source: Path, output: Path, *more: str) -> list[str]:
+def command(model: Path, source: Path | str, output: Path, *more: str) -> list[str]:
     engine = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "200"]
     engine += ["--max-num-seqs", "24", "--max-model-len", "128"]
     return ["batch", str(model), str(source), "--output", str(output), *engine, *more]
@@ -211,3 +216,140 @@ def test_a_row_under_which_the_process_dies_three_times_is_poison(
     assert [row for row, record in found.items() if record["error"]] == [7]
     assert found[7]["error"]["code"] == "poison"
     assert deaths == 3 or (number == signal.SIGKILL and deaths <= 5)
+
+
+# --- for long -------------------------------------------------------------------------------------
+
+NUM_KILLS = int(os.environ.get("BATCH_KILLS", "24"))
+CODES = {signal.SIGKILL: (-9,), signal.SIGTERM: (143, -15), signal.SIGINT: (130, 99)}
+"""Exit codes; the second ones are those of a process that has not come to the command yet."""
+
+LEAST_NEW = 5
+"""Records that a process has added before some are damaged: with none its rows are suspects."""
+
+
+def write_inputs(directory: Path) -> dict[str, list[str]]:
+    """Inputs of each form, and what a command says to have them read."""
+    lines = [line.encode("latin-1") + b"\n" for line in rows()]
+    (directory / "a.jsonl").write_bytes(b"".join(lines[:300]))
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[200:])))
+    with (directory / "c.csv").open("w", newline="", encoding="utf-8") as file:
+        texts = ["the " * 400 if i % 40 == 7 else " ".join(WORDS[: i % 12]) for i in range(300)]
+        csv.writer(file).writerows([["prompt", "note"], *([t, 'two\nlines, "€"'] for t in texts)])
+    for i in range(3):
+        (directory / f"part-{i}.jsonl").write_bytes(b"".join(lines[i * 100 : i * 100 + 100]))
+    (directory / "part-3.txt").write_text("\n\n".join(WORDS), encoding="utf-8")
+    sampled = ["--max-tokens", "12", "--temperature", "0.8"]
+    return {
+        "jsonl": [str(directory / "a.jsonl")],
+        "gz": [str(directory / "b.jsonl.gz")],
+        "csv": [str(directory / "c.csv"), *sampled],
+        "glob": [str(directory / "part-*"), *sampled],
+    }
+
+
+def kept(directory: Path) -> dict[int, Any]:
+    """What the outputs of a job hold, without its time; a row has one record."""
+    found: dict[int, Any] = {}
+    for line in b"\n".join(path.read_bytes() for path in directory.glob("*.jsonl")).split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # for the next process to find
+        if record.get("response"):
+            del record["response"]["body"]["created"]
+        assert found.setdefault(row_of(record), record) is record, "a row was answered twice"
+    return found
+
+
+def written(raw: bytes, draw: random.Random) -> bytes:
+    """The same records as another program writes them."""
+    options: dict[str, Any] = {
+        "sort_keys": draw.random() < 0.5,
+        "ensure_ascii": draw.random() < 0.5,
+        "separators": draw.choice([(",", ":"), (", ", ": "), (" ,\t", " : ")]),
+    }
+    end = draw.choice(["\n", "\r\n"])
+    whole = raw[: raw.rindex(b"\n")].split(b"\n")
+    lines = [json.dumps(json.loads(one), **options) + end for one in whole]
+    return "".join(lines).encode()[: draw.choice([None, -len(end)])]
+
+
+def damaged(raw: bytes, draw: random.Random) -> bytes:
+    """The same with a torn end, with a page of zeros, or with two lines in one."""
+    middle = raw.index(b"\n", draw.randrange(len(raw) * 3 // 4)) - draw.randrange(50)
+    return draw.choice(
+        [raw[: -draw.randint(1, 200)], raw[:middle] + bytes(50) + raw[middle + 50 :],
+         raw[:middle] + raw[middle + 50 :]]
+    )  # fmt: skip
+
+
+@pytest.mark.soak
+def test_jobs_that_are_killed_again_and_again(
+    server: BatchServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many kills as BATCH_KILLS says, of jobs of every form, whose outputs other programs write
+    between two processes: nothing is lost, nothing answered twice, and no answer differs."""
+    draw, counts = random.Random(NUM_KILLS), Counter[str]()
+    inputs, undisturbed, started = write_inputs(tmp_path), {}, time.monotonic()
+    for form, (source, *sampled) in inputs.items():
+        (tmp_path / form).mkdir()
+        args = command(model, source, tmp_path / form / "out.jsonl", *sampled)
+        assert server.run(args) == 1
+        undisturbed[form] = kept(tmp_path / form)
+    while counts["kills"] < NUM_KILLS:
+        form = list(inputs)[counts["jobs"] % len(inputs)]
+        counts["jobs"] += 1
+        directory = tmp_path / str(counts["jobs"])
+        directory.mkdir()
+        more = ["--in-order"] * (draw.random() < 0.5)
+        more += ["--errors", str(directory / "errors.jsonl")] * (draw.random() < 0.5)
+        source, *sampled = inputs[form]
+        args = command(model, source, directory / "out.jsonl", *sampled, *more)
+        kill_until_complete(server, args, directory, undisturbed[form], draw, counts)
+    with capsys.disabled():
+        print(f"\n{dict(counts)} in {time.monotonic() - started:.0f} s")
+
+
+def kill_until_complete(
+    server: BatchServer,
+    args: list[str],
+    directory: Path,
+    undisturbed: dict[int, Any],
+    draw: random.Random,
+    counts: Counter[str],
+) -> None:
+    """Runs a job to its end, with kills and other programs between."""
+    output, told = directory / "out.jsonl", directory / "told"
+    before: dict[int, Any] = {}
+    may_be_early = True  # Why once: three deaths before anything is finished make a row poison.
+    while True:
+        pid = server.start(args, stderr=str(told))
+        if counts["kills"] < NUM_KILLS:
+            if may_be_early and draw.random() < 0.3:
+                may_be_early = False
+            else:
+                num_lines = output.read_bytes().count(b"\n") if output.exists() else 0
+                wait_for_lines(output, num_lines + draw.randint(1, 40), pid)
+            time.sleep(draw.random() * 0.05)
+            number = draw.choice(list(CODES))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        status = server.wait()
+        assert "Traceback" not in told.read_text()
+        found = kept(directory)
+        assert before.keys() <= found.keys(), "a record was lost"
+        assert found == {row: undisturbed[row] for row in found}
+        if status == 1:
+            assert found == undisturbed
+            return
+        assert status in CODES[number], told.read_text()
+        counts["kills"] += 1
+        counts[number.name] += 1
+        touched = draw.choice(sorted(directory.glob("*.jsonl")) or [output])
+        raw = touched.read_bytes() if touched.exists() else b""
+        if raw.count(b"\n") >= 4 * LEAST_NEW and len(found) >= len(before) + LEAST_NEW:
+            how = draw.choice([written, damaged])
+            touched.write_bytes(how(raw, draw))
+            counts[how.__name__] += 1
+        before = kept(directory)

@@ -22,6 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 @pytest.fixture
 def llm(make_llm: MakeLLM, tmp_path: Path) -> Iterator[LLM]:
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
     with make_llm(ANSWERS) as llm:
         object.__setattr__(llm.config, "model", str(tmp_path / "model"))
         yield llm

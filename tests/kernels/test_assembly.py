@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from llvmlite import ir
 
-from nanoengine.kernels import cpu_peak
+from benchmarks.suite import cpu_peak
 from nanoengine.kernels.byte_tiles import shapes4, shapes8, shapes16, tile4, tile8, tile16
 from nanoengine.kernels.isa import ISA, ISAS
 from nanoengine.kernels.tiles import PANEL, float_tile, tile_shapes

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.build import resolve_dtype
+from nanoengine.checkpoint.find import resolve_dtype
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.isa import CURRENT

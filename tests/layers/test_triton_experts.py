@@ -38,7 +38,7 @@ def mixture(family: str, dtype: torch.dtype) -> tuple[SparseMLP, TritonExperts]:
 
 
 @pytest.mark.parametrize("dtype", ATOL)
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_grouped_products_give_what_experts_give_one_by_one(small, family, tokens, dtype):
@@ -87,3 +87,18 @@ def test_a_mixture_of_experts_runs_in_graphs_and_waits_for_nothing():
         assert gpu.num_replayed
         engine.close()
         assert not gpu.disorder
+
+
+@NO_GPU
+def test_a_step_may_be_a_chunk_of_a_prompt_alone():
+    """Its rows give no logits, so none goes into the last layer's experts."""
+    directory, prompts, params = checkpoint("qwen2_moe"), random_prompts(5, (40,)), greedy(2)
+    sizes = {"max_num_seqs": 2, "max_model_len": 64, "block_size": 16, "num_kv_blocks": 8}
+    sizes |= {"dtype": "float32", "max_num_batched_tokens": 16}
+    engine = make_engine(directory, attention_backend="naive", **sizes)
+    expected = tokens(run(engine, prompts, params))
+    with EmulatedGPU():
+        options = {"device": "cuda", "attention_backend": "triton", "enforce_eager": True}
+        engine = make_engine(directory, **options, **sizes)
+        assert tokens(run(engine, prompts, params)) == expected
+        engine.close()

@@ -147,7 +147,7 @@ def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(determinist
 
     def logprobs(engine, which):
         requests = run(engine, which, params)
-        return [[found[0].logprob for found in r.sequences[0].logprobs] for r in requests]
+        return [[found[0].logprob for found in r.sequences[0].extras.logprobs] for r in requests]
 
     engine = deterministic_engine()
     together = logprobs(engine, prompts)
@@ -177,7 +177,7 @@ def test_overlap_changes_no_bit_of_deterministic_outputs_over_an_fp8_cache(deter
         requests = run(engine, prompts, each)
         assert engine.overlap is overlap
         engine.close()
-        found.append((tokens(requests), [r.sequences[0].logprobs for r in requests]))
+        found.append((tokens(requests), [r.sequences[0].extras.logprobs for r in requests]))
     assert found[1] == found[0]
     assert len(found[0][0][1][0]) < 5, "it was to stop"
 

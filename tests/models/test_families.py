@@ -30,6 +30,7 @@ PROMPTS = random_prompts(4, (26, 19, 3, 26))
 PROMPTS[3] = PROMPTS[0][:17] + PROMPTS[3][17:]  # a prefix that two have
 NUM_TOKENS = 8
 
+ATTENTION_FIRST = {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2 bias": ("cohere2", {"attention_bias": True}),
     "exaone4 full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
@@ -37,6 +38,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral full": ("mixtral", {"sliding_window": None}),
     "olmo2 bias": ("olmo2", {"attention_bias": True}),
     "qwen2_moe norm": ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3_5 attention first": ("qwen3_5", ATTENTION_FIRST),
+    "qwen3_next attention first": ("qwen3_next", ATTENTION_FIRST),
     "seed_oss out": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
@@ -162,6 +165,32 @@ def test_longrope_is_long_where_the_engines_longest_sequence_is(
         assert (longer - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    "turns",
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
+         "original_max_position_embeddings": 64},
+    ],
+)  # fmt: skip
+def test_what_stands_beside_layer_types_in_olmo_3s_ropes_is_ignored_and_told(
+    turns: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does, which writes both then."""
+    reference = make_checkpoint(tmp_path, "olmo3", rope_parameters=dict(turns))
+    file, prompts = tmp_path / "config.json", plain_prompts(40)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(prompts)).logits[0]
+    raw = json.loads(file.read_text("utf-8"))
+    assert raw["rope_parameters"].keys() > {*turns, "full_attention"}
+    for written in (raw["rope_parameters"], turns):
+        file.write_text(json.dumps(raw | {"rope_parameters": written}), "utf-8")
+        caplog.clear()
+        assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
+        assert "not read: 'rope_parameters.factor'" in caplog.text or "factor" not in turns
+        assert "'rope_parameters.rope_theta', 'rope_parameters.rope_type'" in caplog.text
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -221,6 +250,17 @@ def test_a_gemma_3_text_part_leaves_out_what_is_as_in_the_class() -> None:
     assert (config.vocab_size, config.tie_word_embeddings) == (262_208, True)
     assert config.sliding_windows[:6] == (1024,) * 5 + (None,)
     assert [rope.factor for rope in config.ropes[:6]] == [1.0] * 5 + [8.0]
+
+
+def test_null_switches_gemma_2s_caps_off(tmp_path: Path) -> None:
+    """Although its config class has others where the keys are absent."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    reference = make_checkpoint(tmp_path, "gemma2", **dict.fromkeys(caps))
+    raw, prompts = json.loads((tmp_path / "config.json").read_text("utf-8")), plain_prompts(40)
+    assert [raw[key] for key in caps] == [None, None]
+    with torch.inference_mode():
+        expected = reference(torch.tensor(prompts)).logits[0]
+    assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -153,7 +153,8 @@ def test_what_is_not_implemented_is_refused_by_key_and_value(
 def test_mxfp4_is_for_experts_of_this_family() -> None:
     raw = {"architectures": ["MixtralForCausalLM"], "quantization_config": MXFP4}
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
-    counts = "num_hidden_layers", "num_attention_heads", "num_local_experts", "num_experts_per_tok"
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+              "num_local_experts", "num_experts_per_tok")  # fmt: skip
     sizes |= dict.fromkeys(counts, 2)
     with pytest.raises(UnsupportedModelError, match="mxfp4 is not implemented for mixtral"):
         parse_model_config(raw | sizes | {"max_position_embeddings": 64})

@@ -112,6 +112,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral full": ("mistral", {"sliding_window": None}),
+    "olmo3 yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            }
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2 windows": (

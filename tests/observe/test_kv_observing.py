@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nanoengine.core.block_pool import BlockPool
-from nanoengine.core.cache_stats import CacheStats
 from nanoengine.core.prefixes import Prefix, pack
+from nanoengine.core.stats import CacheStats
 from nanoengine.errors import RequestError
 from nanoengine.observe.kv_events import AllCleared, BlockRemoved, BlockStored, KVEvents
 from nanoengine.observe.residency import Residency

@@ -105,16 +105,16 @@ class Second:
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         first, *others = (seq for seq in request.sequences if not seq.is_finished)
-        assert first.choices is not None
-        tokens = [choice.token_id for choice in first.choices]
+        assert first.extras.choices is not None
+        tokens = [choice.token_id for choice in first.extras.choices]
         if first.num_output_tokens == 1:
             moves.fork(first, tokens[1])
         for other in others:
-            assert other.choices is not None
+            assert other.extras.choices is not None
             if first.num_output_tokens == 6 and other.index == 1:
                 moves.drop(other)
             else:
-                moves.append_token(other, other.choices[1].token_id)
+                moves.append_token(other, other.extras.choices[1].token_id)
         if first.num_output_tokens == 4:
             moves.fork(first, tokens[2])
         moves.append_token(first, tokens[0])

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
@@ -21,10 +23,12 @@ from nanoengine import HostTier
 from nanoengine.build import build_engine
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
-from nanoengine.parallel.executor import why_dead
-from nanoengine.parallel.rank import Failure
+from nanoengine.ranks import executor
+from nanoengine.ranks.executor import why_dead
+from nanoengine.ranks.rank import Failure
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
@@ -38,7 +42,7 @@ def make_ranks(**options: object) -> LLMEngine:
 
 
 def processes_of(engine: LLMEngine) -> list[psutil.Process]:
-    found = [psutil.Process(process.pid) for process in engine.executor._ranks.processes]
+    found = [psutil.Process(worker.pid) for worker in engine.executor._ranks.workers]
     assert len(found) == 2 and all(process.is_running() for process in found)
     return found
 
@@ -61,11 +65,23 @@ def soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
 
 
 def run_on(engine: LLMEngine) -> None:
-    """Steps without an end."""
-    while True:
+    """Steps until something ends it, which it must."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
         run(engine, random_prompts(4, [5]), greedy(40))
+    pytest.fail(f"nothing has ended the steps for {PATIENCE_S} s")
 
 
+@pytest.fixture(name="ctrl_c")
+def ctrl_c_fixture() -> Iterator[None]:
+    """SIGINT is heard. Why: a shell starts what it runs behind `&` with SIGINT ignored, so the
+    test would wait for an interrupt that nobody hears."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_ends_requests_and_no_rank() -> None:
     """Ctrl-C wherever it comes: the ranks end their step, and the next requests are answered."""
     engine = make_ranks()
@@ -90,7 +106,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
     engine = make_ranks(overlap=True)
     processes = processes_of(engine)
     run(engine, random_prompts(2, [5]), greedy(3))
-    second = engine.executor._ranks.pipes[1]
+    second = engine.executor._ranks.workers[1].connect()
     told = pytest.raises(EngineDeadError, match=r"(?s)rank 1 .*Traceback.*UnpicklingError")
     with told, soon(lambda: second.send_bytes(b"no plan"), 0.1):
         run_on(engine)
@@ -109,6 +125,71 @@ def test_a_killed_rank_ends_all(rank: int) -> None:
     with told, soon(processes[rank].kill, 0.1):
         run_on(engine)
     require_gone(processes)
+
+
+def test_ranks_that_wait_for_a_stopped_one_end_with_where_each_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_ranks()
+    processes = processes_of(engine)
+    monkeypatch.setattr(executor, "LOOK_S", 0.1)
+    monkeypatch.setattr(executor, "QUIET_S", 3.0)
+    processes[1].suspend()
+    at = r"step \d+, collective \d+ \(.*\)"
+    with pytest.raises(EngineDeadError, match=f"for 3 s: rank 0 was at {at}; rank 1 was at {at}"):
+        run_on(engine)
+    require_gone(processes)
+    with pytest.raises(EngineDeadError, match="no rank has got on"):
+        run(engine, random_prompts(1, [5]), greedy(3))
+
+
+def test_a_rank_that_has_missed_a_plan_ends_all_at_the_next_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one would sum what belongs to this step, and the other what belongs to the next."""
+    engine = make_ranks()
+    processes = processes_of(engine)
+    pipe = engine.executor._ranks.workers[1].connect()
+    send, lost = pipe.send, []
+    monkeypatch.setattr(pipe, "send", lambda order: send(order) if lost else lost.append(order))
+    with pytest.raises(EngineDeadError, match=r"(?s)rank 1 has failed.*message 1 was lost"):
+        run_on(engine)
+    require_gone(processes)
+
+
+def test_an_interrupt_between_any_two_instructions_leaves_ranks_in_step(
+    thread_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_ranks()
+    work = random_prompts(1, [5]), greedy(1)
+    expected = tokens(run(engine, *work))
+    before, left, places = sys.gettrace(), 0, set()
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = frame.f_code.co_filename == executor.__file__
+        if event == "opcode":
+            left -= 1
+            if not left:
+                places.add((frame.f_lineno, frame.f_lasti))
+                raise KeyboardInterrupt
+        return interrupt
+
+    is_interrupted, instruction = True, 0
+    while is_interrupted:
+        left = instruction = instruction + 1
+        sys.settrace(interrupt)
+        try:
+            run(engine, *work)
+            is_interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        engine.abort_all()
+        assert tokens(run(engine, *work)) == expected
+    assert len(places) > 40
+    engine.close()
 
 
 def test_a_dropped_engine_ends_its_ranks() -> None:
@@ -132,7 +213,7 @@ if len(sys.argv) > 1:  # a process that holds all pipes open, and lives on
         import time
         time.sleep({patience})
         os._exit(0)
-print(*(process.pid for process in llm.engine.executor._ranks.processes), flush=True)
+print(*(worker.pid for worker in llm.engine.executor._ranks.workers), flush=True)
 params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 while True:
     llm.generate([{{"prompt_token_ids": [5, 6, 7]}}] * 3, params, use_tqdm=False)
@@ -141,7 +222,10 @@ while True:
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork"])
 def test_no_rank_outlives_a_killed_parent(forks: bool, tmp_path: Path) -> None:
-    """The script has no `if __name__ == "__main__"`: a rank doesn't run it."""
+    """Nor one that is stopped, as replicas kill their ranks' parent.
+
+    The script has no `if __name__ == "__main__"`: a rank doesn't run it.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(model=checkpoint("qwen3"), patience=PATIENCE_S))
     command = [sys.executable, str(script), *(["fork"] if forks else [])]
@@ -152,6 +236,8 @@ def test_no_rank_outlives_a_killed_parent(forks: bool, tmp_path: Path) -> None:
     assert len(ranks) == 2
     children = psutil.Process(parent.pid).children()
     time.sleep(0.2)  # amid some step
+    if not forks:
+        ranks[1].suspend()
     parent.kill()
     parent.wait()
     require_gone(ranks)
@@ -224,16 +310,17 @@ def failure(rank: int, time: float, refusal: Exception | None = None) -> Failure
 
 
 def test_the_first_failure_is_told() -> None:
-    found = why_dead({0: 1, 1: 1}, [failure(0, 2.0), failure(1, 1.0)])
+    found = why_dead({0: "exited with 1", 1: "exited with 1"}, [failure(0, 2.0), failure(1, 1.0)])
     assert isinstance(found, EngineDeadError)
     assert "rank 1 has failed:\ntraceback of 1" in str(found)
 
 
 def test_a_killed_rank_is_told_rather_than_what_its_neighbour_saw() -> None:
-    assert "rank 1 was killed by SIGSEGV" in str(why_dead({0: 1, 1: -11}, [failure(0, 2.0)]))
-    assert "rank 0 exited with 3" in str(why_dead({0: 3}, []))
+    ends = {0: "exited with 1", 1: "was killed by SIGSEGV"}
+    assert "rank 1 was killed by SIGSEGV" in str(why_dead(ends, [failure(0, 2.0)]))
+    assert "rank 0 exited with 1" in str(why_dead(ends, []))
 
 
 def test_a_refusal_is_told_as_it_is() -> None:
     refusal = WeightLoadError("missing")
-    assert why_dead({0: 1}, [failure(1, 2.0), failure(0, 1.0, refusal)]) is refusal
+    assert why_dead({0: "exited with 1"}, [failure(1, 2.0), failure(0, 1.0, refusal)]) is refusal

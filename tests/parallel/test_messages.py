@@ -22,7 +22,7 @@ from nanoengine.core.plan import (
     TokenLogprob,
     Transfer,
 )
-from nanoengine.parallel.executor import pickled
+from nanoengine.ranks.executor import pickled
 from nanoengine.settings.params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.5, top_k=3, seed=2**62, logit_bias={7: -1.5}, stop=["end"])

@@ -95,7 +95,7 @@ def check(case: str) -> None:
     two = make_engine(directory, tensor_parallel_size=2, **options)
     heads_each = 1 if "num_key_value_heads" in fields else 2
     assert two.info.block_bytes * heads_each == one.info.block_bytes
-    assert len(two.executor._ranks.processes) == 2
+    assert len(two.executor._ranks.workers) == 2
     expected, found = run(one, *work()), run(two, *work())
     assert tokens(found) == tokens(expected)
     stats = two.stats()
@@ -105,7 +105,7 @@ def check(case: str) -> None:
     asked = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
     (a,), (b,) = (run(engine, [[5, 9, 11]], asked) for engine in (one, two))
     for ours, theirs in (
-        (a.sequences[0].logprobs, b.sequences[0].logprobs),
+        (a.sequences[0].extras.logprobs, b.sequences[0].extras.logprobs),
         (a.prompt_logprobs, b.prompt_logprobs),
     ):
         flat = [[entry for token in entries for entry in token] for entries in (ours, theirs)]

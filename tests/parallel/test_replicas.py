@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +28,8 @@ from nanoengine.jobs.source import Input, RowError
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.outputs import RequestOutput
 from nanoengine.parallel import replicas
-from nanoengine.parallel.replicas import Replicas, local_replicas
+from nanoengine.parallel.replicas import Replica, Replicas, local_replicas
+from nanoengine.ranks import worker
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 from tests.support import scripted_replica
 from tests.support.batch_server import wait_for_lines
@@ -41,7 +44,7 @@ OPTIONS: dict[str, Any] = {"model": "scripted", "device": "cpu", "max_num_seqs":
 @pytest.fixture(name="scripted")
 def scripted_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas run the script in place of a model."""
-    monkeypatch.setattr(replicas, "PROGRAM", scripted_replica.program(replicas.PROGRAM))
+    monkeypatch.setattr(replicas, "REPLICA", scripted_replica.__name__)
 
 
 def make_work(prompts: Iterable[str], **options: Any) -> tuple[Work, dict[int, Any]]:
@@ -151,28 +154,66 @@ def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None
     assert all(same) if bad == "raise" else not all(same)
 
 
+@pytest.fixture(name="told")
+def told_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Replicas that are stopped have said nothing for long; what is warned of."""
+    look, told = Replica.look, []
+
+    def look_at_stopped(self: Replica, silent_s: float) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                look(self, silent_s)
+
+    monkeypatch.setattr(Replica, "look", look_at_stopped)
+    monkeypatch.setattr(replicas, "SILENT_S", 0.06)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: told.append(message))
+        yield told
+
+
 @pytest.mark.usefixtures("scripted")
-def test_a_replica_that_hangs_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job waited for it without a word."""
-    monkeypatch.setattr(replicas, "SILENT_S", 1.0)
+def test_a_replica_that_hangs_is_killed_and_its_rows_go_to_others(told: list[Any]) -> None:
+    """The job waited for it."""
     prompts = [f"p{i}" for i in range(400)]
     work, records = make_work(prompts)
-    told: list[str] = []
-
-    def warned(message: Warning | str, *args: object, **options: object) -> None:
-        told.append(str(message))
-        if "has said nothing" in told[-1]:
-            os.kill(int(told[-1].partition("`kill -9 ")[2].partition("`")[0]), signal.SIGKILL)
-
-    with local_replicas(OPTIONS, 2) as engines, warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", warned)
+    with local_replicas(OPTIONS, 2) as engines:
         hung = pids(engines)[1]
         os.kill(hung, signal.SIGSTOP)
         engines.answer(work)
+        assert hung not in pids(engines) and is_gone(hung)
     assert records == expected(prompts)
-    assert [f"(pid {hung}) has said nothing for 1 s" in one for one in told] == [True, False]
-    assert "was killed by signal 9" in told[1]
+    assert f"(pid {hung}) has said nothing for 0.01 s" in str(told[0])
+    assert f"(pid {hung}) was killed: it had said nothing for 0.06 s" in str(told[1])
+    assert len(told) == 2
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_row_that_hangs_two_replicas_is_an_error(told: list[Any]) -> None:
+    prompts = [f"p{i}" for i in range(120)]
+    prompts[17] = "hang"
+    work, records = make_work(prompts)
+    with local_replicas(OPTIONS, 2) as engines:
+        engines.answer(work)
+    assert records == {**expected(prompts), 17: "poison"}
+    assert sum("was killed" in str(one) for one in told) == 2
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.filterwarnings("ignore:replica")
+@pytest.mark.parametrize("num_deaths", [2, 3])
+def test_a_replica_may_die_twice_while_it_starts_again(num_deaths: int, tmp_path: Path) -> None:
+    prompts = [f"p{i}" for i in range(60)]
+    work, records = make_work(prompts)
+    deaths = tmp_path / "deaths"
+    deaths.touch()
+    with local_replicas({**OPTIONS, "tokenizer": f"DIE_AT_START={deaths}"}, 2) as engines:
+        deaths.write_text("dies\n" * num_deaths)
+        os.kill(pids(engines)[0], signal.SIGKILL)
+        engines.answer(work)
+        assert [replica.is_lost for replica in engines._replicas] == [num_deaths == 3, False]
+    assert records == expected(prompts)
+    assert not deaths.read_text()
 
 
 @pytest.mark.usefixtures("scripted")
@@ -238,18 +279,19 @@ def test_a_package_that_a_row_needs_is_no_fault_of_the_row() -> None:
 
 
 def test_a_replica_that_dies_while_it_loads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "PROGRAM", "import os; os.abort()")
-    with pytest.raises(EngineDeadError, match="killed by signal 6 while it started"):
+    monkeypatch.setattr(worker, "PROGRAM", "import os; os.abort()")
+    with pytest.raises(EngineDeadError, match="killed by SIGABRT while it started"):
         local_replicas(OPTIONS, 1)
 
 
 PARENT = """
 import time
 from nanoengine.parallel import replicas
+from nanoengine.ranks import worker
 from tests.parallel.test_replicas import OPTIONS, make_work, pids
 from tests.support import scripted_replica
 
-replicas.PROGRAM = scripted_replica.program(replicas.PROGRAM)
+replicas.REPLICA = scripted_replica.__name__
 engines = replicas.local_replicas(OPTIONS, 2)
 print(*pids(engines), flush=True)
 endless = (f"p{i}" for i in range(10**9))
@@ -277,12 +319,14 @@ def test_cores_are_shared_and_those_that_are_not_there_refused(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 7})
     given: list[Any] = []
-    monkeypatch.setattr(replicas, "LocalProcess", lambda *place: given.append(place))
+    monkeypatch.setattr(
+        replicas, "Worker", lambda _, *cores, environment: given.append((cores, environment))
+    )
     for count, threads in ((2, None), (2, 2), (7, None)):
         given.clear()
         for launch in replicas._on_cores(count, threads):
             launch()
-        cores = [place[0] for place in given]
+        cores = [list(cores) for cores, _ in given]
         assert (
             cores
             == {
@@ -291,14 +335,14 @@ def test_cores_are_shared_and_those_that_are_not_there_refused(
                 (7, None): [[0], [1], [2], [3], [6], [7], [0]],
             }[count, threads]
         )
-        assert {place[1]["OMP_NUM_THREADS"] for place in given} == {str(len(cores[0]))}
+        assert {variables["OMP_NUM_THREADS"] for _, variables in given} == {str(len(cores[0]))}
     with pytest.raises(ConfigError, match="2 replicas of 4 threads need 8 cores"):
         replicas._on_cores(2, 4)
 
 
 def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(replicas, "LocalProcess", lambda *place: given.append(place[1]))
+    monkeypatch.setattr(replicas, "Worker", lambda _, environment: given.append(environment))
     for launch in replicas._on_gpus(["4", "5", "GPU-a", "GPU-b"], 2, ranks=2):
         launch()
     assert given == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}]
@@ -316,6 +360,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (["--replicas", "0"], "--replicas must be at least 1"),
         (["--threads", "2"], "give --replicas"),
+        (["--replica-timeout", "0"], "--replica-timeout must be above 0 and at most 86,400"),
     ],
 )
 def test_the_command_line_refuses(
@@ -369,7 +414,9 @@ def test_a_batch_with_ranks_is_a_replica_so_that_they_start_again(monkeypatch: A
     from nanoengine.cli import batch
 
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(replicas, "local_replicas", lambda *given: asked.append(given))
+    engines = SimpleNamespace()
+    monkeypatch.setattr(replicas, "local_replicas", lambda *given: asked.append(given) or engines)
     args = batch.BatchArgs(model="demo", inputs=("in",), output="out", tensor_parallel_size=2)
-    batch._engines(args, {"model": "demo"})
+    assert batch._engines(args, {"model": "demo"}) is engines
     assert asked == [({"model": "demo"}, 1, None)]
+    assert engines.silent_s == replicas.SILENT_S

@@ -146,7 +146,7 @@ def test_a_parent_may_be_gone_before_the_fork_is_carried_out():
     (parent,) = request.sequences
     given = parent.output_token_ids
     child = engine.fork("a")
-    engine.scheduler.forks.drop(parent)
+    engine.scheduler.special.drop(parent)
     engine.step()
     plan = executor(engine).plans[-1]
     (new,) = plan.admitted
@@ -160,8 +160,8 @@ def test_dropping_the_last_unfinished_sequence_ends_the_request():
     engine = make_engine()
     request = start(engine)
     child = engine.fork("a", next_token_id=3)
-    engine.scheduler.forks.finish(request.sequences[0], "stop")
-    engine.scheduler.forks.drop(child)
+    engine.scheduler.special.finish(request.sequences[0], "stop")
+    engine.scheduler.special.drop(child)
     assert run(engine) == ["a"]
 
 
@@ -169,15 +169,15 @@ def test_logprobs_of_a_fork_name_its_own_token():
     engine = make_engine()
     request = start(engine, logprobs=3)
     (parent,) = request.sequences
-    entry = parent.logprobs[-1][2]
+    entry = parent.extras.logprobs[-1][2]
     child = engine.fork("a", next_token_id=entry.token_id)
-    assert child.logprobs[-1][0] == entry
-    assert len(child.logprobs) == len(parent.logprobs)
-    sampled = parent.logprobs[-1][0]
-    assert child.cumulative_logprob == pytest.approx(
-        parent.cumulative_logprob - sampled.logprob + entry.logprob
+    assert child.extras.logprobs[-1][0] == entry
+    assert len(child.extras.logprobs) == len(parent.extras.logprobs)
+    sampled = parent.extras.logprobs[-1][0]
+    assert child.extras.cumulative_logprob == pytest.approx(
+        parent.extras.cumulative_logprob - sampled.logprob + entry.logprob
     )
-    known = [one.token_id for one in parent.logprobs[-1]]
+    known = [one.token_id for one in parent.extras.logprobs[-1]]
     unknown = next(t for t in range(50) if t not in known)
     with pytest.raises(RequestError, match="no known log-probability"):
         engine.fork("a", next_token_id=unknown)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import nanoengine.features.kv_tiers as kv_tiers
-import nanoengine.runner.model_runner as model_runner
-import nanoengine.runner.transfers as transfers
+import nanoengine.runner.start as start
 from nanoengine import HostTier
 from nanoengine.features.kv_tiers import HostStorage
+from nanoengine.runner import memory
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.settings.params import SamplingParams
 from tests.support.emulated_gpu import CUDA, NODE_BYTES, EmulatedGPU
@@ -44,7 +44,7 @@ def on_gpu(**options):
 
 def on_gpu_by_torch(**options):
     """As `on_gpu`, in float64 and without Triton, whose interpreter takes its time."""
-    with mock.patch.object(model_runner, "make_backend", make_graph_safe):
+    with mock.patch.object(start, "make_backend", make_graph_safe):
         return on_gpu(**{"dtype": "float64", "attention_backend": "naive"} | options)
 
 
@@ -88,7 +88,7 @@ def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
     """However they sample: inputs with random numbers; the token; the advance of the rows."""
     with EmulatedGPU() as gpu:
         engine = on_gpu()
-        decode = engine.executor._graphed.step
+        decode = engine.executor.graphed.step
         for kind in SamplingKind:
             gpu.kernels.clear()
             with torch.inference_mode():
@@ -135,7 +135,7 @@ def test_blocks_come_back_whole_by_way_of_buffers_of_any_size(
 ):
     kv = torch.randn(2, 3, 12, 4, 2, 8).to(dtype).to(CUDA)
     block_bytes = kv[:, :, 0].numel() * dtype.itemsize
-    monkeypatch.setattr(transfers, "STAGING_BYTES", buffer_blocks * block_bytes)
+    monkeypatch.setattr(memory, "STAGING_BYTES", buffer_blocks * block_bytes)
     monkeypatch.setattr(kv_tiers, "CHUNK_BYTES", 4096)
     storage = HostStorage(kv, 20)
     before = kv.view(torch.uint8).cpu()

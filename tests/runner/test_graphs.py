@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import nanoengine.runner.decode_step as decode_step
-import nanoengine.runner.model_runner as model_runner
+import nanoengine.runner.graphs as graphs_module
+import nanoengine.runner.start as runner_start
 from nanoengine.core.plan import AdmittedSequence, StepPlan, TableUpdate
 from nanoengine.runner import sampling_ops
 from nanoengine.runner.decode_step import DecodeStep
@@ -94,8 +95,8 @@ def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     seen = []
     for name in ("cuda:1", "cpu"):
-        runner = mock.Mock(device=torch.device(name), groups=(), load=note, _update_rows=note)
-        runner.config.max_model_len = None
+        own = runner_start.current_device(torch.device(name))
+        runner = mock.Mock(as_current=own, _start=note, _update_rows=note)
         with pytest.raises(InterruptedError):
             ModelRunner.start(runner)
         with pytest.raises(InterruptedError):
@@ -308,9 +309,9 @@ def graphed_engine(graphs, **options):
     family, overrides = options.pop("family", "qwen3"), options.pop("overrides", {})
     with (
         mock.patch.object(ModelRunner, "_uses_graphs", True),
-        mock.patch.object(model_runner, "free_gpu_bytes", return_value=0),
-        mock.patch.object(model_runner, "CudaGraphs", return_value=graphs),
-        mock.patch.object(model_runner, "make_backend", make_graph_safe),
+        mock.patch.object(runner_start, "free_gpu_bytes", return_value=0),
+        mock.patch.object(graphs_module, "CudaGraphs", return_value=graphs),
+        mock.patch.object(runner_start, "make_backend", make_graph_safe),
     ):
         return make_engine(checkpoint(family, **overrides), **defaults | options)
 

@@ -44,7 +44,7 @@ def test_greedy_64_tokens_equal_transformers(family, dtype):
         predicted = logits[len(prompt) - 1 : -1]
         assert predicted.argmax(-1).tolist() == output
         logprobs = predicted.log_softmax(-1)[range(64), output]
-        ours = torch.tensor([entry[0].logprob for entry in request.sequences[0].logprobs])
+        ours = torch.tensor([entry[0].logprob for entry in request.sequences[0].extras.logprobs])
         torch.testing.assert_close(ours.double(), logprobs.double(), atol=1e-4, rtol=0)
 
 

@@ -13,6 +13,8 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
+from nanoengine.core.checks import check
+from nanoengine.core.extras import set_drafts
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
@@ -105,7 +107,7 @@ def test_drafts_are_verified_before_the_next_step_is_planned():
     request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
     engine.step()
     engine.settle()
-    request.sequences[0].draft_token_ids = (1, 2)
+    set_drafts(engine.scheduler, request.sequences[0], (1, 2))
     run(engine)
     at = log.events.index("launch 1")
     assert engine.executor.plans[1].draft_token_ids
@@ -161,7 +163,7 @@ def test_an_abort_between_two_steps_leaves_nothing(after, which):
         engine.step()
     for request_id in which:
         assert engine.abort(request_id) is not None
-    engine.scheduler.check()
+    check(engine.scheduler)
     if len(which) == 3:
         assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
     else:
@@ -284,7 +286,7 @@ def test_processors_and_reports_are_the_same_in_both_loops(name):
         assert one.prompt_logprobs == other.prompt_logprobs
         for first, second in zip(one.sequences, other.sequences, strict=True):
             assert first.finish_reason == second.finish_reason
-            assert first.logprobs == second.logprobs
+            assert _logprobs(first) == _logprobs(second)
     if name == "logprobs":
         assert len(plain[3].prompt_logprobs) == 32
 
@@ -299,9 +301,13 @@ def test_an_fp8_cache_holds_the_same_in_both_loops(family):
     for one, other in zip(plain, overlapped, strict=True):
         for first, second in zip(one.sequences, other.sequences, strict=True):
             # Why not equal bits: batches differ by over-runs, and BLAS sums by the batch's size.
-            for entries in zip(first.logprobs or [], second.logprobs or [], strict=True):
+            for entries in zip(_logprobs(first), _logprobs(second), strict=True):
                 here, there = ([entry.logprob for entry in found] for found in entries)
                 assert here == pytest.approx(there, abs=1e-9)
+
+
+def _logprobs(seq):
+    return [] if seq.extras is None else seq.extras.logprobs or []
 
 
 def test_bad_words_of_a_token_that_is_still_under_way():
@@ -343,7 +349,7 @@ def test_aborts_beside_others_and_rows_that_pass_on():
             if engine.has_unfinished():
                 engine.step()
         _all_of(engine)
-        engine.scheduler.check()
+        check(engine.scheduler)
         assert engine.stats().active_blocks == 0
         for request in requests:
             (seq,) = request.sequences
@@ -395,7 +401,8 @@ def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeyp
     engine = engines.make_engine(checkpoint("qwen3"), overlap=True, **options)
     runner = engine.executor
     expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
-    places = (runner, "_run_batch"), (runner.prompt_scorer, "score"), (runner, "_await_tokens")
+    options = runner.need_special()
+    places = (runner, "_run"), (options.scorer, "score"), (options, "await_tokens")
     for part, name in places:
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, params(8, temperature=0, prompt_logprobs=0))

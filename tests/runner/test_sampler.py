@@ -14,6 +14,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner import sampling_ops
+from nanoengine.runner.sampled import to_records
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.runner.sampling_ops import (
     DrawParams,
@@ -25,7 +26,7 @@ from nanoengine.runner.sampling_ops import (
     top_candidates,
     uniforms,
 )
-from nanoengine.runner.scores import to_records, token_logprobs
+from nanoengine.runner.scores import token_logprobs
 from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoengine.core.block_manager import Admission, BlockManager
-from nanoengine.core.prefix_cache import PrefixCache
+from nanoengine.core.make import make_block_manager
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_layout
@@ -19,8 +19,8 @@ def make_manager(
     **options: object,
 ) -> BlockManager:
     layout = make_layout(num_blocks, block_size, windows)
-    cache = PrefixCache(layout, enabled=enable_prefix_caching)
-    return BlockManager(layout, prefix_cache=cache, **{"watermark_frac": 0.0} | options)
+    options = {"watermark_frac": 0.0, "enable_prefix_caching": enable_prefix_caching} | options
+    return make_block_manager(layout, **options)
 
 
 def make_sequence(tokens: list[int], *, salt: str | None = None, **params: object) -> Sequence:

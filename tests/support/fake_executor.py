@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nanoengine.core.admission import AdmissionPolicy
-from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.doors import Proposer
 from nanoengine.core.engine_stats import EngineInfo
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
+from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
-from nanoengine.core.prefix_cache import PrefixCache
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
@@ -502,7 +500,7 @@ def make_engine(
     policy: AdmissionPolicy | None = None,
     make_tiers: Callable[[FakeExecutor], TieredPrefixCache] | None = None,
     overlap: bool = False,
-    scheduler_class: type[Scheduler] = FastScheduler,
+    scheduler_class: type[Scheduler] = Scheduler,
     proposer: Proposer | None = None,
 ) -> LLMEngine:
     """An LLMEngine over a FakeExecutor: tokens run, nothing is computed. With `overlap` it is a
@@ -514,10 +512,10 @@ def make_engine(
         layout, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     executor.delayed = overlap
-    plain = PrefixCache(layout, enabled=enable_prefix_caching)
-    manager = BlockManager(
+    manager = make_block_manager(
         executor.start(),
-        prefix_cache=make_tiers(executor) if make_tiers else plain,
+        prefix_cache=make_tiers(executor) if make_tiers else None,
+        enable_prefix_caching=enable_prefix_caching,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
         chunked=chunked_prefill,

@@ -14,9 +14,9 @@ import pytest
 from nanoengine import LLM
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
-from nanoengine.core.fast_scheduler import FastScheduler
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
+from nanoengine.core.scheduler import Scheduler
 from nanoengine.engine import LLMEngine
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
@@ -95,7 +95,7 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
         def build(config: EngineConfig) -> LLMEngine:
             executor = ScriptedExecutor(script, eos, num_blocks)
-            scheduler = FastScheduler(
+            scheduler = Scheduler(
                 BlockManager(executor.start()),
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.step_budget("cpu"),
@@ -121,7 +121,8 @@ def make_llm_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             return LLMEngine(executor, scheduler, info, debug_checks=True)
 
         monkeypatch.setattr("nanoengine.build.build_engine", build)
-        monkeypatch.setattr("nanoengine.build.resolve_model", lambda config: Path(config.model))
+        find = "nanoengine.checkpoint.find.resolve_model"
+        monkeypatch.setattr(find, lambda config: Path(config.model))
         monkeypatch.setattr(Tokenizer, "load", lambda *args, **kwargs: tokens)
         return LLM("scripted", **options)
 

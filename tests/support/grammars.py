@@ -56,11 +56,11 @@ def text_checkpoint(family: str = "qwen3") -> str:
     return directory
 
 
-def make_stage(library: str = "auto", tokenizer: Tokenizer | None = None) -> Structured:
+def make_stage(tokenizer: Tokenizer | None = None) -> Structured:
     """The stage of structured outputs over this tokenizer, or one that extends it."""
     tokenizer = tokenizer or Tokenizer(text_tokenizer())
     return Structured(
-        functools.partial(library_of, library, tokenizer, VOCAB_SIZE, (EOS,)),
+        functools.partial(library_of, tokenizer, VOCAB_SIZE, (EOS,)),
         VOCAB_SIZE,
         (EOS,),
     )
@@ -99,8 +99,8 @@ def even_text(*args: object) -> AnyText:
 class Rows:
     """Rows of a sampler over this tokenizer, fed with random logits."""
 
-    def __init__(self, params: Sequence[SamplingParams], library: str = "auto", seed: int = 0):
-        stage = make_stage(library)
+    def __init__(self, params: Sequence[SamplingParams], seed: int = 0):
+        stage = make_stage()
         for one in params:
             stage.check(one)
         self.sampler = Sampler(VOCAB_SIZE, len(params), (EOS,), (stage,))

@@ -1,13 +1,15 @@
 """A replica whose LLM is a script: what it answers follows from the row alone, without a model.
 
-    `program` in place of that of `parallel/replicas.py`
+    this module in place of `parallel/replica.py`
 
 It loads no torch, so a process is there at once.
 
-A prompt is a string: "die" ends the process by SIGKILL while the row runs, "raise" has the stream
-raise, "missing" has it lack a package; anything else is answered with itself and its key, `SLOW_S`
-after the step that took it in.
-`options`: `refuse` has the model refused; `once`, a path, has it refused from the second start on.
+A prompt is a string: "die" ends the process by SIGKILL while the row runs, "hang" stops it, "raise"
+has the stream raise, "missing" has it lack a package; anything else is answered with itself and its
+key, `SLOW_S` after the step that took it in.
+
+`tokenizer`: "refuse" has the model refused; a path has it refused from the second start on. With
+"DIE_AT_START=PATH" the process dies as often as there are lines in that file.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ SLOW_S = 0.002
 AT_ONCE = 4
 
 
-def program(of_replicas: str) -> str:
-    """The program of replicas that runs the script."""
-    return of_replicas.replace(replica.__name__, __name__)
-
-
 class ScriptedLLM:
     """As much of an LLM as a replica uses."""
 
     def __init__(self, tokenizer: str | None = None, **options: Any) -> None:
         if tokenizer == "refuse":
             raise ConfigError("the script refuses")
-        if tokenizer is not None:
+        if tokenizer is not None and tokenizer.startswith("DIE_AT_START="):
+            file = Path(tokenizer.partition("=")[2])
+            first, *others = [*file.read_text().splitlines(), None]
+            file.write_text("".join(f"{line}\n" for line in others[:-1]))
+            if first is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif tokenizer is not None:
             flag = Path(tokenizer)
             if flag.exists():
                 raise ConfigError("the script refuses a second start")
@@ -78,6 +81,8 @@ class ScriptedLLM:
             for _, row in running:
                 if row.prompt == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if row.prompt == "hang":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 if row.prompt == "raise":
                     raise ValueError("the script raises")
                 if row.prompt == "missing":
@@ -104,9 +109,9 @@ def answer(index: int, row: Any) -> RequestOutput:
     )
 
 
-def main(connection: Connection, cores: list[int]) -> None:
+def main(connection: Connection, *cores: int) -> None:
     llm = ModuleType("nanoengine.llm")
     llm.LLM = ScriptedLLM  # type: ignore[attr-defined]
     sys.modules[llm.__name__] = llm
     replica.STATS_S = 0.0
-    replica.main(connection, cores)
+    replica.main(connection, *cores)

@@ -7,58 +7,65 @@ import contextlib
 import dataclasses
 import os
 import socket
-import subprocess
 import threading
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from nanoengine.parallel import executor, rank
+from nanoengine.ranks import executor, rank
 
 
 class ThreadRank:
-    """As much of a `Popen` of a rank as `RankProcesses` uses."""
+    """As much of a `Worker` as `RankProcesses` uses."""
 
-    def __init__(self, command: list[str], *, pass_fds: list[int], **options: Any) -> None:
-        number = int(command[3])
-        pipe, *listeners = map(os.dup, pass_fds)
-        self._socket = socket.socket(fileno=os.dup(pipe))
-        self.stdin = self._socket
+    def __init__(self, module: str, number: int, *, descriptors: list[int]) -> None:
+        self._pipe, theirs = Pipe()
+        self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
+        listeners = [os.dup(descriptor) for descriptor in descriptors]
         self._thread = threading.Thread(
-            target=self._run, args=(number, Connection(pipe), listeners), daemon=True
+            target=self._run, args=(number, theirs, listeners), daemon=True
         )
         self._thread.start()
 
     def _run(self, number: int, connection: Connection, listeners: list[int]) -> None:
         _LISTENERS.value = listeners
         with connection, contextlib.suppress(EOFError, OSError):  # it was ended
-            rank._run(rank._start(number, connection), connection, answers=number == 0)
+            parent = ParentOfThread(connection)
+            rank._run(rank._start(number, parent), parent, answers=number == 0)
+
+    def connect(self) -> Connection:
+        return self._pipe
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # once more
             self._socket.shutdown(socket.SHUT_RDWR)
+        self.how_ended()
 
-    def wait(self) -> int:
+    def how_ended(self) -> str:
         if self._thread is not threading.current_thread():
             self._thread.join()
-        return 0
+        return "exited with 0"
 
 
 _LISTENERS = threading.local()
 
 
-def _next(connection: Connection) -> Any:
-    """What the parent sends next, where ending the process would end the tests."""
-    message = connection.recv()
-    if isinstance(message, rank.Setup) and _LISTENERS.value:
-        return dataclasses.replace(message, listener=_LISTENERS.value.pop())
-    return message
+class ParentOfThread(rank.Parent):
+    """Where ending the process would end the tests."""
+
+    def next(self) -> Any:
+        message = super().next()
+        if isinstance(message, rank.Setup) and _LISTENERS.value:
+            return dataclasses.replace(message, listener=_LISTENERS.value.pop())
+        return message
+
+    def _end(self) -> NoReturn:
+        raise EOFError
 
 
 @pytest.fixture(name="thread_ranks")
 def thread_ranks_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines with ranks have threads for them."""
-    fake = type("subprocess", (), {"Popen": ThreadRank, "PIPE": subprocess.PIPE})
-    monkeypatch.setattr(executor, "subprocess", fake)
-    monkeypatch.setattr(rank, "_next", _next)
+    monkeypatch.setattr(executor, "Worker", ThreadRank)

@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
-from nanoengine.core.cache_stats import TierStats
 from nanoengine.core.prefixes import Prefixes
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import Rate
 from nanoengine.core.tiers.found import Content, Level, TierBlock, content_of
+from nanoengine.core.tiers.stats import TierStats
 
 MAX_WRITES = 8
 """Most writes under way at once: copies are made in order, so a read may wait for all of them."""
@@ -249,7 +249,9 @@ class DiskBlocks:
 
     def check(self) -> None:
         """Raises AssertionError if a reference is held that no copy under way explains."""
-        self.pool.check([[copy.disk_id for copy in self._copies.values()]])
+        from nanoengine.core.checks import check_pool
+
+        check_pool(self.pool, [[copy.disk_id for copy in self._copies.values()]])
         reading = {content for content, copy in self._copies.items() if copy.kind == "read"}
         assert reading == set(self._readers), (reading, set(self._readers))
 

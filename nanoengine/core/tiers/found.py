@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from nanoengine.core.block_pool import Block
-from nanoengine.core.kv_groups import longest_common_hit, num_dropped_blocks
+from nanoengine.core.groups.rules import longest_common_hit, num_dropped_blocks
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefix
 

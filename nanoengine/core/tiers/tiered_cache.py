@@ -27,16 +27,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from nanoengine.core.block_pool import NULL_BLOCK, Block, BlockPool
-from nanoengine.core.cache_stats import TierStats
+from nanoengine.core.block_pool import NULL_BLOCK, Block
+from nanoengine.core.groups.cache import GroupedPrefix, GroupedPrefixCache
+from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
-from nanoengine.core.prefix_cache import CachedPrefix, PrefixCache
+from nanoengine.core.prefix_cache import CachedPrefix
 from nanoengine.core.prefixes import Prefix
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import CostModel
 from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
 from nanoengine.core.tiers.found import Content, Found, Level, Load, TierBlock, content_of
+from nanoengine.core.tiers.stats import TierStats
 
 LAZY_BLOCKS = 64
 """A lazy cache stores the device's cached blocks when they are among this many next evicted."""
@@ -45,7 +47,7 @@ WAIT_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
-class TieredPrefix(CachedPrefix):
+class TieredPrefix(GroupedPrefix):
     """A cached prefix of which some blocks must be loaded; in `tables` these are null."""
 
     loads: list[Load] = field(default_factory=list)
@@ -53,7 +55,7 @@ class TieredPrefix(CachedPrefix):
     def num_held(self, group: int) -> int:
         """How many blocks of the prefix a KV group holds, once all are loaded."""
         # Why not super(): in a dataclass with slots it looks at a class that was replaced.
-        return CachedPrefix.num_held(self, group) + sum(load.group == group for load in self.loads)
+        return GroupedPrefix.num_held(self, group) + sum(load.group == group for load in self.loads)
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class StepCopies:
     stores: list[tuple[int, int, Content]] = field(default_factory=list)
 
 
-class TieredPrefixCache(PrefixCache):
+class TieredPrefixCache(GroupedPrefixCache):
     """A prefix cache with a host tier, and a disk tier below it or none.
 
     Args:
@@ -92,6 +94,7 @@ class TieredPrefixCache(PrefixCache):
         num_host_states: int = 0,
     ) -> None:
         super().__init__(layout)
+        self.tiers = self
         self._cost = cost
         self._lazy = lazy
         self._storage: DiskStorage = disk or NoDisk()
@@ -104,7 +107,7 @@ class TieredPrefixCache(PrefixCache):
     def _start_tiers(self) -> None:
         """Makes the tiers' pools: an empty one for the host, and the disk's from its files."""
         num_groups = len(self.layout.groups)
-        self.host = BlockPool(self._sizes[0], num_groups, self._num_host_states)
+        self.host = StatePool(self._sizes[0], num_groups, self._num_host_states)
         self.disk = DiskBlocks(
             self._storage,
             num_blocks=self._sizes[1],
@@ -352,7 +355,9 @@ class TieredPrefixCache(PrefixCache):
         copies = [self._planned, *self._under_way.values()]
         host_ids = [host_id for step in copies for _, host_id in step.loads]
         host_ids += [host_id for step in copies for _, host_id, _ in step.stores]
-        self.host.check([host_ids, self.disk.held_host_ids()])
+        from nanoengine.core.checks import check_pool
+
+        check_pool(self.host, [host_ids, self.disk.held_host_ids()])
         storing = {content for step in copies for _, _, content in step.stores}
         assert storing == self._storing, (storing, self._storing)
         self.disk.check()

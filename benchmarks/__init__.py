@@ -1,0 +1,1 @@
+"""What measures nanoengine; none of it is in the installed package."""

@@ -1,0 +1,188 @@
+"""What the CPU can do at best, with the instructions that the kernels are written in.
+
+`peak.py` times these. Each multiplying kernel keeps its sums in registers and reads no
+memory, so it runs at the rate of the units themselves, of whatever width `isa.CURRENT` has; the
+reading one only reads. A library's matrix product is no limit: it may keep to narrower
+instructions than the CPU has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.isa import CURRENT, ISA
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.shares import share_of
+
+
+def chains(isa: ISA) -> int:
+    """Sums that one worker keeps: enough to hide the latency of each, few enough for the
+    registers."""
+    return 3 * isa.registers // 4
+
+
+CHAINS = chains(CURRENT)
+ROOM = 64 * (CHAINS + 2) // 4
+"""float32 numbers that a worker of a multiplying kernel starts from."""
+
+LINE = 16  # int32 numbers of a cache line
+STREAMS = 4  # places that a worker reads at once
+TURN = 4  # lines of each place that it reads before it goes to the next
+AHEAD = 64  # lines that it asks for beforehand
+PAGE = 1024 * STREAMS * LINE  # int32 numbers that a worker's share is a multiple of
+
+
+def operations(kind: str) -> int:
+    """Multiplications and additions that one turn of a multiplying kernel does."""
+    bits, numbers = (CURRENT.byte_bits, 8) if kind == "int8" else (CURRENT.vector_bits, 0)
+    numbers = numbers or {"float64": 64, "float32": 32, "bfloat16": 16}[kind]
+    return 2 * CHAINS * bits // numbers
+
+
+def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
+    """Writes `turns` times the chains of products of the first two vectors at `line`, each added to
+    one of the vectors behind them.
+
+    Args:
+        kind: "float" (of the type that `line` points to), "bfloat16" or "int8".
+    """
+    bits = isa.byte_bits if kind == "int8" else isa.vector_bits
+    floats = ir.VectorType(line.type.pointee, bits // (64 if "double" in str(line.type) else 32))
+    words = ir.VectorType(ir.IntType(32), bits // 32)
+    operand = floats if kind == "float" else words
+    sums = words if kind == "int8" else floats
+
+    def place(i: int, vector: ir.Type):
+        pointer = builder.gep(line, [ir.IntType(64)(i * floats.count)])
+        return builder.bitcast(pointer, vector.as_pointer())
+
+    def call(name: str, result: ir.Type, *given):
+        of = ir.FunctionType(result, [value.type for value in given])
+        return builder.call(cgutils.get_or_insert_function(builder.module, of, name), given)
+
+    def product(x, y, total):
+        if kind == "float":
+            suffix = f"v{floats.count}f{bits // floats.count}"
+            return call(f"llvm.fma.{suffix}", floats, x, y, total)
+        if kind == "bfloat16":
+            return call(f"llvm.x86.avx512bf16.dpbf16ps.{bits}", sums, total, x, y)
+        if isa.byte_dots == "vpdpbusd":
+            return call(f"llvm.x86.avx512.vpdpbusd.{bits}", sums, total, x, y)
+        # Why of the sum: the compiler would take a product that stays the same out of the loop.
+        of_bytes, pairs = (ir.VectorType(ir.IntType(n), bits // n) for n in (8, 16))
+        both = [builder.bitcast(value, of_bytes) for value in (x, total)]
+        added = call("llvm.x86.avx2.pmadd.ub.sw", pairs, *both)
+        ones = ir.Constant(pairs, [1] * pairs.count)
+        return builder.add(total, call("llvm.x86.avx2.pmadd.wd", sums, added, ones))
+
+    x, y = (builder.load(place(i, operand), align=4) for i in range(2))
+    places = [place(2 + i, sums) for i in range(chains(isa))]
+    cells = [cgutils.alloca_once_value(builder, builder.load(at, align=4)) for at in places]
+    with cgutils.for_range(builder, turns):
+        for cell in cells:
+            builder.store(product(x, y, builder.load(cell)), cell)
+    for cell, at in zip(cells, places, strict=True):
+        builder.store(builder.load(cell), at, align=4)
+
+
+@intrinsic(prefer_literal=True)
+def _multiply(typing, data, turns, kind):
+    """`write_products` on the numbers of `data`."""
+    signature, chosen = types.void(data, turns, kind), kind.literal_value
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder, data)
+        line = emit.pointer(data, args[0], args[1].type(0))
+        write_products(builder, CURRENT, chosen, line, args[1])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def _read(typing, data, at, lines, apart):
+    """The bits that are set anywhere in `lines` lines from each of STREAMS places, `apart` numbers
+    from each other: no load can be left out."""
+    signature = types.int32(data, at, lines, apart)
+
+    def codegen(context, builder, sig, args):
+        emit, word = Emit(context, builder, data), args[1].type
+        numbers = ir.VectorType(ir.IntType(32), emit.width)
+        first = emit.pointer(data, args[0], args[1])
+        starts = [emit.at(first, builder.mul(args[3], word(s))) for s in range(STREAMS)]
+        zero = ir.Constant(numbers, None)
+        cells = [cgutils.alloca_once_value(builder, zero) for _ in range(STREAMS * TURN)]
+        with cgutils.for_range(builder, builder.sdiv(args[2], word(TURN))) as loop:
+            at = builder.mul(loop.index, word(TURN * LINE))
+            for s, start in enumerate(starts):
+                for i in range(TURN):
+                    line = emit.at(start, at, word(i * LINE))
+                    emit.prefetch(emit.at(line, word(AHEAD * LINE)))
+                    cell = cells[s * TURN + i]
+                    for part in range(0, LINE, emit.width):
+                        place = builder.bitcast(emit.at(line, word(part)), numbers.as_pointer())
+                        got = builder.load(place, align=4)
+                        builder.store(builder.or_(builder.load(cell), got), cell)
+        return emit.across([builder.load(cell) for cell in cells], builder.or_)
+
+    return signature, codegen
+
+
+@compiled(parallel=True, fastmath=())
+def multiply_floats(data, turns):
+    """data[workers, ROOM]: sums of float32 or float64 products, each worker its own."""
+    for worker in prange(len(data)):
+        _multiply(data[worker], turns, "float")
+
+
+@compiled(parallel=True, fastmath=())
+def multiply_bfloat16(data, turns):
+    """The same of pairs of bfloat16 numbers, added in float32."""
+    for worker in prange(len(data)):
+        _multiply(data[worker], turns, "bfloat16")
+
+
+@compiled(parallel=True, fastmath=())
+def multiply_bytes(data, turns):
+    """The same of bytes, added in 32 bits."""
+    for worker in prange(len(data)):
+        _multiply(data[worker], turns, "int8")
+
+
+KERNELS = {"float32": multiply_floats, "float64": multiply_floats}
+if CURRENT.bf16_dots == "vdpbf16ps":
+    KERNELS["bfloat16"] = multiply_bfloat16
+if CURRENT.byte_dots != "generic":
+    KERNELS["int8"] = multiply_bytes
+
+
+@compiled(parallel=True, fastmath=())
+def touch(data, num_workers):
+    """Writes all of data, each worker the share that `read` gives it: on a machine with several
+    sockets the memory is then its own."""
+    pages = len(data) // PAGE
+    for worker in prange(num_workers):
+        lo, hi = share_of(pages, worker, num_workers)
+        data[lo * PAGE : hi * PAGE] = 1
+
+
+@compiled(parallel=True, fastmath=())
+def read(data, found, num_workers):
+    """Reads whole pages of the int32 numbers `data` once."""
+    pages = len(data) // PAGE
+    for worker in prange(num_workers):
+        lo, hi = share_of(pages, worker, num_workers)
+        lines = (hi - lo) * (PAGE // STREAMS // LINE)
+        found[worker] = _read(data, lo * PAGE, lines, lines * LINE)
+
+
+def buffer(nbytes: int, num_workers: int) -> np.ndarray:
+    """Memory to read, touched."""
+    data = np.empty(max(1, nbytes // (4 * PAGE)) * PAGE, np.int32)
+    touch(data, num_workers)
+    return data

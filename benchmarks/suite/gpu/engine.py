@@ -1,0 +1,329 @@
+"""The whole engine: the standard workload, with options on and off, and a step taken apart.
+
+Cases of the GPU report. The model is a shape with random weights, its config.json written here, so
+nothing is downloaded. Everything runs on the CPU too, with a tiny shape; the tests do so.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.suite.engines import open_llm
+from benchmarks.suite.gpu.parts import Case, Row
+from benchmarks.suite.gpu.timing import (
+    Event,
+    Seam,
+    Seams,
+    cuda_event,
+    graph_seconds,
+    kernel_table,
+    kernel_times,
+)
+from benchmarks.suite.limits import with_limits
+from benchmarks.suite.shapes import write_shape
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.triton import TritonBackend
+from nanoengine.bench.throughput import measure
+from nanoengine.bench.workload import WorkOptions
+from nanoengine.core.plan import StepTimes
+from nanoengine.layers.kernels import Kernels
+from nanoengine.observe.metrics import Metrics
+from nanoengine.runner import numerics
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.llm import LLM
+
+SHAPE = "qwen3-0.6b"
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_model_len": 4096,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 16384,
+}
+"""As the field's benchmark sets them."""
+
+
+# --- options on and off ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A row of the ablation: what it turns on, and what turns that off in the rows before it.
+
+    Attributes:
+        on, off: options of the engine.
+        without: entered where an engine must do without it and there is no option for that.
+    """
+
+    name: str
+    on: dict[str, Any] = field(default_factory=dict)
+    off: dict[str, Any] = field(default_factory=dict)
+    without: Callable[[], AbstractContextManager[None]] | None = None
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Engines that are built inside use plain torch for norms, gates, rotation and store, and
+    cuBLAS for all products.
+
+    Why by exchange: an option would be of use to this report alone.
+    """
+    fused_kernels, fused_rotation = numerics.make_kernels, TritonBackend.rotate_and_store
+    numerics.make_kernels = lambda backend, **options: Kernels(backend)  # type: ignore[assignment]
+    TritonBackend.rotate_and_store = AttentionBackend.rotate_and_store  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        numerics.make_kernels = fused_kernels
+        TritonBackend.rotate_and_store = fused_rotation  # type: ignore[method-assign]
+
+
+ABLATION = (
+    Step(name="plain"),
+    Step(name="+ graphs", on={"enforce_eager": False}, off={"enforce_eager": True}),
+    Step(name="+ overlap", on={"overlap": True}, off={"overlap": False}),
+    Step(name="+ fused kernels", without=plain_layers),
+    Step(name="+ fp8 KV", on={"kv_cache_dtype": "fp8"}, off={"kv_cache_dtype": "auto"}),
+)
+"""Each row keeps what the rows above it turned on."""
+
+
+def ablation_options(
+    index: int, steps: SequenceOf[Step] = ABLATION, known: SequenceOf[str] | None = None
+) -> dict[str, Any]:
+    """The engine's options in row `index`: its own, those of the rows above on, of those below off.
+
+    An option of another row that this engine does not know is left out: it is off by nature. The
+    row's own stays in, so that the engine refuses it and the report says so.
+    """
+    if known is None:
+        known = [f.name for f in fields(EngineConfig)]
+    others: dict[str, Any] = {}
+    for i, step in enumerate(steps):
+        if i != index:
+            others |= step.on if i < index else step.off
+    return {name: value for name, value in others.items() if name in known} | steps[index].on
+
+
+def ablation_without(index: int) -> list[Callable[[], AbstractContextManager[None]]]:
+    """What row `index` must be entered into, to do without what rows below it add."""
+    return [step.without for step in ABLATION[index + 1 :] if step.without is not None]
+
+
+# --- the standard workload ------------------------------------------------------------------------
+
+
+def workload_cases(
+    options: dict[str, Any],
+    rounds: int,
+    *,
+    without: SequenceOf[Callable[[], AbstractContextManager[None]]] = (),
+    shape: str = SHAPE,
+    **scale: Any,
+) -> Iterator[Case]:
+    """Rounds of the standard workload on one engine.
+
+    Args:
+        options: of the engine, beside `OPTIONS`.
+        without: entered while the engine is built and runs.
+        scale: options of the benchmark that make the workload smaller.
+
+    Raises:
+        ConfigError: the engine does not know an option, or refuses it.
+    """
+    with ExitStack() as stack:
+        for enter in without:
+            stack.enter_context(enter())
+        llm = stack.enter_context(shaped(shape, options))
+        work = WorkOptions(**scale)
+        for number in range(1, rounds + 1):
+            yield Case(f"round {number}", partial(round_row, llm, shape, work))
+
+
+@contextmanager
+def shaped(shape: str, options: dict[str, Any]) -> Iterator[LLM]:
+    """An engine of a shape with random weights, without a tokenizer; its config.json is written
+    into a directory of its own.
+
+    Raises:
+        ConfigError: the engine does not know an option, or refuses it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        write_shape(shape, Path(scratch))
+        settings = {"model": scratch, "skip_tokenizer_init": True, **OPTIONS, **options}
+        with open_llm(EngineConfig.from_kwargs(**settings)) as llm:
+            yield llm
+
+
+def round_row(llm: LLM, shape: str, work: WorkOptions) -> Row:
+    """One run of the workload, with an empty prefix cache."""
+    llm.engine.reset_prefix_cache()
+    llm.engine.observers.clear()
+    report = with_limits(measure(llm, shape, work), llm)
+    numbers = (
+        "output_tokens_per_s", "total_tokens_per_s", "prefill", "decode", "steps", "mean_batch",
+        "max_batch", "prefill_waste_frac", "step_times_s", "outside_steps_s", "achieved",
+    )  # fmt: skip
+    engine = ("attention_backend", "dtype", "num_kv_blocks", "block_size", "load_s", "start_s")
+    return {
+        "seconds": report["seconds"][0],
+        **{name: report[name] for name in numbers},
+        "workload": report["workload"],
+        "preemptions": report["counters"]["preemptions"],
+        "engine": {name: report["engine"][name] for name in engine},
+    }
+
+
+# --- a step taken apart ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a step is taken apart with; the defaults are for a GPU.
+
+    Attributes:
+        make_event: an event on the GPU's stream.
+        synchronize: waits for the GPU.
+        activity: what the profiler records.
+        timer: median seconds of one call.
+    """
+
+    make_event: Callable[[], Event] = cuda_event
+    synchronize: Callable[[], None] = torch.cuda.synchronize
+    activity: torch.profiler.ProfilerActivity = torch.profiler.ProfilerActivity.CUDA
+    timer: Callable[[Callable[[], object]], float] = graph_seconds
+
+
+def step_cases(
+    options: dict[str, Any],
+    *,
+    shape: str = SHAPE,
+    batches: SequenceOf[int] = (256, 64, 1),
+    prompt_len: int = 512,
+    num_steps: int = 30,
+    probe: Probe | None = None,
+) -> Iterator[Case]:
+    """Decode steps of several batches, split by events, and those of the first one profiled."""
+    probe = probe or Probe()
+    with shaped(shape, options) as llm:
+        for batch in batches:
+            measure = partial(split_row, llm, batch, prompt_len, num_steps, probe)
+            yield Case(f"batch {batch}", measure)
+            yield Case(f"head, batch {batch}", partial(head_row, llm, batch, probe.timer))
+        measure = partial(profile_row, llm, batches[0], prompt_len, num_steps // 3, probe)
+        yield Case(f"kernels, batch {batches[0]}", measure)
+
+
+def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:
+    """Milliseconds of a decode step and of its parts.
+
+    `gpu_ms` is the GPU's time between events around each part, and `host_ms` the rest of the step's
+    wall time. `engine_ms` are the engine's own clocks; where one graph holds the whole step, they
+    stand in for the events, and `head_row` tells the head's share.
+    """
+    metrics = decoding(llm, batch, prompt_len, 2 * num_steps)
+    runner: Any = llm.engine.executor
+    seams = Seams(
+        [
+            Seam("forward", getattr(runner, "model", None), "forward"),
+            Seam("head", getattr(runner, "model", None), "logits"),
+            Seam("sampler", getattr(runner.special, "sampler", None), "sample"),
+        ],
+        probe.make_event,
+    )
+    walls = []
+    try:
+        context = sum(metrics.records[-1].starts) + batch
+        metrics.records.clear()
+        with seams:
+            for _ in range(num_steps):
+                start = time.perf_counter()
+                llm.engine.step()
+                walls.append(time.perf_counter() - start)
+            probe.synchronize()
+        times = [record.times for record in metrics.records]
+    finally:
+        stop(llm)
+    wall_ms = 1e3 * statistics.mean(walls)
+    names = [f.name for f in fields(StepTimes)]
+    engine_ms = {n: 1e3 * statistics.mean(getattr(t, n) for t in times) for n in names}
+    parts = {name: total / num_steps for name, total in seams.total_ms().items() if total}
+    if "forward" not in parts:  # One graph holds the whole step: the engine's clock has it.
+        parts = {"forward, head, sampler": engine_ms["forward_s"] + engine_ms["sample_s"]}
+    return {
+        "batch": batch,
+        "context_tokens": context + batch * num_steps // 2,
+        "steps": num_steps,
+        "step_ms": wall_ms,
+        "median_step_ms": 1e3 * statistics.median(walls),
+        "gpu_ms": parts,
+        "host_ms": wall_ms - sum(parts.values()),
+        "engine_ms": engine_ms,
+    }
+
+
+@torch.inference_mode()
+def head_row(llm: LLM, batch: int, timer: Callable[[Callable[[], object]], float]) -> Row:
+    """Milliseconds of the LM head alone, from random hidden states."""
+    runner: Any = llm.engine.executor
+    shape = (batch, runner.model_config.hidden_size)
+    hidden = torch.randn(shape, dtype=runner.dtype, device=runner.device)
+    return {"batch": batch, "head_ms": 1e3 * timer(lambda: runner.model.logits(hidden))}
+
+
+def profile_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:
+    """What the GPU ran in some decode steps, by torch's profiler."""
+    decoding(llm, batch, prompt_len, 2 * num_steps)
+    try:
+        with torch.profiler.profile(activities=[probe.activity]) as profile:
+            for _ in range(num_steps):
+                llm.engine.step()
+            probe.synchronize()
+    finally:
+        stop(llm)
+    return {
+        "batch": batch,
+        "steps": num_steps,
+        **kernel_table(kernel_times(profile.key_averages()), num_steps),
+    }
+
+
+def decoding(llm: LLM, batch: int, prompt_len: int, num_steps: int) -> Metrics:
+    """Brings `batch` requests to where each step decodes all of them, for `num_steps` to come."""
+    engine, metrics, draw = llm.engine, Metrics(), random.Random(0)
+    engine.observers[:] = [metrics]
+    params = SamplingParams(
+        temperature=0.6, max_tokens=num_steps + 64, ignore_eos=True, detokenize=False
+    )
+    for number in range(batch):
+        ids = [draw.randrange(engine.info.vocab_size) for _ in range(prompt_len)]
+        engine.add_request(f"{number}", ids, params)
+    settled = 0
+    while settled < 5:
+        if not engine.has_unfinished():
+            raise RuntimeError(f"no step decoded all {batch} sequences of {prompt_len} tokens")
+        engine.step()
+        counts = metrics.records[-1].num_scheduled if metrics.records else []
+        settled = settled + 1 if len(counts) == batch and max(counts) == 1 else 0
+    return metrics
+
+
+def stop(llm: LLM) -> None:
+    """Ends what runs, and forgets its prefixes."""
+    llm.engine.abort_all()
+    llm.engine.reset_prefix_cache()
+    llm.engine.observers.clear()

@@ -1,0 +1,167 @@
+"""`python bench.py`: a workload beside what the hardware could do, or one of the larger questions.
+
+Only the file of the question that was asked is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite import options, shapes
+from nanoengine.bench.workload import WorkOptions
+from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.settings.config import EngineConfig
+
+DEMO = "demo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns the exit status: 2 for an error that has an explanation."""
+    asked, given = options.parse(argv)
+    try:
+        if asked.gpu_report:
+            from benchmarks.suite import gpu_report
+
+            gpu_report.main(asked.out)
+        else:
+            run(asked, given)
+    except NanoEngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(asked: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Everything but the GPU report.
+
+    Raises:
+        ConfigError: the options contradict each other, or the workload does not fit the model.
+    """
+    from nanoengine.bench import throughput
+
+    name = asked.shape or given.get("model", DEMO)
+    work = work_options(asked, given)
+    throughput.require_directory(asked.json, "json")
+    if asked.plot is not None:
+        from benchmarks.suite import plot
+
+        plot.require_matplotlib()
+    with tempfile.TemporaryDirectory() as scratch:
+        config = engine_config(asked, given, Path(scratch))
+        report, text = answer(asked, name, work, config)
+        if asked.plot is not None:
+            from benchmarks.suite import sweep
+
+            report["pool"] = sweep.pool_waste(throughput.drawn_items(work, config))
+    print(text)
+    if asked.json is not None:
+        throughput.write(report, asked.json)
+    if asked.plot is not None:
+        plot.draw([("", report)], asked.plot)
+    if asked.ablate:
+        from benchmarks.suite import ablate
+
+        ablate.require_equal_tokens(report)
+
+
+def work_options(asked: argparse.Namespace, given: dict[str, Any]) -> WorkOptions:
+    """What is run. Tokens are compared by `--ablate`, so it is greedy; and what is compared takes
+    three rounds unless it is said."""
+    default = {"temperature": 0.0} if asked.ablate else {}
+    if asked.ablate or asked.compare:
+        default["rounds"] = 3
+    names = [one.name for one in fields(WorkOptions) if one.name in given]
+    return WorkOptions(**default | {name: given[name] for name in names})
+
+
+def engine_config(asked: argparse.Namespace, given: dict[str, Any], scratch: Path) -> EngineConfig:
+    """The engine's part of the options, with the model found; a shape is written into `scratch`."""
+    names = {one.name for one in fields(EngineConfig)}
+    settings = {"model": DEMO, "skip_tokenizer_init": True}
+    config = EngineConfig(**settings | {n: value for n, value in given.items() if n in names})
+    question = next((n for n in ("compare", "ablate", "sweep", "rate") if getattr(asked, n)), None)
+    if config.trace is not None and question and asked.compare != "hf":
+        raise ConfigError(f"--{question} runs several engines, and a trace is of one: leave it out")
+    if asked.shape:
+        if config.load_format != "dummy" or config.model != DEMO:
+            raise ConfigError("--shape has no weights: use it with --load-format dummy, no --model")
+        if asked.compare == "small":
+            raise ConfigError(
+                "--compare small needs weights that both engines read: leave out --shape"
+            )
+        shapes.write_shape(asked.shape, scratch)
+        config = replace(config, model=str(scratch))
+    elif config.model == DEMO:
+        from nanoengine.assets import demo_model_path
+
+        config = replace(config, model=str(demo_model_path()))
+    if asked.compare == "small" and config.device not in ("auto", "cpu"):
+        raise ConfigError(f"--compare small compares on a CPU, got device={config.device!r}")
+    if asked.compare == "hf":
+        leave_room(config)
+    return config
+
+
+def leave_room(config: EngineConfig) -> None:
+    """Raises ConfigError where the engine would take the memory that a second model needs."""
+    sizes = (config.num_kv_blocks, config.kv_cache_gib, config.memory_fraction)
+    if config.device != "cpu" and {*sizes, config.gpu_memory_utilization} == {None}:
+        import torch
+
+        if torch.cuda.is_available():
+            raise ConfigError(
+                "--compare loads a second model: leave it memory with --memory-fraction (say 0.5)"
+            )
+
+
+def answer(
+    asked: argparse.Namespace, name: str, work: WorkOptions, config: EngineConfig
+) -> tuple[dict[str, Any], str]:
+    """The report that the options ask for, as plain data and as text."""
+    about = {"model": name, "dataset": work.dataset}
+    if asked.ablate:
+        from benchmarks.suite import ablate
+
+        report = about | ablate.run(config, work)
+        return report, ablate.format_report(report)
+    if asked.sweep:
+        from benchmarks.suite import sweep
+
+        report = about | sweep.run(config, work, sweep.parse(asked.sweep))
+        return report, sweep.format_sweep(report)
+    if asked.rate:
+        from benchmarks.suite import sweep
+
+        report = about | sweep.run_rates(config, work, asked.rate)
+        return report, sweep.format_rates(report)
+    if asked.compare == "small":
+        from benchmarks.suite import ladder
+
+        report = about | ladder.run(config, work)
+        return report, ladder.format_report(report)
+    from benchmarks.suite import limits
+    from benchmarks.suite.engines import open_llm
+    from nanoengine.bench import throughput
+
+    with open_llm(config) as llm:
+        beside = None
+        if asked.compare == "hf":
+            from benchmarks.suite import hf_baseline
+
+            beside = hf_baseline.Beside(llm, work.temperature, asked.compare_batch_size)
+        measured = throughput.measure(llm, name, work, beside)
+        report = limits.with_limits(measured, llm)
+    text = limits.format_limits(report)
+    if beside is not None:
+        report["baseline"] = beside.compare(measured)
+        text += hf_baseline.LINES.format(**report["baseline"])
+    return report, throughput.format_report(report, text)

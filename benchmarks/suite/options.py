@@ -1,0 +1,123 @@
+"""The command line of `python bench.py`, by argparse alone: it runs where torch does.
+
+The options of the workload and of the engine are the fields of `WorkOptions` and `EngineConfig`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from benchmarks.suite.shapes import SHAPES
+from nanoengine.bench.workload import WorkOptions
+from nanoengine.cli.docs import field_docs
+from nanoengine.settings.config import EngineConfig
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What `python bench.py --help` shows."""
+    parser = argparse.ArgumentParser(
+        "bench.py",
+        description="Measures nanoengine: throughput beside what the hardware could do, and more.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    question = parser.add_mutually_exclusive_group()
+    add = question.add_argument
+    add("--gpu-report", action="store_true", help="measure an NVIDIA GPU: docs/gpu.md")
+    add(
+        "--ablate",
+        action="store_true",
+        help="switch one thing off at a time, round by round in turn with the engine as it is",
+    )
+    add(
+        "--sweep",
+        metavar="NAME=VALUE,...",
+        help="an option of the engine, and the values that it takes in turn",
+    )
+    add(
+        "--rate",
+        type=float,
+        nargs="+",
+        help="let requests arrive by chance, so many a second in the mean, instead of all at once;"
+        " several rates run one after the other",
+    )
+    add(
+        "--compare",
+        choices=("hf", "small"),
+        help="hf: run transformers on the same work, round by round in turn. small: run"
+        " nanoengine/small beside the large engine: what each room of it buys",
+    )
+    add = parser.add_argument
+    add("--compare-batch-size", type=int, default=32, help="sequences of a batch of transformers")
+    add(
+        "--shape",
+        choices=SHAPES,
+        default=None,
+        help="a standard Qwen3 shape in the place of a model; needs --load-format dummy",
+    )
+    add("--json", type=Path, default=None, help="write all numbers to this file")
+    add("--plot", type=Path, default=None, help="draw them into this directory; needs matplotlib")
+    add("--out", type=Path, default=Path("gpu-report.json"), help="the file of --gpu-report")
+    add_fields(parser.add_argument_group("the workload"), WorkOptions)
+    add_fields(parser.add_argument_group("the engine"), EngineConfig)
+    return parser  # fmt: skip
+
+
+def add_fields(parser: Any, options_class: type) -> None:
+    """An option for each field that a command line can give."""
+    told, hints = field_docs(options_class), get_type_hints(options_class)
+    for one in fields(options_class):
+        kinds = _kinds(hints[one.name])
+        how: dict[str, Any] = {"type": str if str in kinds else value_of}
+        if bool in kinds:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif tuple[int, int] in kinds:
+            how = {"type": int, "nargs": 2}
+        elif any(get_origin(kind) is tuple for kind in kinds):
+            continue  # objects, for programs
+        text = told[one.name].replace("%", "%%")
+        parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **how)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def value_of(word: str) -> Any:
+    """A number, a truth, None, or the word itself; whether it fits is for the class to say.
+
+    >>> [value_of(word) for word in ("4", "0.5", "true", "None", "int8")]
+    [4, 0.5, True, None, 'int8']
+    """
+    named = {"true": True, "false": False, "none": None}
+    if word.lower() in named:
+        return named[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """What was asked, and the options of workload and engine that were given.
+
+    Raises:
+        SystemExit: an option is unknown, or can't be read, which was printed; or help was.
+    """
+    asked = make_parser().parse_args(argv)
+    names = {one.name for cls in (WorkOptions, EngineConfig) for one in fields(cls)}
+    given = {name: value for name, value in vars(asked).items() if name in names}
+    for name in ("input_len", "output_len"):
+        if name in given:
+            given[name] = tuple(given[name])
+    for name in ("gpu_report", "ablate", "sweep", "rate", "compare"):
+        if not hasattr(asked, name):
+            setattr(asked, name, None)
+    return asked, given

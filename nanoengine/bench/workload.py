@@ -1,0 +1,228 @@
+"""What a benchmark runs: requests of prompt ids and output lengths, drawn or read from a file.
+
+Called by `nanoengine bench`, by `nanoengine simulate` and by the benchmarks of the repository, also
+in the environments of other engines: it needs the standard library alone. Requests are made as they
+are pulled, so that a workload of any length takes little memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanoengine.errors import ConfigError
+
+DRAWN_IDS = 10_001
+"""Random prompt ids are below this."""
+
+Encode = Callable[[str], SequenceOf[int]]
+"""Text to token ids."""
+
+
+class WorkItem(NamedTuple):
+    """One request: prompt ids, and exactly `max_tokens` tokens to generate."""
+
+    prompt_token_ids: SequenceOf[int]
+    max_tokens: int
+
+
+class Scale(NamedTuple):
+    """How many requests, and the shortest and longest random prompt and output [tokens]."""
+
+    num_requests: int = 256
+    input_len: tuple[int, int] = (100, 1024)
+    output_len: tuple[int, int] = (100, 1024)
+
+
+STANDARD, SMOKE = Scale(), Scale(32, (12, 128), (12, 128))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions:
+    """What a benchmark runs, and how often.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    dataset: str = "random"
+    """random, shared-prefix, or a file: .jsonl (prompts), .csv (ContextTokens,GeneratedTokens)."""
+    smoke: bool = False
+    """A scale for small machines: 32 requests, lengths 12-128 (standard: 256, and 100-1024)."""
+    num_requests: int | None = None
+    """How many requests, or how many rows of the file; None: 256, or 32 with `--smoke`."""
+    input_len: tuple[int, int] | None = None
+    """Shortest and longest random prompt [tokens]; after the common part with shared-prefix."""
+    output_len: tuple[int, int] | None = None
+    """Shortest and longest output [tokens]."""
+    prefix_len: int = 512
+    """Common prompt tokens of shared-prefix."""
+    temperature: float = 0.6
+    """0 is greedy."""
+    rounds: int = 1
+    """Timed rounds, each with new ids; the median is reported."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_requests", "prefix_len", "rounds")
+        for name in ("input_len", "output_len"):
+            low, high = getattr(self, name) or (1, 1)
+            if not 1 <= low <= high:
+                raise ConfigError(f"{name} must be a range of positive lengths, got {low} {high}")
+
+    def items(self, seed: int, encode: Encode) -> Iterator[WorkItem]:
+        """The requests, not yet fitted to a model; options that are given win over the scale."""
+        default = SMOKE if self.smoke else STANDARD
+        scale = Scale(*(getattr(self, name) or getattr(default, name) for name in Scale._fields))
+        return make_workload(self.dataset, scale, self.prefix_len, seed, encode)
+
+
+def require_positive(options: object, *names: str) -> None:
+    """Raises ConfigError where one of these options is given and below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+def make_workload(
+    name: str, scale: Scale, prefix_len: int, seed: int, encode: Encode
+) -> Iterator[WorkItem]:
+    """The requests of a workload by its name, or of a file.
+
+    Raises:
+        ConfigError: there is no such workload and no such file.
+    """
+    if name in ("standard", "random"):
+        return random_workload(scale, seed)
+    if name == "shared-prefix":
+        return shared_prefix_workload(scale, prefix_len, seed)
+    path = Path(name)
+    if path.suffix not in (".csv", ".jsonl") or not path.is_file():
+        raise ConfigError(
+            "the workload must be random, shared-prefix, or an existing .csv or .jsonl file, got"
+            f" {name!r}"
+        )
+    return file_workload(path, scale, seed, encode)
+
+
+def random_workload(scale: Scale = STANDARD, seed: int = 0) -> Iterator[WorkItem]:
+    """Independent random prompts. With the defaults, the field's standard workload.
+
+    The order of the draws is part of the workload: for each request its length and then its ids,
+    and all output lengths after the last prompt. Why twice: the outputs' lengths are known at once
+    and the prompts, which are large, are made one by one as they are pulled.
+    Source: nano-vllm `bench.py`, whose published figures use it.
+
+    >>> items = list(random_workload())
+    >>> sum(len(i.prompt_token_ids) for i in items), sum(i.max_tokens for i in items)
+    (142827, 133966)
+    """
+    ahead, draw = random.Random(seed), random.Random(seed)
+
+    def prompt(draw: random.Random) -> tuple[int, ...]:
+        return tuple(draw.randrange(DRAWN_IDS) for _ in range(draw.randint(*scale.input_len)))
+
+    for _ in range(scale.num_requests):
+        prompt(ahead)
+    for _ in range(scale.num_requests):
+        yield WorkItem(prompt(draw), ahead.randint(*scale.output_len))
+
+
+def shared_prefix_workload(scale: Scale, prefix_len: int, seed: int = 0) -> Iterator[WorkItem]:
+    """Random prompts behind one common prefix; `input_len` counts each request's own tokens."""
+    draw = random.Random(seed)
+    prefix = tuple(draw.randrange(DRAWN_IDS) for _ in range(prefix_len))
+    for ids, length in random_workload(scale, draw.randrange(2**32)):
+        yield WorkItem((*prefix, *ids), length)
+
+
+def file_workload(path: Path, scale: Scale, seed: int, encode: Encode) -> Iterator[WorkItem]:
+    """Requests of the first rows of a file.
+
+    A row of JSON has `prompt` or `prompt_token_ids`, and `max_tokens`, which is drawn where it is
+    missing. A row of CSV has lengths in the columns ContextTokens and GeneratedTokens, as the Azure
+    LLM inference traces do, and its ids are drawn.
+
+    Raises:
+        ConfigError: a row has another form.
+    """
+    draw = random.Random(seed)
+
+    def of_json(line: str) -> WorkItem:
+        row = json.loads(line)
+        prompt = row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"]
+        ids = encode(prompt) if isinstance(prompt, str) else prompt
+        return WorkItem(tuple(ids), int(row.get("max_tokens", draw.randint(*scale.output_len))))
+
+    def of_csv(row: dict[str, str]) -> WorkItem:
+        inputs, outputs = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        if min(inputs, outputs) < 1:
+            raise ValueError("a length below 1")
+        return WorkItem(tuple(draw.choices(range(DRAWN_IDS), k=inputs)), outputs)
+
+    needed = "be a JSON object with prompt or prompt_token_ids"
+    with path.open(newline="", encoding="utf-8") as file:
+        rows: Iterator[Any] = map(str.strip, file)
+        read: Callable[[Any], WorkItem] = of_json
+        if path.suffix == ".csv":
+            rows, read = iter(csv.DictReader(file)), of_csv
+            needed = "hold integers of at least 1 in ContextTokens and GeneratedTokens"
+        numbered = ((number, row) for number, row in enumerate(rows, 1) if row)
+        for number, row in islice(numbered, scale.num_requests):
+            try:
+                item = read(row)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{path}: row {number} must {needed} ({type(error).__name__}: {error})"
+                ) from error
+            yield item
+
+
+def fit(
+    items: SequenceOf[WorkItem], vocab_size: int, max_model_len: int, *, cap: bool
+) -> tuple[list[WorkItem], list[str]]:
+    """The items as this model can run them, and notes for the reader on everything that changed.
+
+    Ids are taken modulo the vocabulary. Lengths beyond the context are cut where `cap` allows it
+    (lengths of a real trace), the prompt's first, keeping at least one token of either.
+
+    Raises:
+        ConfigError: an item is longer than the context and may not be cut, or is empty.
+    """
+    notes, fitted, num_cut = [], [], 0
+    for ids, length in items:
+        if not ids or length < 1:
+            raise ConfigError("a benchmark request needs a prompt and at least one output token")
+        if len(ids) + length > max_model_len:
+            if not cap:
+                raise ConfigError(
+                    f"a request of {len(ids)} + {length} tokens exceeds max_model_len="
+                    f"{max_model_len}; choose shorter --input-len / --output-len, or --smoke"
+                )
+            num_cut += 1
+            length = min(length, max_model_len - 1)
+        kept = ids[: max_model_len - length]
+        fitted.append(WorkItem(tuple(token % vocab_size for token in kept), length))
+    if any(max(ids) >= vocab_size for ids, _ in items):
+        notes.append(f"prompt ids are taken modulo the vocabulary of {vocab_size:,}")
+    if num_cut:
+        notes.append(f"{num_cut} of {len(items)} requests are cut to a context of {max_model_len}")
+    return fitted, notes
+
+
+def shifted(items: SequenceOf[WorkItem], by: int, vocab_size: int) -> list[WorkItem]:
+    """The same work with other ids, so that no round finds the prefixes of the round before.
+
+    >>> shifted([WorkItem((0, 9), 1)], 1, 10)
+    [WorkItem(prompt_token_ids=(1, 0), max_tokens=1)]
+    """
+    return [
+        WorkItem(tuple((token + by) % vocab_size for token in ids), length) for ids, length in items
+    ]

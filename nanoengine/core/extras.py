@@ -1,0 +1,133 @@
+"""SpecialSequences: what the Scheduler leaves aside: drafts, log-probabilities, parting, choosing.
+
+    enlist(scheduler)   by whoever queues a request that `is_special`, drafts or forks
+    schedule, put       a step's tokens: drafts are trimmed to what fits; forks join their parent
+    take_result         what was sampled: drafts that were right, log-probabilities, choices
+
+The Scheduler asks each sequence once whether it has `Extras`, and comes here if so. What several
+sequences of one request need is in forks.py.
+"""
+
+from __future__ import annotations
+
+from nanoengine.core.doors import Proposer
+from nanoengine.core.forks import Forks
+from nanoengine.core.plan import StepPlan, StepResult, TokenLogprobs
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Extras, Sequence
+
+
+def enlist(scheduler: Scheduler) -> Specials:
+    """The scheduler's part for special sequences; made at the first call."""
+    if scheduler.special is None:
+        scheduler.special = Specials(scheduler)
+    assert isinstance(scheduler.special, Specials)
+    return scheduler.special
+
+
+def propose_drafts(scheduler: Scheduler, proposer: Proposer) -> None:
+    """Asks for drafts for the sequences that the next step decodes and whose tokens are known."""
+    sequences = [seq for seq in scheduler.running if _may_draft(seq)]
+    for seq, drafts in zip(sequences, proposer.propose(sequences), strict=True):
+        set_drafts(scheduler, seq, drafts)
+
+
+def _may_draft(seq: Sequence) -> bool:
+    is_next = seq.num_computed_tokens == len(seq.token_ids) - 1 >= seq.num_prompt_tokens
+    return is_next and seq.request.chooser is None
+
+
+def set_drafts(scheduler: Scheduler, seq: Sequence, draft_token_ids: tuple[int, ...]) -> None:
+    """Has the next step verify these tokens behind a sequence's own."""
+    enlist(scheduler)
+    if seq.extras is None:
+        if not draft_token_ids:
+            return
+        seq.extras = Extras()
+    seq.extras.draft_token_ids = draft_token_ids
+    seq.slots_ready_until = 0  # Why: a step with drafts is no plain decode.
+
+
+class Specials(Forks):
+    """Does what sequences with `Extras` need, by the scheduler's own moves."""
+
+    def schedule(
+        self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, budget: int
+    ) -> int:
+        """Gives a running sequence its next tokens, at most `budget`; returns how many."""
+        extras, scheduler = seq.extras, self.scheduler
+        assert extras is not None
+        num_new = seq.num_tokens + len(extras.draft_token_ids) - seq.num_computed_tokens
+        if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
+            return 0  # it awaits a choice, or its last token is still under way
+        if num_new > 1:
+            num_new = scheduler.next_chunk(seq, budget, len(extras.draft_token_ids))
+            if extras.draft_token_ids:
+                num_new = self._trim_drafts(seq, extras, num_new)
+        if not scheduler.make_room(plan, seq, num_new):
+            return 0
+        self.put(plan, scheduled, seq, num_new)
+        return num_new
+
+    def _trim_drafts(self, seq: Sequence, extras: Extras, num_new: int) -> int:
+        """Keeps the drafts that fit step, sequence and pool; returns the tokens to compute."""
+        num_known = seq.num_tokens - seq.num_computed_tokens
+        num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
+        if self.are_due(seq):
+            num_drafts = 0  # Why: its forks sample from the last position of the prompt
+        extras.draft_token_ids = extras.draft_token_ids[: max(num_drafts, 0)]
+        num_new = min(num_new, num_known + len(extras.draft_token_ids))
+        manager = self.scheduler.block_manager
+        if extras.draft_token_ids and not manager.may_append(seq, num_new):
+            extras.draft_token_ids = ()  # Why: a guess is no reason to preempt anyone.
+            num_new = num_known
+        return num_new
+
+    def put(self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int) -> None:
+        """Writes a sequence that has room into the plan, with those that part from it."""
+        drafts = () if seq.extras is None else seq.extras.draft_token_ids
+        if drafts:
+            plan.draft_token_ids[seq.row] = drafts
+        if not self.scheduler.put(plan, scheduled, seq, num_new, len(drafts)):
+            return
+        if seq.request.chooser is not None:
+            seq.num_pending_tokens -= 1  # Why: its next token is chosen, not sampled.
+        elif self.are_due(seq):
+            self.fork_prompt(plan, scheduled, seq)
+
+    def take_result(
+        self, plan: StepPlan, result: StepResult, i: int, seq: Sequence, now: float
+    ) -> None:
+        """Gives the i-th scheduled sequence its error, its choices or its tokens, if it has any."""
+        extras, scheduler = seq.extras, self.scheduler
+        assert extras is not None
+        if i in result.prompt_logprobs and seq.index == 0:
+            _extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
+        if i in result.errors:
+            scheduler.fail_result(seq, result.errors[i])
+        elif plan.num_logits[i] and seq.request.chooser is not None:
+            self.offer(seq, result.logprobs[i][0][1:])
+        elif plan.num_logits[i]:
+            num_drafts, tokens = plan.num_logits[i] - 1, result.token_ids[i]
+            seq.num_pending_tokens -= 1
+            num_known = len(seq.token_ids)
+            if num_drafts:
+                extras.draft_token_ids = ()
+                seq.num_computed_tokens -= num_drafts - (len(tokens) - 1)
+                scheduler.stats.drafted_tokens += num_drafts
+                scheduler.stats.accepted_tokens += len(tokens) - 1
+            for j, token_id in enumerate(tokens):
+                if i in result.logprobs:
+                    self.note(extras, result.logprobs[i][j])
+                scheduler.append(seq, token_id, now)
+                if seq.is_finished:
+                    break
+            scheduler.stats.saved_steps += len(seq.token_ids) - num_known - 1
+
+
+def _extend_prompt_logprobs(seq: Sequence, start: int, new: TokenLogprobs) -> None:
+    """Appends those not known yet: a preempted prompt is computed, and reported, again."""
+    known = seq.request.prompt_logprobs
+    if known is not None:
+        first = seq.params.first_scored_position
+        known += new[first + len(known) - max(start, first) :]

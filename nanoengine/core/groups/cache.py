@@ -1,0 +1,137 @@
+"""GroupedPrefixCache: a hit needs its blocks in every KV group, and a state where there are states.
+
+Full attention needs every block of a prefix, a window the last few, a state group the snapshot at
+its end. So the longest prefix is the one that all of them can start from (rules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from nanoengine.core.block_pool import NULL_BLOCK
+from nanoengine.core.groups.pool import StatePool
+from nanoengine.core.groups.rules import longest_common_hit, num_dropped_blocks
+from nanoengine.core.layout import KVLayout
+from nanoengine.core.prefix_cache import CachedPrefix, PrefixCache
+from nanoengine.core.prefixes import Prefix
+from nanoengine.core.sequence import Sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupedPrefix(CachedPrefix):
+    """A cached prefix in several groups.
+
+    Attributes:
+        num_needed_states: how many free states it takes.
+        num_shared_blocks: where the model keeps states, how many blocks of keys and values there
+            are; the prefix ends at a snapshot before that.
+    """
+
+    num_needed_states: int = 0
+    num_shared_blocks: int = 0
+
+    def num_held(self, group: int) -> int:
+        """How many blocks of the prefix a KV group holds; null entries don't count."""
+        table = self.tables[group]
+        return len(table) - table.count(NULL_BLOCK)
+
+
+class GroupedPrefixCache(PrefixCache):
+    """The prefix cache of a model with several KV groups.
+
+    Attributes:
+        num_kv_groups: all KV groups but the state group.
+    """
+
+    pool: StatePool
+
+    def __init__(self, layout: KVLayout, *, enabled: bool = True) -> None:
+        super().__init__(layout, enabled=enabled)
+        self.snapshot_every = layout.snapshot_every
+        self.num_kv_groups = len(layout.groups) - (self.snapshot_every is not None)
+        self.pool = StatePool(layout.num_blocks, len(layout.groups), layout.num_states)
+
+    # --- find ---------------------------------------------------------------------------------
+
+    def find(self, seq: Sequence) -> CachedPrefix:
+        """The longest prefix that all KV groups have cached. Takes no block."""
+        found = self._find_from(seq, 0)
+        length = longest_common_hit(self.layout.groups, found, self.block_size)
+        tables = self._table_starts(found, length)
+        num_needed = [*map(self.pool.num_cached, tables)]
+        return GroupedPrefix(
+            num_blocks=length,
+            tables=tables,
+            num_needed_blocks=sum(num_needed[: self.num_kv_groups]),
+            num_needed_states=sum(num_needed[self.num_kv_groups :]),
+            num_shared_blocks=self._num_shared_blocks(found),
+        )
+
+    def _num_shared_blocks(self, found: SequenceOf[SequenceOf[object]]) -> int:
+        """How long the prefix would be if states were kept everywhere; 0 without a state group."""
+        if self.snapshot_every is None:
+            return 0
+        kv = slice(self.num_kv_groups)
+        return longest_common_hit(self.layout.groups[kv], found[kv], self.block_size)
+
+    def _find_from(self, seq: Sequence, start: int) -> list[list[int]]:
+        """For each KV group the cached blocks from the `start`-th on, null where there is none; a
+        list ends where no longer prefix can be had."""
+        at_most = self._num_usable_blocks(seq)
+        prefixes = self._prefixes_of(seq, at_most)[start:at_most]
+        found = []
+        for index, group in enumerate(self.layout.groups):
+            hits = self.pool.lookup_all(index, prefixes)
+            if group.sliding_window is None and NULL_BLOCK in hits:
+                # Why: full attention needs every block, so what lies behind a gap is no use.
+                del hits[hits.index(NULL_BLOCK) :]
+            found.append(hits)
+        return found
+
+    def _table_starts(self, found: list[list[int]], length: int) -> list[list[int]]:
+        """The first `length` entries of each group's table; null where its window sees nothing."""
+        tables = []
+        for group, hits in zip(self.layout.groups, found, strict=True):
+            dropped = num_dropped_blocks(group, length * self.block_size, self.block_size)
+            tables.append([NULL_BLOCK] * dropped + hits[dropped:length])
+        return tables
+
+    def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
+        """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
+        assert isinstance(prefix, GroupedPrefix), prefix
+        seq.num_shared_blocks = prefix.num_shared_blocks
+        return super().take(seq, prefix)
+
+    def find_filled(self, seq: Sequence) -> list[list[int]]:
+        """Blocks that hold what a running sequence computes next, because another was faster.
+
+        `[g][i]` is group g's block for the i-th position of the table, counted from the block that
+        the sequence's next token lies in; null where the group needs none.
+        """
+        found = self._find_from(seq, seq.num_computed_tokens // self.block_size)
+        length = longest_common_hit(self.layout.groups, found, self.block_size)
+        return [hits[:length] for hits in found]
+
+    # --- register -----------------------------------------------------------------------------
+
+    def _index_run(self, seq: Sequence, prefixes: list[Prefix], first: int, full: int) -> None:
+        # Why: a hit needs a block in all groups, so all groups' blocks are indexed before the next.
+        for start in range(first, full):
+            run = slice(start, start + 1)
+            for group, table in enumerate(seq.block_tables):
+                if group < self.num_kv_groups or self.keeps_state(seq, start):
+                    self._index(table[run], group, prefixes[run])
+
+    def keeps_state(self, seq: Sequence, index: int) -> bool:
+        """Whether the state behind a sequence's `index`-th block stays behind as a snapshot.
+
+        A state takes the memory of many tokens' keys and values, so few are kept: every so often,
+        at the end of the prompt, and where other prompts went on in another way.
+        Source: Marconi (arXiv 2411.19379) keeps states where prompts branch.
+        """
+        assert self.snapshot_every is not None
+        length = index + 1
+        last = (seq.num_prompt_tokens - 1) // self.block_size
+        regular = length % self.snapshot_every == 0
+        return self.enabled and (regular or length in (last, seq.num_shared_blocks))

@@ -1,0 +1,199 @@
+"""GroupedBlockManager: the block tables of models with windows or states, one for each KV group.
+
+    window   blocks that no later query can see are freed; null entries take their places
+    state    one entry of the table holds the state behind the newest token; it moves on as the
+             sequence grows, and leaves a snapshot behind now and then
+
+The rules themselves are in rules.py.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, zip_longest
+from typing import Any
+
+from nanoengine.core.block_manager import Admission, BlockManager, Verdict
+from nanoengine.core.block_pool import NULL_BLOCK
+from nanoengine.core.groups.cache import GroupedPrefix, GroupedPrefixCache
+from nanoengine.core.groups.pool import StatePool
+from nanoengine.core.groups.rules import num_dropped_blocks, num_needed_blocks
+from nanoengine.core.layout import KVLayout
+from nanoengine.core.plan import TableUpdate
+from nanoengine.core.prefix_cache import CachedPrefix
+from nanoengine.core.sequence import Sequence
+
+
+class GroupedBlockManager(BlockManager):
+    """A BlockManager with a table for each KV group.
+
+    `max_chunk` bounds the blocks of a window group, which holds the window and one chunk at once.
+    """
+
+    pool: StatePool
+
+    def __init__(
+        self, layout: KVLayout, *, prefix_cache: GroupedPrefixCache, **options: Any
+    ) -> None:
+        super().__init__(layout, prefix_cache=prefix_cache, **options)
+        self.cache, self.pool = prefix_cache, prefix_cache.pool
+        self._num_kv_groups = prefix_cache.num_kv_groups
+        kv_groups = layout.groups[: self._num_kv_groups]
+        self._drops_each_step = any(group.sliding_window for group in kv_groups)
+        self._has_windows = any(group.sliding_window for group in layout.groups)
+        self._has_states = self._num_kv_groups < len(layout.groups)
+
+    # --- admission ----------------------------------------------------------------------------
+
+    def num_blocks_for(self, num_tokens: int, chunk: int | None = None) -> int:
+        """Most blocks that a sequence of this length holds at once, over all KV groups.
+
+        `chunk` is the most tokens that one step computes of it; None: the smallest that is allowed.
+        """
+        if chunk is None:
+            chunk = 1 if self.chunked else self.max_chunk
+        return sum(
+            num_needed_blocks(group, num_tokens, chunk, self.block_size)
+            for group in self.layout.groups
+        )
+
+    def chunk_for(self, num_tokens: int, num_kept: int) -> int:
+        """As of the base; a smaller chunk needs fewer blocks of a window."""
+        chunk, spare = self.max_chunk, self.pool.num_usable - num_kept
+        while chunk and self.num_blocks_for(num_tokens, chunk) > spare:
+            chunk = chunk // 2 if self.chunked and self._has_windows else 0
+        return chunk
+
+    def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
+        """As of the base; a sequence needs states, too."""
+        admission = super().can_allocate(seq, keep_watermark=keep_watermark)
+        if self._has_states and admission.verdict is Verdict.OK:
+            assert isinstance(admission.prefix, GroupedPrefix)
+            # Why one more: the step that reads a snapshot writes its own state elsewhere.
+            if admission.prefix.num_needed_states >= self.pool.num_free_states:
+                admission.verdict = Verdict.LATER
+        return admission
+
+    def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
+        """Blocks behind a cached prefix, over all groups; a window group holds a few at once."""
+        assert isinstance(prefix, GroupedPrefix)
+        whole = -(-seq.num_tokens // self.block_size)
+        fresh = 0
+        for index, group in enumerate(self.layout.groups):
+            of_group = whole - prefix.num_blocks
+            if group.sliding_window is not None:
+                most = num_needed_blocks(group, seq.num_tokens, chunk, self.block_size)
+                of_group = min(of_group, max(most - prefix.num_held(index), 0))
+            fresh += of_group
+        return fresh
+
+    def fill_tables(self, seq: Sequence, admission: Admission) -> None:
+        """Adds fresh blocks to the tables of full attention. A window group gets its own from
+        `may_append`, chunk by chunk, because it never holds the blocks of all tokens at once."""
+        num_blocks, num_cached = -(-seq.num_tokens // self.block_size), admission.num_cached_tokens
+        for group, table in zip(self.layout.groups, seq.block_tables, strict=True):
+            if group.sliding_window is None:
+                table += self.pool.allocate(num_blocks - len(table))
+            seq.num_dropped_blocks.append(num_dropped_blocks(group, num_cached, self.block_size))
+
+    # --- growth -------------------------------------------------------------------------------
+
+    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """As of the base, over all groups: all of them find room, or none takes any."""
+        if self._has_windows:
+            self._drop_outside_windows(seq)
+        start, blocks, needed = seq.num_computed_tokens, self.pool.blocks, 0
+        num_blocks = -(-(start + num_new_tokens) // self.block_size)
+        partial, offset = start // self.block_size, start % self.block_size
+        tables = seq.block_tables[: self._num_kv_groups]
+        for table in tables:
+            if num_blocks > len(table):
+                needed += num_blocks - len(table)
+            if offset and blocks[table[partial]].ref_count > 1:
+                needed += 1
+        if needed > self.pool.num_free:
+            return False
+        if self._has_states and not self._move_state(seq, num_blocks):
+            return False
+        if needed == 0:
+            return True
+        for index, table in enumerate(tables):
+            if offset and blocks[table[partial]].ref_count > 1:
+                self.copy_on_write(seq, index, partial, self.pool.allocate(1)[0])
+            if num_blocks > len(table):
+                new = self.pool.allocate(num_blocks - len(table))
+                self.updates.append(TableUpdate(seq.row, index, len(table), tuple(new)))
+                table += new
+        return True
+
+    def _move_state(self, seq: Sequence, num_blocks: int) -> bool:
+        """Makes room in the state group's table for a step that ends in its `num_blocks`-th block;
+        False if a state is lacking.
+
+        The step starts from the newest stored state before its first token, and stores a state in
+        each of its blocks that has an entry. So a state that nobody else may want moves on with
+        its sequence, to the next entry that is written, and nothing is copied. Snapshots on the
+        way are worth free states, but no preemption: the last ones come first.
+        """
+        table, pool = seq.block_tables[-1], self.pool
+        first, offset = divmod(seq.num_computed_tokens, self.block_size)
+        spare = pool.num_free_states
+        if offset and pool.blocks[table[-1]].ref_count > 1:
+            if not spare:
+                return False
+            [new] = pool.allocate(1, states=True)
+            self.copy_on_write(seq, self._num_kv_groups, first, new)
+            spare -= 1
+        if num_blocks <= len(table):
+            return True
+        held = pool.blocks[table[-1] if table else NULL_BLOCK]
+        moves = held.ref_count == 1 and (offset > 0 or held.prefix is None)
+        if held.ref_count == 1 and not moves and not spare:
+            # Why this is the same state, and not a snapshot any more: no other one is free.
+            pool.free([held.block_id])
+            moves = pool.allocate(1, states=True) == [held.block_id]
+        if not moves and not spare:
+            return False
+        keeps = self.cache.keeps_state
+        kept = [index for index in range(first, num_blocks - 1) if keeps(seq, index)]
+        # Why half of them: other sequences of this step want some too.
+        kept = kept[max(0, len(kept) - spare // 2) :]
+        start = len(table)
+        if moves:
+            start, table[-1] = start - 1, NULL_BLOCK
+        table += [NULL_BLOCK] * (num_blocks - len(table))
+        written = [*kept, num_blocks - 1]
+        states = pool.allocate(len(written) - moves, states=True)
+        for index, block_id in zip(written, [held.block_id] * moves + states, strict=True):
+            table[index] = block_id
+        self.updates.append(TableUpdate(seq.row, self._num_kv_groups, start, tuple(table[start:])))
+        return True
+
+    def slots_ready_until(self, seq: Sequence) -> int:
+        """As of the base. A window drops blocks as it moves, so it asks at each step; a state that
+        was left behind is dropped once."""
+        if self._drops_each_step:
+            return 0
+        if self._has_states:
+            group, computed = self.layout.groups[-1], seq.num_computed_tokens
+            dropped = num_dropped_blocks(group, computed, self.block_size)
+            if dropped > seq.num_dropped_blocks[-1]:
+                return 0
+        return super().slots_ready_until(seq)
+
+    def _drop_outside_windows(self, seq: Sequence) -> None:
+        """Frees the blocks that no later query can see; null entries take their places."""
+        for index, group in enumerate(self.layout.groups):
+            table, before = seq.block_tables[index], seq.num_dropped_blocks[index]
+            dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
+            if dropped > before:
+                self.pool.free(reversed(table[before:dropped]))
+                nulls = [NULL_BLOCK] * (dropped - before)
+                table[before:dropped] = nulls
+                self.updates.append(TableUpdate(seq.row, index, before, tuple(nulls)))
+                seq.num_dropped_blocks[index] = dropped
+
+    def deallocate(self, seq: Sequence) -> None:
+        """As of the base. A hit needs its blocks in every group, so they are evicted together."""
+        rows = [*zip_longest(*seq.block_tables, fillvalue=NULL_BLOCK)]
+        self.pool.free(chain.from_iterable(reversed(rows)))
+        self.forget(seq)

@@ -1,0 +1,91 @@
+"""Who drafts: what `speculative` asks for, and what grammars force without being asked.
+
+Called by `build.py`: before a runner is made where `speculative` is set, else when the first
+request with a grammar comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nanoengine.checkpoint.config import ModelConfig, load_model_config
+from nanoengine.checkpoint.find import resolve_model
+from nanoengine.checkpoint.quantization import resolve_quantization
+from nanoengine.core.block_manager import BlockManager
+from nanoengine.errors import ConfigError
+from nanoengine.features.draft_model import DraftedRunner, DraftModel
+from nanoengine.features.drafting import Drafter, Drafting
+from nanoengine.features.forced import ForcedTokens, NoDrafter
+from nanoengine.features.ngram import NgramDrafter
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculative
+
+
+def drafted_executor(
+    config: EngineConfig, model_config: ModelConfig, executor: Any, run_on: dict[str, Any]
+) -> Callable[..., Any]:
+    """What makes the runner where `speculative` is set: `executor`, or one with a draft model."""
+    assert config.speculative is not None
+    drafts = parse_speculative(config.speculative)
+    _require_no_states(model_config, "be verified")
+    if not isinstance(drafts, ModelDrafts):
+        return executor
+    return functools.partial(DraftedRunner, draft=_make_draft_runner(drafts, config, run_on))
+
+
+def _make_draft_runner(
+    drafts: ModelDrafts, config: EngineConfig, run_on: dict[str, Any]
+) -> ModelRunner:
+    """The draft model's runner, not started: the settings of the engine, by its own checkpoint."""
+    own = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
+    # Why eager: its steps are no plain decodes.
+    config = replace(
+        config, model=drafts.model, speculative=None, max_model_len=None, enforce_eager=True, **own
+    )
+    try:
+        directory = resolve_model(config)
+    except ConfigError as error:
+        raise ConfigError(f"speculative is neither 'ngram' nor a draft model: {error}") from error
+    model_config = load_model_config(directory)
+    _require_no_states(model_config, "be made")
+    at_load = (config.quantization or "").startswith("int")
+    quantization = resolve_quantization(
+        config.quantization if at_load else None,
+        model_config.quantization,
+        device=run_on["device"].type,
+    )
+    return ModelRunner(config, model_config, directory, **run_on, quantization=quantization)
+
+
+def _require_no_states(model_config: ModelConfig, what: str) -> None:
+    if model_config.states is not None:
+        raise ConfigError(
+            f"speculative: drafts can't {what} by {model_config.architecture}, whose layers keep"
+            " states: a state can't step back from a wrong token"
+        )
+
+
+def make_drafting(
+    config: EngineConfig,
+    runner: Any,
+    manager: BlockManager,
+    overlap: bool,
+) -> Drafting | None:
+    """Who drafts, and decides when."""
+    drafts = parse_speculative(config.speculative) if config.speculative else None
+    # Why not where steps overlap: to ask what a grammar forces, each would wait for the last one.
+    if drafts is None and (overlap or runner.model_config.states is not None):
+        return None
+    drafter: Drafter = NoDrafter()
+    if isinstance(drafts, NgramDrafts):
+        drafter = NgramDrafter(drafts)
+    elif isinstance(runner, DraftedRunner):
+        assert isinstance(drafts, ModelDrafts)
+        drafter = DraftModel(runner, manager, drafts.k)
+    if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
+        drafter = ForcedTokens(runner.need_special().sampler, drafter)
+    return None if isinstance(drafter, NoDrafter) else Drafting(drafter=drafter, overlapped=overlap)

@@ -1,0 +1,73 @@
+"""Stages: the logits processors behind those of SamplingParams, made when a row needs the first.
+
+    the caller's functions and stages (processors.py) ─ grammars (structured.py)
+
+Made by `build.py`, called by a runner's `need_special`; with ranks each one makes its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.errors import RequestError
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.features.structured import Structured
+    from nanoengine.runner.logits import LogitsProcessor
+
+
+class Stages:
+    """The stages for a model in `directory`.
+
+    Raises:
+        ConfigError: one that the LLM was given is a class.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
+        self._args = (config, model_config, directory)
+        if config.logits_processors:
+            _ = self._given
+
+    def __call__(self) -> tuple[LogitsProcessor, ...]:
+        """All of them, in the order in which they edit."""
+        return (*self._given, self.structured)
+
+    def __reduce__(self) -> tuple[type[Stages], tuple[object, ...]]:
+        return Stages, self._args
+
+    @functools.cached_property
+    def _given(self) -> tuple[LogitsProcessor, ...]:
+        from nanoengine.features.processors import make_processors
+
+        return make_processors(self._args[0].logits_processors)
+
+    @functools.cached_property
+    def structured(self) -> Structured:
+        """The stage of grammars, which compiles each once."""
+        from nanoengine.features.structured import make_structured
+
+        return make_structured(*self._args)
+
+    def check(self, params: SamplingParams) -> None:
+        """Called for a request that asks for a grammar, a function or a stage.
+
+        Raises:
+            RequestError: a grammar can't be compiled, or what ranks need can't be sent to them.
+        """
+        self.structured.check(params)
+        if self._args[0].tensor_parallel_size > 1 and (
+            params.logits_processors or params.extra_args
+        ):
+            from nanoengine.ranks.executor import require_sendable
+
+            sent = (params.logits_processors, params.extra_args)
+            require_sendable("logits_processors and extra_args", sent, RequestError)
+
+    def is_ready(self, params: SamplingParams) -> bool:
+        """Whether `check` need not wait for a grammar; if not, it is being compiled from now on."""
+        return params.structured_outputs is None or self.structured.is_ready(params)

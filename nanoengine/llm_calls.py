@@ -1,0 +1,252 @@
+"""OtherCalls: what an LLM can be asked besides `generate` and `stream`.
+
+    chat, beam_search, generate_dataset     each is a few calls of the others, or of a feature
+    reset_prefix_cache, evict               of the engine's cache
+    get_tokenizer, ...                      vLLM's names
+
+The base of `LLM`, which holds the loop. Each feature is imported by the call that needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nanoengine.core.engine_stats import EngineInfo
+from nanoengine.engine import LLMEngine
+from nanoengine.errors import NanoEngineError, RequestError
+from nanoengine.outputs import RequestOutput
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import LLM_METHODS
+from nanoengine.text.prompts import OnError, PromptReader
+from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.turns import Calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams
+    from nanoengine.text.prompt_forms import Row
+
+    Prompt = str | Sequence[int] | Mapping[str, Any] | Row
+
+
+class OtherCalls(ABC):
+    """The calls that are no loop of their own."""
+
+    config: EngineConfig
+    _calls: Calls[LLMEngine]
+    _tokenizer: Tokenizer | None
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """See `LLM.generate`."""
+
+    @abstractmethod
+    def stream(self, *args: Any, **options: Any) -> Generator[RequestOutput, None, None]:
+        """See `LLM.stream`."""
+
+    @abstractmethod
+    def open_reader(self) -> PromptReader:
+        """What reads prompts; a closed LLM says so."""
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine underneath.
+
+        Raises:
+            NanoEngineError: this LLM is closed.
+            EngineDeadError: this process was forked from the LLM's.
+        """
+        return self._calls.engine
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was discovered at start: dtype, device, lengths, KV blocks, memory plan."""
+        return self.engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; its `backend` is the one of transformers.
+
+        Raises:
+            RequestError: this LLM was made with skip_tokenizer_init.
+        """
+        return self.open_reader().tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers; vLLM's name for `tokenizer.backend`."""
+        return self.tokenizer.backend
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's name for `default_sampling_params`."""
+        return self.default_sampling_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops all cached prefixes; refuses (False) while blocks are in use."""
+        return self.engine.reset_prefix_cache()
+
+    def evict(self, block_ids: Iterable[int]) -> int:
+        """Drops the cached content of those given KV blocks that nobody uses; returns how many."""
+        return self.engine.evict(block_ids)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for what is not here: says why, where vLLM has it."""
+        why = f": {LLM_METHODS[name]}" if name in LLM_METHODS else ""
+        raise AttributeError(f"LLM has no {name!r}{why}", name=name, obj=self)
+
+    def __reduce__(self) -> NoReturn:
+        raise NanoEngineError("an LLM can't be copied or sent to a process: make one there")
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Answers conversations: renders each by the chat template, then as `generate`.
+
+        Args:
+            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
+                A content is a string, or a list of {"type": "text", "text": ...}, which a template
+                that takes strings gets joined, a part a line.
+            chat_template: Jinja source to use in place of the model's own.
+            add_generation_prompt: end the prompt with what begins an answer.
+            continue_final_message: leave the last message open and continue it; needs
+                add_generation_prompt=False.
+            tools: descriptions of functions, as the template expects them.
+            chat_template_kwargs: variables of the template's own, such as enable_thinking.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or it refuses the messages.
+        """
+        from nanoengine.text.prompt_forms import conversation_list
+
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self.generate(
+            [{"messages": one, **options} for one in conversation_list(messages)],
+            sampling_params,
+            use_tqdm,
+            lora_request,
+            priority=priority,
+            on_error=on_error,
+        )
+
+    def generate_dataset(
+        self,
+        source: Any,
+        *,
+        output: str | PathLike[str] | None = None,
+        sampling_params: SamplingParams | None = None,
+        prompt_column: str | None = None,
+        template: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+    ) -> Any:
+        """Answers the rows of a table; gives the same kind with columns outputs, usage, error.
+
+        Args:
+            source: a path as `nanoengine batch` takes it; an iterable of dicts or prompts; a
+                `datasets.Dataset` or IterableDataset, a pandas or polars frame, an Arrow table. A
+                row is what docs/batch.md calls a simple one.
+            output: a file of records, from which the same call goes on after a death.
+            sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
+            prompt_column, template, chat, system: as the options of `nanoengine batch`.
+
+        Raises:
+            RequestError, ConfigError: the source is of no such kind; `output` is of another job.
+        """
+        from nanoengine.checkpoint.find import resolve_model
+        from nanoengine.jobs.datasets import Answering, generate_dataset
+
+        answering = Answering(
+            stream=lambda rows: self.stream(rows, on_error="record"),
+            config=self.config,
+            directory=lambda: resolve_model(self.config),
+            defaults=self.info.generation_defaults,
+        )
+        options = {"prompt_column": prompt_column, "template": template, "chat": chat}
+        return generate_dataset(
+            answering, source, output, sampling_params, {**options, "system": system}
+        )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[BeamSearchOutput]:
+        """The beam_width best continuations of each prompt, searched side by side.
+
+        Tokens and scores are those of transformers' `generate(num_beams=beam_width,
+        do_sample=False)` with the same settings.
+
+        Args:
+            prompts: as in `generate`.
+
+        Raises:
+            RequestError, PromptTooLongError, CapacityError: a prompt can't run, or max_num_seqs is
+                below the beam width.
+            NanoEngineError: this LLM is closed.
+        """
+        from nanoengine.features.beam import beam_search
+
+        check_lora(lora_request)
+        with self._calls.alone():
+            return beam_search(
+                self._calls,
+                self.open_reader(),
+                prompts,
+                params,
+                config=self.config,
+                bar=functools.partial(progress_bar, use_tqdm),
+                tokenizer=self._tokenizer,
+            )
+
+
+def progress_bar(
+    progress: bool | Callable[..., Any], engine: LLMEngine, total: int | None
+) -> contextlib.AbstractContextManager[object]:
+    """A progress bar of the engine's steps, if one is wanted."""
+    if progress is False:
+        return contextlib.nullcontext()
+    from nanoengine.observe.progress import showing
+
+    return showing(progress, engine, total)
+
+
+def check_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise RequestError(
+            f"lora_request must be None: no adapter is applied, got {lora_request!r}"
+        )

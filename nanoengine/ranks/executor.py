@@ -1,0 +1,362 @@
+"""RankedExecutor: an Executor whose model is split over ranks, a process each.
+
+    this process                                    rank 0         rank 1
+    launch(plan)     ─ sender ── (step, plan) ─────> launch ─sums─ launch
+    Launched.result  ─ sender ── (step, None) ─────> result        result
+                     <─ receiver ─ (step, result) ──┘
+
+Every rank is a child, and this process computes nothing. So a Ctrl-C never stops one rank amid a
+sum that the others wait for: the ranks end the step that they are in, and take the next plan.
+
+All pipes are served by two threads. Why: signals interrupt the main thread alone, so no message is
+ever cut off, or sent to some of the ranks, by an exception.
+
+A rank that raises or dies takes the others with it, and every call then raises EngineDeadError. So
+do ranks that wait for each other, or for one that is stopped. No rank outlives this process
+(`worker.py`).
+
+Called by LLMEngine through the Executor door. Made by `build.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.core.layout import KVLayout
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.errors import ConfigError, EngineDeadError
+from nanoengine.layers.collectives import LOOPBACK, Whereabouts
+from nanoengine.models.loader import check_ranks
+from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, RankStarted, Setup, pickled
+from nanoengine.ranks.worker import Worker
+from nanoengine.runner.logits import LogitsProcessor
+from nanoengine.settings.config import EngineConfig
+
+RANK = "nanoengine.ranks.rank"
+
+QUIET_S = 600.0
+"""Ranks hang if somebody waits, and none of them gets to another collective for so long. Each layer
+has two: however long a step is, what is between two of them takes less."""
+
+LAST_WORDS_S = 1.0
+"""Time for the other ranks to say what they saw, once one has ended."""
+
+
+def require_ranks(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    device: torch.device,
+    quantization: Quantization | None,
+) -> None:
+    """Raises ConfigError for what can't be split over ranks, or not be had together with them."""
+    ranks = config.tensor_parallel_size
+    check_ranks(model_config, ranks)
+    gpu = device.type == "cuda"
+    found = torch.cuda.device_count() if gpu else ranks
+    refused = (
+        (config.kv_tiers, "kv_tiers: blocks of one rank alone would be moved"),
+        (config.deterministic, "deterministic=True: how ranks are summed may depend on the batch"),
+        (
+            gpu and not config.enforce_eager,
+            "CUDA graphs: none that holds sums over ranks has been tried; set enforce_eager=True",
+        ),
+        (gpu and device.index is not None, f"device='{device}': each rank takes a GPU of its own"),
+        (found < ranks, f"fewer GPUs than ranks: torch finds {found}"),
+        (quantization and _why_not(quantization, model_config, ranks), None),
+    )
+    for holds, why in refused:
+        if holds:
+            raise ConfigError(f"tensor_parallel_size={ranks} does not go with {why or holds}")
+    for processor in config.logits_processors:
+        require_sendable("logits_processors", processor, ConfigError)
+
+
+def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
+    """Why a quantized model can't be split without a change of its results; None: it can."""
+    from nanoengine.layers.quantized_weight import GROUP_SIZE
+
+    stored = quantization.stored
+    if quantization.activations == "int8":
+        return "int8 activations: a token is scaled by all inputs of a layer, and a rank has a part"
+    group_size = stored.group_size if stored else GROUP_SIZE if quantization.bits == 4 else None
+    if group_size is None and stored is None:
+        return (
+            f"int{quantization.bits} weights made while loading: a scale is that of a whole row,"
+            " and a rank reads a part; set quantization=None or 'int4_weight_only'"
+        )
+    heads = {"num_attention_heads * head_dim": config.num_attention_heads * config.head_dim}
+    for name, size in (heads | config.linear_inputs).items():
+        if name == "hidden_size":  # whole on each rank
+            continue
+        if group_size and size // ranks % group_size:
+            return (
+                f"weights quantized in groups of {group_size} inputs where {name}={size}: a rank's"
+                f" part of {size // ranks} cuts through them"
+            )
+    return None
+
+
+def require_sendable(name: str, value: object, error: type[Exception]) -> None:
+    """Raises `error` for what no rank can be sent: it comes by its name, and runs no script."""
+    try:
+        way = pickled(value)
+    except Exception as why:
+        raise error(f"{name}: {value!r} can't be sent to a rank: {why}") from why
+    if b"__main__" in way:
+        raise error(
+            f"{name}: {value!r} can't be sent to a rank, which does not run the main script: put it"
+            " into a module that is imported"
+        )
+
+
+class RankedExecutor:
+    """Runs one model on the `config.tensor_parallel_size` ranks of one machine.
+
+    Args: as `ModelRunner`.
+
+    Attributes:
+        memory, kv_dtype, load_s: what rank 0 has found at its start; the others' are alike.
+        num_parameters, weight_bytes: of all ranks together, copies included.
+
+    Raises:
+        ConfigError: as `require_ranks`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str,
+        quantization: Quantization | None = None,
+        processors: Callable[[], Sequence[LogitsProcessor]] = tuple,
+    ) -> None:
+        require_ranks(config, model_config, device=device, quantization=quantization)
+        self.model_config, self.quantization = model_config, quantization
+        self.device, self.dtype = device, dtype
+        self._world_size = config.tensor_parallel_size
+        self._arguments: dict[str, Any] = {
+            "config": config,
+            "model_config": model_config,
+            "directory": directory,
+            "dtype": dtype,
+            "backend": backend,
+            "quantization": quantization,
+            "processors": processors,
+        }
+        self._num_launched = 0
+
+    def start(self) -> KVLayout:
+        """Starts the ranks; each loads its part and sizes its cache, of as many blocks as all have.
+
+        Raises:
+            ConfigError, ModelError, MemoryError: as a rank's `ModelRunner.start`.
+            EngineDeadError: a rank has failed in another way.
+        """
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            setup = Setup(
+                world_size=self._world_size,
+                device_type=self.device.type,
+                port=listener.getsockname()[1],
+                listener=listener.fileno(),
+                num_threads=max(1, torch.get_num_threads() // self._world_size),
+                runner=self._arguments,
+            )
+            self._ranks = RankProcesses.start(self._world_size, listener)
+        # Why a finalizer: an engine that is dropped is never shut down.
+        self._end = weakref.finalize(self, self._ranks.end)
+        try:
+            self._ranks.orders.put(pickled(setup))
+            found: list[RankStarted] = [self._ranks.answer() for _ in range(self._world_size)]
+        except BaseException:
+            self.shutdown()
+            raise
+        self._ranks.places = {started.rank: Whereabouts() for started in found}
+        first = min(found, key=lambda started: started.rank)
+        assert {started.layout for started in found} == {first.layout}, found
+        self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
+        self.num_parameters = sum(started.num_parameters for started in found)
+        self.weight_bytes = sum(started.weight_bytes for started in found)
+        return first.layout
+
+    def launch(self, plan: StepPlan) -> RankedStep:
+        """Sends a plan to all ranks; waits for nothing.
+
+        Raises:
+            EngineDeadError: a rank has failed, or the executor is shut down.
+        """
+        self._num_launched += 1
+        self._ranks.give((self._num_launched, plan))
+        return RankedStep(ranks=self._ranks, step=self._num_launched)
+
+    def shutdown(self) -> None:
+        """Ends all ranks, which gives their memory back."""
+        self._end()
+
+
+@dataclass(slots=True, kw_only=True)
+class RankedStep:
+    """A step that the ranks have been sent. The Executor door's `Launched`."""
+
+    ranks: RankProcesses
+    step: int
+    _result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Waits for rank 0.
+
+        Raises:
+            EngineDeadError: a rank has failed.
+        """
+        if self._result is None:
+            self.ranks.give((self.step, None))
+            answer: Answer = self.ranks.answer()
+            while answer[0] != self.step:  # one that was interrupted while it waited
+                answer = self.ranks.answer()
+            self._result = answer[1]
+        return self._result
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankProcesses:
+    """The processes, the threads that serve their pipes, and what has come from them.
+
+    Attributes:
+        workers: by rank.
+        orders: pickled, for all ranks; None ends the sender.
+        answers: what ranks have sent; None once they have ended.
+        places: how far the ranks are, as they have told last.
+        why_dead: what is raised from then on.
+    """
+
+    workers: list[Worker]
+    orders: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    places: dict[int, Whereabouts] = field(default_factory=dict)
+    why_dead: Exception | None = None
+    parent: int = field(default_factory=os.getpid)
+
+    @classmethod
+    def start(cls, world_size: int, listener: socket.socket) -> RankProcesses:
+        """Starts the processes, and the threads."""
+        ranks = cls(workers=[])
+        try:
+            for rank in range(world_size):
+                descriptors = [listener.fileno()] if rank == 0 else []
+                ranks.workers.append(Worker(RANK, rank, descriptors=descriptors))
+        except BaseException:
+            ranks.end()
+            raise
+        for serve in (ranks._send, ranks._receive):
+            threading.Thread(target=serve, daemon=True).start()
+        return ranks
+
+    def give(self, order: Order) -> None:
+        """Has an order sent to all ranks. Raises what `answer` does."""
+        if self.why_dead is not None:
+            raise self.why_dead
+        self.orders.put(pickled(order))
+
+    def answer(self) -> Any:
+        """Waits for what a rank sends next.
+
+        Raises:
+            EngineDeadError: the ranks have ended, or hang; or a refusal of a rank that could not
+                start.
+        """
+        seen, num_looks = None, 0  # Why no clock: it runs on while this process is stopped.
+        while num_looks * LOOK_S < QUIET_S:
+            try:
+                found = self.answers.get(timeout=LOOK_S)
+            except queue.Empty:
+                before, seen = seen, dict(self.places)
+                num_looks = num_looks + 1 if seen and seen == before else 0
+                continue
+            if found is None:
+                self.answers.put(None)  # for who asks next
+                assert self.why_dead is not None
+                raise self.why_dead
+            return found
+        at = "; ".join(f"rank {rank} was at {place}" for rank, place in sorted(seen.items()))
+        self.why_dead = EngineDeadError(f"no rank has got on for {QUIET_S:g} s: {at}")
+        self.end()
+        raise self.why_dead
+
+    def end(self) -> None:
+        """Ends all ranks, at once: they have nothing to put in order."""
+        if os.getpid() != self.parent:  # a process that was forked from theirs drops its copy
+            return
+        self.why_dead = self.why_dead or EngineDeadError("the ranks are shut down")
+        for worker in self.workers:
+            worker.kill()
+        self.orders.put(None)
+
+    # --- threads ------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Sends orders on, each with its number, until one is None or a rank is gone."""
+        pipes = [worker.connect() for worker in self.workers]
+        with contextlib.suppress(OSError):
+            for number, order in enumerate(iter(self.orders.get, None)):
+                for pipe in pipes:
+                    pipe.send((number, order))
+
+    def _receive(self) -> None:
+        """Takes answers in, until a rank has failed or is gone; then ends all."""
+        failures: list[Failure] = []
+        ends: dict[int, str] = {}
+        until = None
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pipes:
+            for rank, worker in enumerate(self.workers):
+                pipe = pipes.enter_context(worker.connect())
+                selector.register(pipe, selectors.EVENT_READ, rank)
+            while selector.get_map() and (until is None or time.monotonic() < until):
+                for key, _ in selector.select(None if until is None else LAST_WORDS_S / 10):
+                    try:
+                        message = key.fileobj.recv()
+                    except (EOFError, OSError):
+                        selector.unregister(key.fileobj)
+                        ends[key.data] = self.workers[key.data].how_ended()
+                        message = None
+                    if message is None or isinstance(message, Failure):
+                        until = until or time.monotonic() + LAST_WORDS_S
+                        failures += [message] if message else []
+                    elif isinstance(message, Whereabouts):
+                        self.places[key.data] = message
+                    else:
+                        self.answers.put(message)
+            self.why_dead = self.why_dead or why_dead(ends, failures)
+            self.end()
+            self.answers.put(None)
+
+
+def why_dead(ends: Mapping[int, str], failures: Sequence[Failure]) -> Exception:
+    """What to raise, of how ranks have ended and what they have said."""
+    told = {failure.rank for failure in failures}
+    # Why first: what a rank says whose neighbour was killed is that it lost its neighbour.
+    for rank, how in ends.items():
+        if rank not in told:
+            return EngineDeadError(f"rank {rank} {how}, perhaps for want of memory")
+    first = min(failures, key=lambda failure: failure.time)
+    if first.refusal is not None:
+        return first.refusal
+    return EngineDeadError(f"rank {first.rank} has failed:\n{first.text}")

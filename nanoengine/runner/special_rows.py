@@ -1,0 +1,216 @@
+"""SpecialRows: what rows ask for beyond the most likely token of the model's own logits.
+
+    update   who asks: every row's parameters, once one row has asked
+    run      drafts, edited logits, draws, log-probabilities   Sampler, PromptScorer
+    take     which drafts were right; processors and rows learn the tokens
+
+Made by the ModelRunner at the first row that is not plain; steps without such rows never come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from nanoengine.core.plan import StepPlan, StepResult
+from nanoengine.models.decoder import CausalLM
+from nanoengine.runner.greedy import is_plain, pack_found
+from nanoengine.runner.logits import LogitsProcessor, RowEdits
+from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
+from nanoengine.runner.sampled import SampledTokens, to_records
+from nanoengine.runner.sampler import Sampler, accept_tokens
+from nanoengine.runner.scores import PromptScorer
+from nanoengine.runner.step import LaunchedStep
+from nanoengine.runner.transfers import Mark
+
+
+class SpecialRows:
+    """What all rows ask for.
+
+    Args:
+        rows, model: the runner's.
+        processors: of logits, run after those of SamplingParams.
+        all_rows: plain rows come here too, because something looks at the logits of each.
+    """
+
+    def __init__(
+        self,
+        rows: RowBuffers,
+        model: CausalLM,
+        processors: Sequence[LogitsProcessor],
+        *,
+        all_rows: bool,
+    ) -> None:
+        config, num_rows = model.config, len(rows.seq_ids)
+        self.rows, self.model, self.all_rows = rows, model, all_rows
+        self.sampler = Sampler(config.vocab_size, num_rows, config.eos_token_ids, processors)
+        self.scorer = PromptScorer(rows, model.logits)
+        self._asks = np.full(num_rows, all_rows)
+
+    def update(self, plan: StepPlan) -> None:
+        """Carries out the plan's changes of rows."""
+        for row in plan.released:
+            self.sampler.release(row)
+            self.scorer.release(row)
+        for new in plan.admitted:
+            self._asks[new.row] = self.all_rows or not is_plain(new)
+            self.sampler.admit(new)
+            self.scorer.admit(new)
+        for fork in plan.forks:
+            self._asks[fork.row] = self._asks[fork.parent_row]
+            self.sampler.fork(fork)
+
+    def rewrite(self, plan: StepPlan) -> None:
+        """Tells processors of tokens that were chosen outside; the rows know them already."""
+        for row, position, _ in plan.chosen_tokens:
+            self.sampler.rewrite(row, self.rows.token_ids[row, : position + 1])
+
+    def are_asked(self, plan: StepPlan) -> bool:
+        """Whether a step must come here."""
+        return bool(plan.draft_token_ids) or bool(self._asks[plan.rows].any())
+
+    def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
+        """Positions whose prompt tokens are scored, as `RowBuffers.make_batch` takes them."""
+        skipped, counts = self.scorer.scored(plan)
+        return (skipped, counts) if counts.any() else None
+
+    def run(
+        self,
+        plan: StepPlan,
+        step: LaunchedStep,
+        lines: SamplingLines,
+        hidden: torch.Tensor,
+        scored: tuple[Ints, Ints] | None,
+        latest: LaunchedStep | None,
+        now: Callable[[], Mark],
+    ) -> list[torch.Tensor]:
+        """Samples from a step's hidden states; returns what the host wants to see.
+
+        Args:
+            hidden: of the lines, then of the scored positions, [.., hidden_size].
+            latest: the step before, whose tokens processors must know.
+            now: a moment, for the step's times.
+        """
+        sampling, scoring = hidden.tensor_split([len(lines.entries)])
+        found = self._most_likely(plan, lines, sampling, latest)
+        logits = None if found else self.model.logits(sampling)  # [L, V]
+        step.marks.append(now())
+        tensors: list[torch.Tensor] = []
+        if len(lines.entries):
+            sampled = found or self.sample(plan, lines, logits, latest)
+            # Why not with drafts: how many of them count is found on the host, in `take`.
+            if not plan.draft_token_ids:
+                self.rows.keep(lines, sampled.token_ids)
+            tensors += self.await_tokens(plan, step, lines, sampled)
+        if scored is not None:
+            step.special = step.special or Awaited()
+            entries, scores = self.scorer.score(plan, scored, scoring)
+            step.special.scored_entries = entries
+            tensors += scores
+        step.marks.append(now())
+        return tensors
+
+    def _most_likely(
+        self,
+        plan: StepPlan,
+        lines: SamplingLines,
+        hidden: torch.Tensor,
+        latest: LaunchedStep | None,
+    ) -> SampledTokens | None:
+        """The tokens of all lines where they are greedy and the model needs no logits for it."""
+        if self.sampler.only_greedy(lines.rows):
+            found = self.model.most_likely(hidden)
+        elif self.sampler.only_masked(lines.rows):
+
+            def masks() -> np.ndarray | None:
+                _learn_tokens(latest)
+                return self.sampler.masks(lines.rows, plan.draft_token_ids)
+
+            found = self.model.most_likely(hidden, masks)
+        else:
+            return None
+        return None if found is None else SampledTokens(packed=pack_found(*found))
+
+    def sample(
+        self,
+        plan: StepPlan,
+        lines: SamplingLines,
+        logits: torch.Tensor,
+        latest: LaunchedStep | None,
+    ) -> SampledTokens:
+        """Samples a token a line."""
+        if self.sampler.edited[lines.rows].any():
+            _learn_tokens(latest)
+        return self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
+
+    def await_tokens(
+        self, plan: StepPlan, step: LaunchedStep, lines: SamplingLines, sampled: SampledTokens
+    ) -> list[torch.Tensor]:
+        """Notes who waits for the tokens; returns what the host wants to see of them."""
+        step.lines = lines
+        step.special = Awaited(sampled=sampled, edits=self.sampler.edits_of(plan.rows))
+        return sampled.tensors
+
+
+def _learn_tokens(latest: LaunchedStep | None) -> None:
+    """Waits for the tokens of the step before, which processors must know.
+
+    Why not before the forward: it runs while they learn.
+    """
+    if latest is not None:
+        latest.result()
+
+
+@dataclass(slots=True, kw_only=True)
+class Awaited:
+    """What special rows await of a step.
+
+    Attributes:
+        sampled: what was sampled; None if nobody samples.
+        edits: what processors remember of rows, and must see the tokens, by entry of the plan.
+        scored_entries: for each tensor of prompt scores, the entry of the plan that it belongs to.
+    """
+
+    sampled: SampledTokens | None = None
+    edits: dict[int, RowEdits] = field(default_factory=dict)
+    scored_entries: list[int] = field(default_factory=list)
+
+    def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:
+        """Fills the result: the tensors are those of `sampled`, then those of the prompt scores."""
+        if self.sampled is not None:
+            self._tell_tokens(step, self.sampled, tensors, result)
+        scores = tensors[len(tensors) - len(self.scored_entries) :]
+        for entry, tensor in zip(self.scored_entries, scores, strict=True):
+            found = result.prompt_logprobs.setdefault(entry, [])
+            found += [to_records(line) for line in tensor.tolist()]
+
+    def _tell_tokens(
+        self,
+        step: LaunchedStep,
+        sampled: SampledTokens,
+        tensors: list[torch.Tensor],
+        result: StepResult,
+    ) -> None:
+        """Sorts tokens by sequence, keeps accepted ones, and tells rows and processors."""
+        plan, lines, fetched = step.plan, step.lines, sampled.fetch(tensors)
+        assert lines is not None
+        token_ids = np.array(fetched.token_ids)
+        step.rows.write(lines.rows, lines.positions, token_ids, lines.seq_ids)
+        over: set[int] = set()  # entries that go no further in this step
+        for line, entry in enumerate(lines.entries.tolist()):
+            tokens = result.token_ids[entry]
+            drafts = plan.draft_token_ids.get(plan.rows[entry], ())
+            # Why errors: the next step meets this one again, behind nothing but known tokens.
+            if tokens and (tokens[-1] != drafts[len(tokens) - 1] or line in fetched.errors):
+                over.add(entry)  # the draft before this line was wrong
+            if entry in over:
+                continue
+            tokens.append(fetched.token_ids[line])
+            if line in fetched.errors:
+                result.errors[entry] = fetched.errors[line]
+            if line in fetched.logprobs:
+                result.logprobs.setdefault(entry, []).append(fetched.logprobs[line])
+        accept_tokens(self.edits, result.token_ids)

@@ -1,0 +1,90 @@
+"""LaunchedStep: a step that the device has been given, and what the host does when it has finished.
+
+    launch (ModelRunner)   rows ─ forward ─ sampling ─ download starts        nothing waits
+    result (here)          download has arrived ─ plain numbers ─ the rows learn them
+
+The next step may be launched between the two: it takes the sampled tokens from the pool on the
+device (`RowBuffers.pool`). By then a row may have another owner, so a token is told only to a row
+that still belongs to the sequence which sampled it.
+Special: special_rows.py (drafts, log-probabilities, processors that follow the tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+from nanoengine.runner.greedy import NO_TOKEN
+from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
+from nanoengine.runner.transfers import Download, Mark, event_seconds
+
+
+class SpecialResult(Protocol):
+    """What rows with options have asked of a step."""
+
+    def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:
+        """Fills the result from what came to the host."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedStep:
+    """A step under way. The Executor door's `Launched`.
+
+    Attributes:
+        times: what is known so far; the marks add forward and sampling.
+        lines: who samples; None if nobody does.
+        tensors: what the host wants to see: `SampledTokens.packed` first.
+        download: brings them to the host; None: they are there.
+        marks: before the forward, behind it, behind the sampling.
+        special: None where all rows are plain.
+        stores: each waits for copies to a tier that belong to this step.
+    """
+
+    plan: StepPlan
+    rows: RowBuffers
+    times: StepTimes = field(default_factory=StepTimes)
+    lines: SamplingLines | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    download: Download | None = None
+    marks: list[Mark] = field(default_factory=list)
+    special: SpecialResult | None = None
+    stores: list[Callable[[], None]] = field(default_factory=list)
+    _result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Waits for the device; the same result each time."""
+        if self._result is None:
+            result = StepResult(token_ids=[[] for _ in self.plan.rows], times=self.times)
+            tensors = self.tensors if self.download is None else self.download.wait()
+            if self.marks:
+                self._time()
+            if self.special is not None:
+                self.special.take(self, tensors, result)
+            elif tensors:
+                self._take(tensors[0], result)
+            for wait in self.stores:
+                wait()
+            self._result, self.special, self.download = result, None, None
+        return self._result
+
+    def _time(self) -> None:
+        first, second, third = self.marks
+        if isinstance(first, float):
+            self.times.forward_s, self.times.sample_s = second - first, third - second
+        else:
+            self.times.forward_s, self.times.sample_s = event_seconds(self.marks)
+
+    def _take(self, packed: torch.Tensor, result: StepResult) -> None:
+        """Tells each row its token, and sorts tokens [2, L] by entry of the plan."""
+        lines, (token_ids, valid) = self.lines, packed.numpy()
+        assert lines is not None
+        self.rows.write(lines.rows, lines.positions, token_ids, lines.seq_ids)
+        of_line = zip(lines.entries.tolist(), token_ids.tolist(), valid.tolist(), strict=True)
+        for entry, token_id, is_valid in of_line:
+            result.token_ids[entry].append(token_id)
+            if not is_valid:
+                result.errors[entry] = NO_TOKEN

@@ -1,0 +1,122 @@
+"""Where a tokenizer comes from: a tokenizer.json that says everything, or transformers.
+
+Called by `Tokenizer.load`. No other file imports transformers.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoengine.errors import ConfigError
+from nanoengine.settings.json_file import read_object
+from nanoengine.text.tokenizer_file import TokenizerFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAMED_TOKENS = {
+    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}  # fmt: skip
+
+WITHOUT_EFFECT = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
+"""Settings that change neither the ids of a text nor the text of ids as nanoengine asks for it."""
+
+MODEL_TYPES = {"gemma3_text", "llama", "qwen3", "qwen3_moe"}
+"""Models for which transformers takes the tokenizer class that the checkpoint names. For qwen2 it
+builds its own; for mistral it may take another library or patch the splitting of words."""
+
+OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
+"""Files of older checkpoints that may add tokens."""
+
+
+def find_or_load(
+    name: str, revision: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | TokenizerFile:
+    """The tokenizer of a checkpoint directory or hub id.
+
+    Raises:
+        ConfigError: there is none, or it can't be read.
+    """
+    directory = Path(name)
+    if directory.is_dir():
+        _refuse_special_files(directory)
+    return find_file(directory) or load_backend(name, revision, trust_remote_code)
+
+
+def find_file(directory: Path) -> TokenizerFile | None:
+    """The tokenizer of a checkpoint, if `tokenizer.json` says everything about it.
+
+    None: transformers must load it, and explain what is wrong if something is.
+    """
+    try:
+        config = read_object(directory / "tokenizer_config.json", ConfigError)
+        model_type = read_object(directory / "config.json", ConfigError).get("model_type")
+    except ConfigError:
+        return None
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        return None
+    named = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
+    extra = config.get("extra_special_tokens", [])
+    known = NAMED_TOKENS | WITHOUT_EFFECT | {"backend", "tokenizer_class"}
+    if (
+        config.get("tokenizer_class") != "TokenizersBackend"
+        or config.get("backend") != "tokenizers"
+        or config.keys() - known - {"extra_special_tokens"}
+        or not isinstance(extra, list)
+        or not all(isinstance(token, str) for token in [*named, *extra])
+        or any((directory / name).exists() for name in OLD_FILES)
+    ):
+        return None
+    from tokenizers import Tokenizer as RawTokenizer
+
+    try:
+        raw = RawTokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception:  # Why: the library raises nothing more exact.
+        return None
+    # Why: transformers turns truncation and padding off, fills in a missing post-processor, and
+    # makes special tokens of those that the config names.
+    if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
+        return None
+    special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
+    return TokenizerFile(raw, directory) if special.issuperset([*named, *extra]) else None
+
+
+def load_backend(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer as transformers loads it."""
+    from transformers import AutoTokenizer
+
+    way_out = (
+        "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass"
+        " token ids"
+    )
+    try:
+        found = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {error}\n{way_out}") from error
+    # Why: without its files transformers makes a tokenizer of special tokens alone.
+    if len(found) <= len(found.added_tokens_decoder):
+        raise ConfigError(
+            f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
+            f" vocabulary; {way_out}"
+        )
+    return found
+
+
+def _refuse_special_files(directory: Path) -> None:
+    """Raises for a FIFO, socket or device in the directory, which would block its reader.
+
+    Why all files: transformers decides which of them it opens.
+    """
+    for path in sorted(directory.iterdir()):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link that leads nowhere can't be opened either
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")

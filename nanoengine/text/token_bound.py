@@ -1,0 +1,119 @@
+"""TokenBound: so many tokens a text has at least, told without encoding it.
+
+Encoding takes some 4 us and 300 bytes of memory a byte, in one call that nobody can end. So a text
+that is too long by far is refused by what this pass over it tells:
+
+    tokens of a text  >=  sum over its bytes of 1 / bytes of the longest token with such a byte
+
+A token of n bytes is at most 1/n in the sum for each of them. That holds where each byte of a text
+ends up in a token. Three things may take characters away, and those are not counted:
+
+    NFC normalization        what it may compose, and the character before
+    added tokens that strip  blanks
+    other parts              unknown ones, and those that drop text: of such a tokenizer nothing is
+                             told, and its texts are encoded however long they are
+
+Called by the PromptReader for long texts alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from nanoengine.text.tokenizer import BYTE_TOKENS, Tokenizer
+
+INERT = "\0-\u02ff\u0400-\u0482\u3040-\u3098\u309b-\u9fff\uac00-\ud7a3"
+"""Ranges of characters that NFC leaves alone, unless another one stands behind them."""
+
+COMPOSED = re.compile(f".?[^{INERT}]+", re.DOTALL)
+
+MOST_GROWTH = 3
+"""How many times as many bytes a normalizer may make of a text. Source: UAX #15 for NFC."""
+
+
+class TokenBound:
+    """A lower bound of the tokens of a tokenizer's texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        try:
+            spec = json.loads(tokenizer.definition())
+        except Exception:  # Why: parts that are written in Python have none, and raise anything.
+            spec = {"model": {}}
+        normalizers = _parts(spec.get("normalizer"))
+        parts = [*normalizers, *_parts(spec.get("pre_tokenizer"))]
+        self._composes = any(part["type"] == "NFC" for part in parts)
+        self._strips = any(t["lstrip"] or t["rstrip"] for t in spec.get("added_tokens", ()))
+        self._longest: list[int] | None = None
+        if spec["model"].get("type") == "BPE" and all(map(_keeps_text, parts)):
+            self._longest = _longest_tokens(spec, normalizers, parts)
+
+    def at_least(self, text: str) -> int:
+        """So many tokens `text` has, or more; 0 if nothing is known."""
+        if self._longest is None:
+            return 0
+        if self._composes and not text.isascii():
+            text = COMPOSED.sub("", text)
+        if self._strips:
+            text = re.sub(r"\s+", "", text)
+        counts = Counter(text.encode(errors="surrogatepass"))
+        return int(sum(count / self._longest[byte] for byte, count in counts.items()))
+
+
+def _parts(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a list of plain ones."""
+    if part is None or part["type"] != "Sequence":
+        return [] if part is None else [part]
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [plain for one in inner for plain in _parts(one)]
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    """Whether all of a text comes out of a part, each byte as one or more."""
+    match part:
+        case {"type": "NFC" | "ByteLevel" | "Digits" | "Metaspace"}:
+            return True
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": "Prepend", "prepend": added}:
+            return len(added.encode()) <= MOST_GROWTH
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            size = len(old.encode())
+            return size <= len(new.encode()) <= size * MOST_GROWTH
+    return False
+
+
+def _longest_tokens(
+    spec: dict[str, Any], normalizers: list[dict[str, Any]], parts: list[dict[str, Any]]
+) -> list[int] | None:
+    """By byte, the length of the longest token that may hold it [bytes]; None: unknown, as
+    characters that the vocabulary lacks are dropped or merged."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model, vocab = spec["model"], spec["model"]["vocab"]
+    # A letter stands for a byte there: for most of them that of its number, as in Latin-1.
+    in_letters = any(part["type"] == "ByteLevel" for part in parts)
+    needed = set(ByteLevel.alphabet() if in_letters else BYTE_TOKENS)
+    has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if not needed <= vocab.keys() or has_affixes or not (in_letters or model.get("byte_fallback")):
+        return None
+    longest, least = [1] * 256, 1
+    for token in vocab:
+        size = len(token) if in_letters else len(token.encode())
+        for byte in token.encode("latin-1", "ignore") if in_letters else token.encode():
+            longest[byte] = max(longest[byte], size)
+    for added in spec["added_tokens"]:
+        content = added["content"].encode()
+        for byte in content:
+            longest[byte] = max(longest[byte], len(content))
+        if added["normalized"] and normalizers:  # Why: what it matches may have other bytes.
+            num = len(normalizers)
+            least = max(least, (len(content) + num) * MOST_GROWTH**num)
+    most = max(least, *longest)
+    unsure = {byte for byte in range(256) if in_letters and chr(byte) not in needed} | {*b" "}
+    for part in parts:
+        if part["type"] == "Replace":
+            unsure |= {*part["pattern"]["String"].encode()}
+    return [most if byte in unsure else max(size, least) for byte, size in enumerate(longest)]

@@ -1,0 +1,181 @@
+"""The fewest tokens of a text: never more than it has, and many where it is far too long."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from nanoengine.errors import CapacityError, PromptTooLongError
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.token_bound import INERT, TokenBound
+from nanoengine.text.tokenizer import Tokenizer
+from tests.support.fake_llm import MakeLLM, make_llm_fixture
+from tests.support.text_fixtures import KINDS, byte_fallback, byte_level
+
+__all__ = ["make_llm_fixture"]
+
+
+def changed(tokenizer: Tokenizer, *added: dict[str, Any], **parts: Any) -> Tokenizer:
+    """A tokenizer with other parts and more tokens."""
+    spec = json.loads(tokenizer.definition()) | parts
+    token = {"special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    token |= {"normalized": False}
+    first = max((one["id"] for one in spec["added_tokens"]), default=0)
+    first = max(first, *spec["model"]["vocab"].values()) + 1
+    spec["added_tokens"] += [{"id": first + i, **token, **one} for i, one in enumerate(added)]
+    raw = RawTokenizer.from_str(json.dumps(spec))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+NFC = {"type": "NFC"}
+LONGER = {"type": "Replace", "pattern": {"String": "ab"}, "content": "dog"}
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+BLANKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+LETTERS = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": False}
+BOUND = {
+    **{name: make() for name, make in KINDS.items()},
+    "nfc": changed(byte_level(), {"content": "<a>"}, normalizer=NFC),
+    "strips": changed(
+        byte_level(),
+        {"content": "<a>", "lstrip": True},
+        {"content": "dogdogdogdog", "rstrip": True},
+    ),
+    "normalized": changed(
+        byte_fallback(),
+        {"content": "a b \u212b", "normalized": True},
+        {"content": "\u212a" * 8, "normalized": True},
+        normalizer={"type": "Sequence", "normalizers": [NFC, LONGER, PREPEND, BLANKS]},
+    ),
+    "longer": changed(
+        byte_fallback(),
+        normalizer={"type": "Sequence", "normalizers": [LONGER, PREPEND, BLANKS]},
+    ),
+    "digits": changed(
+        byte_level(),
+        {"content": "\n\n\n"},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [DIGITS, LETTERS]},
+    ),
+}  # fmt: skip
+
+PIECES = [
+    *"abdghnotux \n\t0.<>▁éÅ가각你あЖй🙂",
+    *"\u0301\u0323\u0327\u0344\u1100\u1161\u11a8\u3099\u212b\u212a\u00a0\u3000\u0306",
+    *("the", "dog", " dog", "dogdogdogdog", "<a>", "ab", "a b", "a b Å", "  ", "</s>", "\n\n"),
+    *("<tool>", "時", "<0x41>", "Once upon a time", "KKKKKKKK", " " * 99 + "<a>"),
+    *("\u1100\u1161", "e\u0301"),
+]
+
+
+def check(name: str, text: str) -> None:
+    tokens = BOUND[name].encode(text, add_special_tokens=False)
+    assert BOUNDS[name].at_least(text) <= len(tokens)
+
+
+@pytest.mark.parametrize("name", BOUND)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
+def test_no_text_has_fewer_tokens_than_it_must(name: str, pieces: list[str]) -> None:
+    check(name, "".join(pieces))
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_no_repeated_text_has_fewer_tokens_than_it_must(name: str) -> None:
+    for piece in PIECES:
+        check(name, piece)
+        check(name, piece * 9)
+
+
+BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in BOUND.items()}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_long_texts_have_many_tokens(name: str) -> None:
+    """The longest of the tokens are 16 bytes; four normalizers may make 81 of one."""
+    most = 3000 if name == "normalized" else 40
+    for text in ("x" * 10_000, "the dog and the cat " * 500, "你好" * 5000):
+        assert BOUNDS[name].at_least(text) >= len(text) // most
+
+
+REMOVED = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "NFKC"}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "x+"}, "content": "x"}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "xx"}, "content": "x"}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVED, LETTERS]}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": None},
+        {"model": {"type": "WordLevel", "vocab": {"x": 0, "<unk>": 1}, "unk_token": "<unk>"}},
+    ],
+    ids=lambda parts: next(iter(parts)),
+)
+def test_nothing_is_told_of_a_tokenizer_that_may_drop_text(parts: dict[str, Any]) -> None:
+    assert TokenBound(changed(byte_level(), **parts)).at_least("x" * 1000) == 0
+
+
+def test_nothing_is_told_of_a_vocabulary_that_lacks_letters_or_has_affixes() -> None:
+    spec = json.loads(byte_fallback().definition())
+    for change in ({"byte_fallback": False}, {"end_of_word_suffix": "</w>"}):
+        model = copy.deepcopy(spec["model"]) | change
+        assert TokenBound(changed(byte_fallback(), model=model)).at_least("x" * 1000) == 0
+
+
+def test_nfc_leaves_the_ranges_alone_that_it_is_said_to() -> None:
+    """Each character by itself, and none is composed with one before it."""
+    inert = re.compile(f"[{INERT}]")
+    chars = [c for c in map(chr, range(0x110000)) if inert.match(c)]
+    assert all(unicodedata.normalize("NFC", c) == c and not unicodedata.combining(c) for c in chars)
+    parts = (unicodedata.decomposition(chr(c)).split() for c in range(0x110000))
+    seconds = {chr(int(two[1], 16)) for two in parts if len(two) == 2 and "<" not in two[0]}
+    assert seconds.isdisjoint(chars)
+    assert not inert.search("".join(map(chr, range(0x1161, 0x11C3))))  # Hangul, by arithmetic
+
+
+# --- where it is asked ----------------------------------------------------------------------------
+
+LONG = "the dog " * 10_000
+
+
+def test_a_prompt_that_is_too_long_by_far_is_not_encoded(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """15 MB of text took 54 s and 4.2 GiB before they were refused."""
+    llm = make_llm({"one": "two"})
+    encode, lengths = Tokenizer.encode, []
+
+    def counted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    for prompt in (LONG, {"prompt": LONG}, {"messages": [{"role": "user", "content": LONG}]}):
+        if isinstance(prompt, dict) and "messages" in prompt:
+            prompt["chat_template"] = "{{ messages[0]['content'] }}"
+        with pytest.raises(PromptTooLongError, match=r"prompt 0: the prompt has at least \d+ tok"):
+            llm.generate([prompt], SamplingParams(), use_tqdm=False)
+        first, second = llm.generate(["one", prompt], on_error="record", use_tqdm=False)
+        assert first.outputs[0].text == "two"
+        assert second.error is not None and "shorten it, or raise max_model_len" in second.error
+    assert max(lengths) < 100
+
+
+def test_a_long_prompt_that_fits_is_encoded(make_llm: MakeLLM) -> None:
+    llm = make_llm({}, max_model_len=10**6, num_blocks=10_000)
+    (output,) = llm.generate([LONG], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(output.prompt_token_ids) == len(byte_level().encode(LONG))
+    small = make_llm({}, max_model_len=10**6)
+    with pytest.raises(CapacityError, match=r"the prompt of at least \d+ tokens needs \d+ KV blo"):
+        small.generate([LONG], use_tqdm=False)

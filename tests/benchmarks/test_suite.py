@@ -1,0 +1,196 @@
+"""`python bench.py`: its command line, what it adds to the report, and what it compares with."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.suite import limits, main, options, peak
+from benchmarks.suite.hf_baseline import Beside, HFBaseline
+from benchmarks.suite.peak import Peaks
+from benchmarks.suite.shapes import SHAPES, write_shape
+from nanoengine import EngineConfig
+from nanoengine.bench.throughput import measure
+from nanoengine.bench.workload import Scale, WorkItem, WorkOptions, random_workload
+from tests.support.bench_llm import BenchLLM
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit status, output and errors of a command line."""
+    status = main.main(line.split())
+    return status, *capsys.readouterr()
+
+
+def config_of(line: str, scratch: Path) -> EngineConfig:
+    return main.engine_config(*options.parse(line.split()), scratch)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_every_option_of_workload_and_engine_is_there_and_has_its_type(tmp_path: Path) -> None:
+    line = (
+        "--model m --max-num-seqs 3 --kv-cache-gib 2 --watermark-frac 0.5 --overlap --cpu-isa avx2"
+        " --no-enable-prefix-caching --quantization int8 --num-requests 7 --output-len 3 9"
+    )
+    asked, given = options.parse(line.split())
+    assert main.work_options(asked, given) == WorkOptions(num_requests=7, output_len=(3, 9))
+    assert main.engine_config(asked, given, tmp_path) == EngineConfig(
+        model="m", max_num_seqs=3, kv_cache_gib=2, watermark_frac=0.5, overlap=True,
+        cpu_isa="avx2", enable_prefix_caching=False, quantization="int8", skip_tokenizer_init=True,
+    )  # fmt: skip
+    shown = options.make_parser().format_help()
+    assert "--block-size" in shown and "Tokens a KV block, a power of two" in shown
+    assert "--kv-tiers" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--shape tiny", "--shape has no weights: use it with --load-format dummy"),
+        ("--shape tiny --load-format dummy --model some/model", "--shape has no weights"),
+        ("--compare small --shape tiny --load-format dummy", "leave out --shape"),
+        ("--compare small --device cuda", "compares on a CPU, got device='cuda'"),
+        ("--num-requests 0", "num_requests must be at least 1"),
+        ("--max-num-seqs 0", "max_num_seqs must be at least 1"),
+        ("--sweep max_num_seqs=1,2 --trace t", "--sweep runs several engines, and a trace is of"),
+        ("--smoke --json missing/report.json", "json='missing/report.json' lies in a directory"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_line(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(line, capsys)
+    assert status == 2
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--ablate", "--sweep", "max_num_seqs=1,2"])
+    assert "--sweep: not allowed with argument --ablate" in capsys.readouterr().err
+    ablate = main.work_options(*options.parse(["--ablate"]))
+    assert (ablate.temperature, ablate.rounds) == (0, 3)
+    assert main.work_options(*options.parse(["--ablate", "--rounds", "5"])).rounds == 5
+    assert main.work_options(*options.parse([])) == WorkOptions()
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parameters"),
+    [("tiny", 4_983_552), ("small", 99_146_368), ("qwen3-0.6b", 596_049_920)],
+)
+def test_shapes_are_what_transformers_reads(
+    shape: str, num_parameters: int, tmp_path: Path
+) -> None:
+    config = config_of(f"--shape {shape} --load-format dummy --dtype bfloat16", tmp_path)
+    assert (config.model, config.dtype) == (str(tmp_path), "bfloat16")
+    loaded = AutoConfig.from_pretrained(config.model)
+    for name, value in SHAPES[shape].items():
+        if name != "torch_dtype":
+            assert getattr(loaded, name) == value
+    assert loaded.tie_word_embeddings
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(loaded)
+    assert model.num_parameters() == num_parameters
+    assert limits.model_cost(config, 2).head_params == loaded.vocab_size * loaded.hidden_size
+
+
+# --- beside the hardware --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = Peaks(read_gbs=10.0, gemm_gflops=100.0, dtype="float32", by="avx2")
+    monkeypatch.setattr(peak, "measure_peaks", lambda *_, **__: peaks)
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_the_report_says_what_the_hardware_could_do(tmp_path: Path) -> None:
+    write_shape("tiny", tmp_path)
+    llm = BenchLLM(str(tmp_path), max_num_seqs=4)
+    work = WorkOptions(num_requests=6, input_len=(20, 40), output_len=(3, 9))
+    report = limits.with_limits(measure(llm, "tiny", work), llm)
+    seconds, found = report["seconds"][0], report["achieved"]
+    assert found["bandwidth_frac"] == pytest.approx(found["gbs"] / 10)
+    assert found["compute_frac"] == pytest.approx(found["gflops"] / 100)
+    least = report["roofline"]
+    assert least["seconds"] >= max(found["gbs"] / 10, found["gflops"] / 100) * seconds * 0.999
+    tokens = report["workload"]["output_tokens"]
+    assert least["output_tokens_per_s"] == pytest.approx(tokens / least["seconds"])
+    text = limits.format_limits(report)
+    assert "of 10.0 measured now\n" in text
+    assert f"{least['seconds'] / seconds:.0%} of the round: the least for these steps" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_experts_and_windows_are_those_of_the_model(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        **SHAPES["tiny"], "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 512,
+        "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu", "norm_topk_prob": True,
+        "tie_word_embeddings": True, "eos_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cost = limits.model_cost(EngineConfig(model=str(tmp_path)), 4)
+    assert (cost.num_experts, cost.experts_per_token) == (8, 2)
+    assert cost.expert_params == 4 * 3 * 256 * 64
+    assert cost.windows == (None,) * 4
+
+
+# --- beside transformers --------------------------------------------------------------------------
+
+
+def test_comparison_with_transformers(tmp_path: Path) -> None:
+    write_shape("tiny", tmp_path)
+    llm = BenchLLM(str(tmp_path), max_num_seqs=8, load_format="dummy")
+    work = WorkOptions(num_requests=3, input_len=(20, 40), output_len=(3, 9), rounds=2)
+    beside = Beside(llm, work.temperature, 32)
+    measured = measure(llm, "tiny", work, beside)
+    found, seconds = beside.compare(measured), measured.report["seconds"]
+    assert measured.report["requests_per_s"] == pytest.approx(3 / max(seconds))
+    assert len(found["seconds"]) == len(seconds) == 2
+    ratios = sorted(b / a for a, b in zip(seconds, found["seconds"], strict=True))
+    assert [found["speedup_min"], found["speedup_max"]] == pytest.approx(ratios)
+    assert found["speedup_median"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_baseline_is_not_hurt_by_its_batches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    write_shape("tiny", tmp_path)
+    how = {"dummy": True, "dtype": torch.float32, "device": torch.device("cpu")}
+    baseline = HFBaseline(str(tmp_path), **how, batch_size=2)
+    items = [WorkItem(tuple(range(3, 3 + n)), length) for n, length in ((4, 5), (9, 2), (6, 7))]
+    together = baseline.generate(items, temperature=0.0)
+    assert [len(ids) for ids in together] == [5, 2, 7]
+    assert together == [baseline.generate([item], temperature=0.0)[0] for item in items]
+    assert [len(ids) for ids in baseline.generate(items, temperature=0.6)] == [5, 2, 7]
+
+
+# --- beside the small engine ----------------------------------------------------------------------
+
+
+def test_rungs_from_the_small_engine_to_the_large_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ladder.json"
+    scale = "--num-requests 4 --input-len 8 40 --output-len 3 9 --rounds 2"
+    status, text, _ = run(f"--compare small --json {path} {scale}", capsys)
+    report = json.loads(path.read_text())
+    assert status == 0
+    assert [len(seconds) for seconds in report["seconds"].values()] == [2] * 6
+    items = random_workload(Scale(4, (8, 40), (3, 9)))
+    assert report["output_tokens"] == sum(item.max_tokens for item in items)
+    rows = re.findall(r"^\| ([+ \w]+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(report["seconds"])
+    speeds = [float(speed.replace(",", "")) for _, speed, *_ in rows]
+    small = report["output_tokens"] / statistics.median(report["seconds"]["small"])
+    assert speeds[0] == pytest.approx(small, abs=1)
+    assert [float(over) for *_, over in rows] == pytest.approx([s / small for s in speeds], abs=0.1)

@@ -1,0 +1,253 @@
+"""A key that is null, and one that is absent, mean what transformers' config classes take them for.
+
+Whoever adds a key to `KEYS` or a row to `FAMILIES` is tried here without a line more.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_MODELS,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanoengine.checkpoint.config import ModelConfig, parse_model_config
+from nanoengine.checkpoint.families import OUTSIDE
+from nanoengine.checkpoint.keys import KEYS, Keys
+from nanoengine.checkpoint.rope import EVERYWHERE, ROPE_KEYS
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.layers.rotary import inverse_frequencies
+from tests.support.checkpoints import FAMILIES, make_config
+
+Raw = dict[str, Any]
+
+TURNS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq",
+         "partial_rotary_factor")  # fmt: skip
+"""Keys that transformers gathers in `rope_parameters`."""
+
+NAMES = {"architectures", "model_type", "text_config"}
+"""Keys that say what the others belong to."""
+
+
+@functools.cache
+def written(family: str) -> PreTrainedConfig:
+    return make_config(family)
+
+
+def configs(family: str) -> Iterator[Raw]:
+    """The config.json of a tiny model as transformers 4 wrote it, or its text part; and the same
+    without what says layer by layer what other keys say too."""
+    raw = written(family).get_text_config().to_dict()
+    turns = raw.pop("rope_parameters")
+    raw |= {"rope_theta": turns.get("full_attention", turns)["rope_theta"]}
+    if "sliding_attention" in turns:
+        raw |= {"rope_local_base_freq": turns["sliding_attention"]["rope_theta"]}
+    if "partial_rotary_factor" in turns:
+        raw |= {"partial_rotary_factor": turns["partial_rotary_factor"]}
+    if turns.get("rope_type", "default") != "default":
+        raw |= {"rope_scaling": turns}
+    if "layer_norm_eps" in raw or "norm_eps" in raw:
+        raw.pop("rms_norm_eps", None)  # the tests' own: the class has none
+    yield raw
+    each = {key: raw[key] for key in raw if key not in ("layer_types", "no_rope_layers")}
+    asked = {"use_sliding_window": True, "sliding_window": 8}
+    asked = asked if "use_sliding_window" in raw else {}
+    yield each | asked | {"num_hidden_layers": 8}
+
+
+def whole(family: str, raw: Raw) -> Raw:
+    """The config.json that has this text part."""
+    outer = written(family)
+    names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
+    architecture = {"architectures": [names[outer.model_type]]}
+    if not family.endswith("_vision"):
+        return copy.deepcopy(raw) | architecture
+    beside = {key: value for key, value in outer.to_dict().items() if key not in OUTSIDE}
+    return beside | architecture | {"text_config": copy.deepcopy(raw)}
+
+
+def theirs(family: str, raw: Raw) -> PreTrainedConfig | None:
+    """What transformers makes of it; None: it raises."""
+    try:
+        return type(written(family)).from_dict(whole(family, raw)).get_text_config()
+    except Exception:  # whatever another library raises
+        return None
+
+
+def parsed(raw: Raw) -> ModelConfig | str:
+    """The config, or why it is refused."""
+    try:
+        return parse_model_config(raw)
+    except UnsupportedModelError as error:
+        return str(error)
+
+
+class Spy:
+    """Sees the value of each key of config.json that a family reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: Raw = {}
+        self.reading = True
+        get, allow, refuse_others, spy = Keys.get, Keys.allow, Keys.refuse_others, self
+
+        def seen(keys: Keys, key: str) -> Any:
+            if keys.where != "config.json":
+                return get(keys, key)
+            spy.found[key] = "refused"
+            spy.found[key] = get(keys, key)
+            return spy.found[key]
+
+        def allowed(keys: Keys, key: str, *values: Any) -> None:
+            if keys.where == "config.json" and spy.reading:
+                spy.found[key] = keys.given.get(key, values[0])
+            allow(keys, key, *values)
+
+        def others(keys: Keys) -> None:
+            spy.reading = False
+            refuse_others(keys)
+
+        monkeypatch.setattr(Keys, "get", seen)
+        monkeypatch.setattr(Keys, "allow", allowed)
+        monkeypatch.setattr(Keys, "refuse_others", others)
+
+    def parse(self, family: str, raw: Raw) -> ModelConfig | str:
+        self.found, self.reading = {}, True
+        return parsed(whole(family, raw))
+
+
+def problem(spy: Spy, family: str, raw: Raw, key: str) -> str:
+    """What is wrong with our meaning of a config whose `key` is null or absent; "": nothing."""
+    ours = spy.parse(family, raw)
+    if key not in spy.found:
+        return ""  # whatever it says, it changes nothing here
+    if isinstance(ours, str):
+        return "" if key in ours else f"is refused without its name: {ours}"
+    value, their = spy.found[key], theirs(family, raw)
+    if their is None:
+        return f"is taken for {value!r}, and transformers raises"
+    if key in TURNS:
+        turns = copy.deepcopy(their.rope_parameters)
+        if not any(isinstance(one, dict) for one in turns.values()):
+            turns.setdefault("partial_rotary_factor", 1.0)  # as its model code takes it
+        explicit = {k: v for k, v in raw.items() if k not in TURNS} | {"rope_parameters": turns}
+    else:
+        wanted = getattr(their, key, value)  # the class may not know it
+        if value == wanted:
+            return ""
+        explicit = raw | {key: wanted}
+    if spy.parse(family, explicit) != ours:
+        return f"is taken for {value!r}, not for {explicit.get(key, explicit)!r}"
+    return ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_is_what_transformers_takes_it_for(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, or refused by name."""
+    spy = Spy(monkeypatch)
+    found = [
+        f"{key} {what}"
+        for raw in configs(family)
+        for key in KEYS.keys() - NAMES
+        if (what := problem(spy, family, raw | {key: None}, key))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_is_what_transformers_takes_it_for(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, or refused by name. But no token ends a text that nobody has named; and of which
+    dtype weights are, transformers sees in their files."""
+    spy, others = Spy(monkeypatch), {"eos_token_id", "dtype", "torch_dtype"}
+    found = [
+        f"{key} {what}"
+        for raw in configs(family)
+        for key in KEYS.keys() - NAMES - others
+        if (what := problem(spy, family, {k: v for k, v in raw.items() if k != key}, key))
+    ]
+    assert not found
+
+
+def test_every_key_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some family at least, unless it stands in a dict or is only ever refused."""
+    spy, read = Spy(monkeypatch), set()
+    for family in FAMILIES:
+        for raw in configs(family):
+            spy.parse(family, raw)
+            read |= spy.found.keys()
+    in_dicts = EVERYWHERE.union(*(a | b for a, b in ROPE_KEYS.values())) | {"llama_4_scaling_beta"}
+    refused = {key for key, spec in KEYS.items() if spec.unread == "refused"}
+    where_there = {"block_ff_dim"}
+    assert KEYS.keys() - read - NAMES - in_dicts - refused - where_there == set()
+
+
+TURNED: dict[str, Raw] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0,
+             "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False,
+             "original_max_position_embeddings": 128},
+    "longrope": {"factor": 4.0, "attention_factor": 1.5, "short_factor": [1.0] * 8,
+                 "long_factor": [2.0] * 8, "original_max_position_embeddings": 128},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (kind, key)
+        for kind, (required, optional) in ROPE_KEYS.items()
+        for key in sorted(required | optional | EVERYWHERE)
+    ],
+)
+def test_null_in_a_ropes_dict_is_what_transformers_takes_it_for(kind: str, key: str) -> None:
+    turns = {"rope_type": kind, "rope_theta": 1e4, **TURNED[kind], key: None}
+    check_angles({"rope_parameters": turns}, key)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0},
+         "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        {"original_max_position_embeddings": 32,
+         "rope_parameters": {"rope_type": "yarn", **TURNED["yarn"]}},
+        {"original_max_position_embeddings": 32,
+         "rope_parameters": {"rope_type": "llama3", **TURNED["llama3"]}},
+    ],
+)  # fmt: skip
+def test_of_two_places_that_say_it_the_same_one_counts(places: Raw) -> None:
+    check_angles(places)
+
+
+def check_angles(keys: Raw, refused: str = "-") -> None:
+    """A Llama with these keys has the angles that transformers computes, or `refused` is named."""
+    raw = written("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    raw |= {"max_position_embeddings": 512, **keys}
+    try:
+        rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(copy.deepcopy(raw)))
+    except Exception:  # whatever another library raises
+        rotary = None
+    found = parsed(raw)
+    if isinstance(found, str):
+        assert refused in found
+        return
+    rope = found.ropes[0]
+    assert rotary is not None and rope is not None
+    torch.testing.assert_close(inverse_frequencies(rope, 16, 100), rotary.inv_freq)
+    assert rope.attention_factor == pytest.approx(rotary.attention_scaling)

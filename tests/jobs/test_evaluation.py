@@ -1,0 +1,219 @@
+"""The scores that lm-evaluation-harness gets from the engine are those of its own `hf` model."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine.assets import demo_model_path
+from nanoengine.cli.main import main
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.settings.config import EngineConfig
+
+pytestmark = pytest.mark.eval
+lm_eval = pytest.importorskip("lm_eval", reason="needs pip install 'nanoengine[eval]'")
+pytest.importorskip("accelerate", reason="the harness's hf model, our oracle, needs accelerate")
+
+WHO = ["The little dog", "A red bird", "Tom", "The old cat", "Lily and her mom"]
+DID = [" ran to the park.", " was very happy.", " wanted to play.", " saw a big box."]
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [
+            {
+                "metric": "word_perplexity",
+                "aggregation": "weighted_perplexity",
+                "higher_is_better": False,
+            }
+        ],
+    },
+    "until": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{text}}",
+        "generation_kwargs": {"until": [".", "dog"], "max_gen_toks": 24},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks over a few documents of its own."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = random.Random(0)
+    docs = []
+    for _ in range(12):
+        who = rng.choice(WHO)
+        docs.append(
+            {
+                "question": "Once upon a time there was a story. " * 3 + who,
+                "choices": rng.sample(DID, 4),
+                "answer": rng.randrange(4),
+                "text": f"{who}{rng.choice(DID)} " * rng.choice([2, 40]),
+            }
+        )
+    (folder / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+    for name, task in TASKS.items():
+        task = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
+            "test_split": "test",
+        } | task
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML.
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    """Per model and task, what the harness got for each request."""
+    from lm_eval.tasks import TaskManager
+
+    from nanoengine.bench.evaluation import NanoEngineLM
+
+    found = {}
+    options = {"pretrained": str(demo_model_path()), "dtype": "float32", "max_length": 200}
+    ours = NanoEngineLM(**options, device="cpu")
+    hf = lm_eval.api.registry.get_model("hf")(**options, device="cpu")
+    for name, model in (("ours", ours), ("hf", hf)):
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(TASKS),
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            log_samples=True,
+            bootstrap_iters=0,
+        )
+        found[name] = {task: [one["resps"] for one in results["samples"][task]] for task in TASKS}
+    ours.llm.close()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_choices_are_as_likely_as_for_transformers(samples):
+    ours, theirs = samples["ours"]["choices"], samples["hf"]["choices"]
+    assert len(ours) == 12 and all(len(one) == 4 for one in ours)
+    for mine, reference in zip(ours, theirs, strict=True):
+        for ((score, greedy),), ((score_hf, greedy_hf),) in zip(mine, reference, strict=True):
+            assert score == pytest.approx(score_hf, abs=1e-3)
+            assert greedy == greedy_hf
+
+
+def test_rolling_windows_add_up_to_the_same(samples):
+    ours, theirs = samples["ours"]["rolling"], samples["hf"]["rolling"]
+    flat = [score for one in ours for (score,) in one]
+    assert min(flat) < -300, "some texts take several windows"
+    assert flat == pytest.approx([score for one in theirs for (score,) in one], abs=1e-3)
+
+
+def test_greedy_texts_are_the_same(samples):
+    assert samples["ours"]["until"] == samples["hf"]["until"]
+    assert len({one[0][0] for one in samples["ours"]["until"]}) > 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    from nanoengine.bench.evaluation import NanoEngineLM
+
+    model = NanoEngineLM(str(demo_model_path()), device="cpu", num_kv_blocks=256)
+    yield model
+    model.llm.close()
+
+
+def test_a_task_is_obeyed_or_refused(model):
+    params = model._sampling_params({"until": ["\n", ""], "max_gen_toks": 7, "top_k": 3})
+    assert (params.max_tokens, params.stop, params.temperature, params.top_k) == (7, ("\n",), 0, 3)
+    with pytest.raises(RequestError, match="num_beams"):
+        model._sampling_params({"num_beams": 4})
+    with pytest.raises(RequestError, match="max_gen_toks=5000"):
+        model._sampling_params({"max_gen_toks": 5000})
+
+
+def test_chats_and_special_tokens(model):
+    text = model.apply_chat_template([{"role": "user", "content": "Hello"}])
+    assert "Hello" in text
+    assert model.tok_encode(text)[:3] == model.llm.tokenizer.encode(text)[:3]
+    begin = model.tokenizer.bos_token
+    if begin:
+        assert model.tok_encode(f"{begin}Hello").count(model.tokenizer.bos_token_id) == 1
+
+
+def test_the_harness_keeps_its_own_models(model):
+    assert {"hf", "vllm", "nanoengine"} <= set(lm_eval.api.registry.MODEL_REGISTRY)
+
+
+def test_a_batch_size_says_that_it_has_no_effect():
+    from nanoengine.bench.evaluation import NanoEngineLM
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        NanoEngineLM(str(demo_model_path()), batch_size=64, device="cpu").llm.close()
+    assert any("max_num_seqs" in str(one.message) for one in caught)
+
+
+def test_the_command_line(folder, monkeypatch, capsys):
+    from nanoengine.cli import eval as command
+
+    options = ["--tasks", "choices", "--include_path", str(folder), "--limit", "3"]
+    assert main(["eval", "demo", *options, "--model_args", "dtype=float32"]) in (0, None)
+    assert "|choices|" in capsys.readouterr().out.replace(" ", "")
+    assert main(["eval"]) == 0 and "--tasks" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="comes first"):
+        command.main(["--tasks", "x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tasks", "nosuch"], "lm-eval: Tasks not found: nosuch"),
+        ([], "lm-eval: No tasks specified"),
+        (["--tasks", "choices", "--limit", "0"], "--limit must be a number of questions"),
+        (["--tasks", "choices", "--limit=-2"], "greater than 0, got -2"),
+        (["--tasks", "choices", "--output_path", "/proc/none/x"], "can't be written"),
+        (["--tasks", "choices", "--output_path=/proc/none.json"], "can't be written"),
+        (["--tasks", "choices", "--model_args", "max_length=abc"], "max_length must be an integer"),
+        (["--tasks", "choices", "--model_args", "max_gen_toks=0"], "max_gen_toks must be an int"),
+        (["--tasks", "choices", "--model_args", "bogus=1"], "unknown option 'bogus'"),
+    ],
+)
+def test_what_cant_be_done_is_refused_in_a_line(folder, capsys, monkeypatch, options, told):
+    """There was a traceback, and results that could not be written were lost with exit code 0."""
+    monkeypatch.setattr(
+        "nanoengine.bench.evaluation.LLM", lambda model, **o: EngineConfig(model=model, **o)
+    )
+    assert main(["eval", "demo", "--include_path", str(folder), *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_choices_share_all_of_their_context_but_a_part_of_a_block(model):
+    """They were 2.99 times fewer, in blocks of 64."""
+    draw = random.Random(0)
+    asked = []
+    for _ in range(3):
+        context = draw.choices(range(300, 400), k=500)
+        asked += [(None, context, draw.choices(range(300, 400), k=5)) for _ in range(4)]
+    draw.shuffle(asked)
+    before = model.llm.stats().prefill_tokens
+    model._loglikelihood_tokens(asked, disable_tqdm=True)
+    computed = model.llm.stats().prefill_tokens - before
+    assert computed == 3 * (505 + 3 * (505 - 496)), "31 blocks of 16 are context alone"
+    assert 12 * 505 / computed > 3.79

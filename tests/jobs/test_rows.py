@@ -1,0 +1,149 @@
+"""Lines to tasks: what names a row, and what one row may ask for."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import Any
+
+import pytest
+
+from nanoengine.core.request_options import check_options as check
+from nanoengine.errors import MissingDependencyError, RequestError
+from nanoengine.jobs import rows as rows_module
+from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.source import Input, Line
+from nanoengine.settings.params import MOST_TEXTS, SamplingParams
+from tests.support.batch_jobs import Batch, batch_fixture, chat
+from tests.support.fake_llm import make_llm_fixture
+
+__all__ = ["batch_fixture", "make_llm_fixture"]
+
+FILE = Input(name="in.jsonl", form="jsonl")
+
+
+def key_of(row: Any, number: int, options: RowOptions | None = None, kind: Any = "simple") -> str:
+    content = row if isinstance(row, bytes) else json.dumps(row).encode()
+    return (
+        RowReader(options or RowOptions()).task(Line(number, FILE, number + 1, content), kind).key
+    )
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"prompt": "x", "id": "a"}, "a"),
+        ({"prompt": "x", "id": 17}, "17"),
+        ({"prompt": "x", "id": "a", "custom_id": "b"}, "b"),
+        ({"prompt": "x", "id": None}, None),
+        ({"prompt": "x", "id": ["a"]}, None),
+        ({"prompt": "x"}, None),
+        ("x", None),
+        ([1, 2], None),
+    ],
+)
+def test_a_rows_random_numbers_follow_its_id_and_not_its_place(row: Any, key: str | None) -> None:
+    """They followed the place, so a file in another order had other answers."""
+    assert key_of(row, 3) == (key or "3")
+    assert key_of(row, 900) == (key or "900")
+
+
+def test_data_and_bodies_have_ids_too() -> None:
+    row = {"text": "x", "id": "a", "n": 2}
+    assert key_of(row, 3, RowOptions(prompt_column="text")) == "a"
+    assert key_of({**chat("b"), "id": "a"}, 3, kind="chat") == "b"
+
+
+def test_a_job_of_the_former_rule_is_not_gone_on_with(batch: Batch) -> None:
+    source = batch.write([{"prompt": "one", "id": str(i)} for i in range(3)])
+    assert batch.run(source) == 0
+    kept = batch.output.read_bytes()
+    manifest = batch.output.with_name("out.jsonl.job.json")
+    facts = json.loads(manifest.read_text())
+    assert facts.pop("random_numbers")
+    manifest.write_text(json.dumps(facts))
+    batch.output.write_bytes(b"".join(kept.splitlines(keepends=True)[:2]))
+    assert batch.run(source) == 2
+    assert "random_numbers: it was null, it is " in batch.told
+
+
+# --- what a row may hold --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["1e400", "[-1E+0999]", '{"a": 2.5e308}', "9" * 400 + ".0"])
+def test_a_number_that_no_float_holds_is_told(batch: Batch, number: str) -> None:
+    """Its column became null without a word."""
+    source = batch.write(b'{"prompt": "one", "x": %s}\n"one"\n' % number.encode())
+    assert batch.run(source, "--temperature", "0") == 1
+    found = batch.by_row()
+    error = found[0]["error"]
+    assert error["code"] == "unreadable_row"
+    assert "is more than a 64-bit float holds: write it as a string" in error["message"]
+    assert found[1]["error"] is None
+
+
+def test_numbers_that_a_float_holds_are_carried() -> None:
+    row = {"prompt": "x", "x": [1.5, -0.0, 1.7976931348623157e308, 5e-324, 10**300]}
+    line = Line(0, FILE, 1, json.dumps(row).encode())
+    assert RowReader(RowOptions()).task(line).columns == row
+
+
+@pytest.mark.parametrize("name", list(MOST_TEXTS))
+def test_strings_of_a_request_have_a_limit(name: str) -> None:
+    """50,000 stop strings took 5 ms for each token of each sequence."""
+    most, most_chars = MOST_TEXTS[name]
+    assert len(getattr(SamplingParams(**{name: ["x"] * most}), name)) == most
+    SamplingParams(**{name: ["x" * most_chars]})
+    for texts in (["x"] * (most + 1), ["x" * most_chars, "y"]):
+        with pytest.raises(RequestError, match=f"{name} must hold at most {most:,} strings"):
+            SamplingParams(**{name: texts})
+
+
+def test_too_many_stop_strings_fail_their_row_alone(batch: Batch) -> None:
+    stops = [f"{a}{b}{c}" for a in string.ascii_letters for b in "01234" for c in "56789"]
+    source = batch.write([{"prompt": "one", "stop": stops}, "one"])
+    assert batch.run(source, "--temperature", "0") == 1
+    found = batch.by_row()
+    assert found[0]["error"]["code"] == "invalid_row"
+    assert "stop must hold at most 1,024 strings" in found[0]["error"]["message"]
+    assert found[1]["error"] is None
+
+
+def test_parameters_that_are_remembered_are_bounded_by_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,024 of any size were remembered: gigabytes of stop strings, say."""
+    monkeypatch.setattr(rows_module, "KNOWN_CHARS", 10_000)
+    reader = RowReader(RowOptions())
+    for i in range(200):
+        row = {"prompt": "x", "stop": [f"{i}" * 300]}
+        task = reader.task(Line(i, FILE, i, json.dumps(row).encode()))
+        again = reader.task(Line(i, FILE, i, json.dumps(row).encode()))
+        assert task.params is again.params
+        assert sum(map(len, reader._params)) <= 10_000 + 2_000
+
+
+def test_a_package_that_a_row_needs_is_told_with_the_row(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the job, though other rows needed none."""
+    is_there = False
+
+    def check_options(params: SamplingParams, *args: Any) -> SamplingParams:
+        if params.structured_outputs is not None and not is_there:
+            raise MissingDependencyError("structured_outputs need it: pip install 'it'")
+        return check(params, *args)
+
+    monkeypatch.setattr("nanoengine.core.request_options.check_options", check_options)
+    source = batch.write(["one", {"prompt": "one", "structured_outputs": {"choice": ["a"]}}, "one"])
+    assert batch.run(source, "--temperature", "0") == 1, batch.told
+    found = batch.by_row()
+    assert [found[row]["error"] is None for row in range(3)] == [True, False, True]
+    assert found[1]["error"]["code"] == "invalid_request"
+    assert "pip install 'it'" in found[1]["error"]["message"]
+    is_there = True
+    assert batch.run(source, "--temperature", "0", "--retry-errors") == 0
+    assert "resumed                           2" in batch.told

@@ -1,0 +1,165 @@
+"""Files to lines: what is packed, what is damaged, and which rows call themselves alike."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoengine.jobs import source
+from nanoengine.jobs.source import RowError, find_inputs, read_lines, survey
+from tests.support.batch_jobs import Batch, batch_fixture, completion
+from tests.support.fake_llm import make_llm_fixture
+
+__all__ = ["batch_fixture", "make_llm_fixture"]
+
+MOST = 1 << 20
+ROWS = [json.dumps({"prompt": f"row {i}", "x": i * i % 9973}).encode() + b"\n" for i in range(3000)]
+PLAIN = b"".join(ROWS)
+
+
+def zstd(content: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as file:
+        file.write(content)
+    return bytes(sink.getvalue())
+
+
+PACKS: list[Any] = [
+    pytest.param(".gz", gzip.compress, id="gz"),
+    pytest.param(".bz2", bz2.compress, id="bz2"),
+    pytest.param(".xz", lzma.compress, id="xz"),
+    pytest.param(".zst", zstd, id="zst", marks=pytest.mark.extra),
+]
+
+
+def read(path: Path, content: bytes) -> tuple[list[bytes], RowError | None]:
+    """The rows of a file, and the error behind them."""
+    path.write_bytes(content)
+    found = [line.content for line in read_lines(find_inputs([str(path)]), MOST)]
+    error = found.pop() if isinstance(found[-1], RowError) else None
+    assert error is None or error.code == "unreadable_input"
+    return found, error
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKS)
+def test_rows_before_the_damage_of_a_packed_file_are_read(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    """Those of the last 256 KiB were lost, so of a small file all."""
+    path = tmp_path / f"in.jsonl{suffix}"
+    # Why two members: this much is one block of bz2 and of zstd, which is damaged as a whole.
+    first, second = pack(PLAIN[: len(PLAIN) // 2]), pack(PLAIN[len(PLAIN) // 2 :])
+    assert read(path, first + second) == (ROWS, None)
+    middle = len(second) // 2
+    broken = second[:middle] + bytes(64) + second[middle + 64 :]
+    for damaged in (b"xyz", second[:middle], broken):
+        rows, error = read(path, first + damaged)
+        assert error is not None
+        assert rows[: len(ROWS) // 2] == ROWS[: len(ROWS) // 2]
+
+
+def test_gzip_is_read_as_far_as_its_bits_allow(tmp_path: Path) -> None:
+    """As zcat does: what stands behind a whole member, and a bit that is wrong."""
+    path, whole = tmp_path / "in.jsonl.gz", gzip.compress(PLAIN)
+    rows, error = read(path, whole + b"xyz")
+    assert rows == ROWS
+    assert "Not a gzipped file" in str(error)
+    num_early = 0
+    for at in range(1000, len(whole), len(whole) // 12):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1
+        unpacker, unpacked = zlib.decompressobj(31), []
+        try:
+            for i in range(len(flipped)):
+                unpacked.append(unpacker.decompress(flipped[i : i + 1]))
+        except zlib.error:
+            num_early += b"".join(unpacked).count(b"\n") < len(ROWS)
+        lines = b"".join(unpacked).splitlines(keepends=True)
+        rows, error = read(path, bytes(flipped))
+        assert error is not None
+        assert rows == [line for line in lines if line.endswith(b"\n") and line.strip()]
+    assert num_early, "no flip was met before the end of the file"
+
+
+def test_a_job_answers_what_a_damaged_file_has(batch: Batch) -> None:
+    packed = bytearray(gzip.compress(b'"one"\n' * 300 + bytes(range(256)) * 8))
+    packed[-1] ^= 1
+    path = batch.write(bytes(packed), "in.txt.gz")
+    assert batch.run(path, "--max-tokens", "4") == 1
+    found = batch.by_row()
+    assert all(found[row]["error"] is None for row in range(300))
+    assert found[max(found)]["error"]["code"] == "unreadable_input"
+    assert "behind row" in found[max(found)]["error"]["message"]
+
+
+# --- which rows call themselves alike -------------------------------------------------------------
+
+
+def test_a_custom_id_is_compared_as_what_it_means(batch: Batch) -> None:
+    """Its bytes were compared, so an escape made another id of it."""
+    rows = b"".join(json.dumps(completion(name)).encode() + b"\n" for name in ("a", "@", "b"))
+    path = batch.write(rows.replace(b'"@"', rb'"\u0061"'))
+    assert batch.run(path, "--strict") == 2
+    assert f"custom_id 'a' stands at {path}:1 and at {path}:2" in batch.told
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (rb'{"custom_id": "a"}', ("custom_id", "a")),
+        (rb'{"custom_id": "\u0061"}', ("custom_id", "a")),
+        (rb'{"custom\u005fid": "a"}', ("custom_id", "a")),
+        (rb'{"custom_id": "a\/b"}', ("custom_id", "a/b")),
+        (rb'{"body": {"custom_id": "b"}, "custom_id": "a"}', ("custom_id", "a")),
+        (rb'{"custom_id": "b", "custom_id": "a"}', ("custom_id", "a")),
+        (rb'{"meta": {"id": "b"}}', None),
+        (rb'{"id": 5}', ("id", "5")),
+        (rb'{"id": "b", "custom_id": "a"}', ("custom_id", "a")),
+        (rb'{"id": true}', None),
+        (rb'{"id": ""}', None),
+        (rb'{"id": [1]}', None),
+        (rb'{"id": 1.5}', None),
+        (rb'{"prompt": "id"}', None),
+        (rb'["id"]', None),
+        (rb'{"id', None),
+    ],
+)
+def test_the_id_of_a_line(line: bytes, expected: tuple[str, str] | None) -> None:
+    assert source._line_id(line) == expected
+
+
+NAMES = st.sampled_from(["custom_id", "id", "prompt", "é"])
+VALUES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.booleans() | st.text("ai\"\\é/_", max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(row=st.dictionaries(NAMES, VALUES, max_size=4), is_ascii=st.booleans())
+def test_an_id_that_is_plain_to_see_is_the_one_of_the_parsed_row(row: Any, is_ascii: bool) -> None:
+    line = json.dumps(row, ensure_ascii=is_ascii).encode()
+    assert source._line_id(line) == source.own_id(row)
+
+
+def test_ids_are_found_in_every_form_but_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": 7, "prompt": "x"}\n{"prompt": "y"}\n')
+    (tmp_path / "b.csv").write_bytes(b"id,prompt\n7,x\n8,y\n")
+    (tmp_path / "c.txt").write_bytes(b'{"id": 7}\n')
+    found = survey(find_inputs([str(path) for path in sorted(tmp_path.iterdir())]), MOST)
+    assert found.num_rows == 5
+    (told,) = found.duplicates
+    assert told.startswith("id '7' stands at ")
+    assert "a.jsonl:1 and at " in told
+    assert told.endswith("b.csv:2")

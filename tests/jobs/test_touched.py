@@ -1,0 +1,408 @@
+"""Files of a job that another program writes, moves or damages, between runs and while one runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine.jobs import job as jobs
+from nanoengine.jobs import log as logs
+from nanoengine.jobs.job import Job
+from nanoengine.jobs.log import Log
+from tests.support.batch_jobs import Batch, batch_fixture, completion
+from tests.support.fake_llm import make_llm_fixture
+
+__all__ = ["batch_fixture", "make_llm_fixture"]
+
+GREEDY = ("--temperature", "0")
+NUM_ROWS = 6
+
+
+def rows() -> list[Any]:
+    """One of them fails."""
+    return [completion(str(i), **({"x": 1} if i == 2 else {})) for i in range(NUM_ROWS)]
+
+
+def simple_rows() -> list[Any]:
+    return [{"prompt": "one", "z": [], "a": "€"} if i != 2 else {"no": 1} for i in range(NUM_ROWS)]
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def write_weights(path: Path, content: bytes) -> None:
+    """Files that differ have the same size, the same header and the same times."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes((2).to_bytes(8, "little") + b"{}" + content)
+    os.utime(path, ns=(0, 0))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "parts/one.safetensors"])
+def test_a_job_is_not_resumed_with_other_weights(batch: Batch, name: str) -> None:
+    """Headers alone were compared, of weights in subfolders nothing: two models in one output."""
+    model = batch.directory / "model"
+    if name != "model.safetensors":
+        index = {"weight_map": {"a": name}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_weights(model / name, b"a" * 100)
+    source = batch.write(rows())
+    assert batch.run(source) == 1, batch.told
+    kept = batch.output.read_bytes()
+    write_weights(model / name, b"a" * 99 + b"b")
+    assert batch.run(source) == 2
+    assert f"model.files.{name}: it was" in batch.told
+    assert batch.output.read_bytes() == kept
+    write_weights(model / name, b"a" * 100)
+    assert batch.run(source) == 1, "a copy of the same bytes is the same model"
+
+
+def test_a_job_is_not_resumed_with_another_tokenizer(batch: Batch) -> None:
+    tokenizer = batch.directory / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    source = batch.write(rows())
+    args = (source, "--tokenizer", tokenizer)
+    assert batch.run(*args) == 1, batch.told
+    (tokenizer / "tokenizer.json").write_text("{ }")
+    assert batch.run(*args) == 2
+    assert "tokenizer.tokenizer.json: it was" in batch.told
+
+
+def test_a_model_is_not_read_for_a_job_that_is_refused(batch: Batch, monkeypatch: Any) -> None:
+    """Weights of 100 GB take a while."""
+
+    def never(*args: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("nanoengine.cli.batch.describe_engine", never)
+    assert batch.run("none.jsonl") == 2
+    assert "does not exist" in batch.told
+
+
+# --- an output that another program has written ---------------------------------------------------
+
+Rewrite = Callable[[list[Any]], bytes]
+
+
+def lines(records: list[Any], end: str = "\n", **options: Any) -> bytes:
+    return "".join(json.dumps(one, **options) + end for one in records).encode()
+
+
+REWRITTEN: dict[str, Rewrite] = {
+    "jq -c": lambda found: lines(found, separators=(",", ":"), ensure_ascii=False),
+    "keys sorted": lambda found: lines(found, sort_keys=True),
+    "unix2dos": lambda found: lines(found, end="\r\n"),
+    "wide": lambda found: lines(found, separators=(" , ", " : ")),
+    "no end of the last line": lambda found: lines(found, separators=(",", ":"))[:-1],
+    "other fields": lambda found: lines([{"note": 1, **one} for one in found]),
+}
+
+
+@pytest.mark.parametrize("of", [rows, simple_rows])
+@pytest.mark.parametrize("how", REWRITTEN)
+def test_records_are_known_however_they_are_written(
+    batch: Batch, how: str, of: Callable[[], list[Any]]
+) -> None:
+    """They were thrown away as no records, or counted as failures."""
+    source = batch.write(of())
+    assert batch.run(source, *GREEDY) == 1, batch.told
+    written = REWRITTEN[how](batch.records())
+    batch.output.write_bytes(written)
+    assert batch.run(source, *GREEDY) == 1, batch.told
+    assert f"resumed {NUM_ROWS:>27}" in batch.told
+    assert f"{'failed before':<20} {1:>14}" in batch.told
+    assert "warning" not in batch.told
+    assert batch.output.read_bytes() == written.rstrip(b"\n") + b"\n"
+    batch.output.write_bytes(written)
+    assert batch.run(source, "--retry-errors", *GREEDY) == 1
+    assert f"resumed {NUM_ROWS - 1:>27}" in batch.told
+    assert len(batch.by_row()) == NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda found: json.dumps(found).encode(),
+        lambda found: json.dumps(found, indent=1).encode() + b"\n",
+        lambda found: json.dumps(found[0]).encode()[1:-1],
+        lambda found: lines([{**one, "error": None} for one in found[:2]]) + b"notes\n" * 3,
+        lambda found: lines([{"answer": 5} for _ in found])[:-1],
+        lambda found: lines(found).decode().encode("utf-16"),
+    ],
+    ids=["jq -s", "jq", "half a record", "notes", "other objects", "utf-16"],
+)
+def test_a_file_of_few_records_is_left_alone(batch: Batch, written: Rewrite) -> None:
+    """It was replaced by what seemed to be records."""
+    source = batch.write(rows())
+    assert batch.run(source) == 1
+    content = written(batch.records())
+    batch.output.write_bytes(content)
+    assert batch.run(source) == 2, batch.told
+    assert "no records of this job" in batch.told
+    assert batch.output.read_bytes() == content
+    assert batch.run(source, "--restart") == 1
+    assert (batch.directory / "out.1.jsonl").read_bytes() == content
+
+
+# --- a record that is damaged ---------------------------------------------------------------------
+
+DAMAGES: dict[str, tuple[Callable[[bytes, int, int], bytes], int]] = {
+    # what becomes of bytes, given where the second record begins and the third; records it costs
+    "hole": (lambda raw, a, b: raw[: a + 20] + bytes(30) + raw[a + 50 :], 1),
+    "hole over an end": (lambda raw, a, b: raw[: b - 20] + bytes(40) + raw[b + 20 :], 2),
+    "glued": (lambda raw, a, b: raw[: a + 40] + raw[b:], 2),
+    "one line": (lambda raw, a, b: raw[: b - 1] + raw[b:], 2),
+    "twice": (lambda raw, a, b: raw[:b] + raw[a:], 0),
+    "no number": (lambda raw, a, b: raw[:a] + raw[a:b].replace(b"req_1", b"req_x") + raw[b:], 1),
+    "large": (lambda raw, a, b: raw[:a] + raw[a:b].replace(b"req_1", b"req_60000000000"), 5),
+    "digits": (lambda raw, a, b: raw[:a] + b'{"_row": %s}\n' % (b"9" * 5000) + raw[b:], 1),
+    "other": (lambda raw, a, b: raw[:a] + b'{"_row": %d, "error": null}\n' % 10**15 + raw[b:], 1),
+    "bool": (
+        lambda raw, a, b: (
+            raw[:a] + b'{"_row": true, "outputs": [], "usage": null, "error": null}\n' + raw[b:]
+        ),
+        1,
+    ),
+    "deep": (lambda raw, a, b: raw[:a] + b'{"_row":' + b"[" * 9999 + b"\n" + raw[b:], 1),
+    "above": (lambda raw, a, b: raw.replace(b"batch_req_5", b"batch_req_6"), 1),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_what_is_no_record_is_told_and_its_row_is_answered_again(batch: Batch, how: str) -> None:
+    """Only the two ends of a line were looked at: a row was missing for good, or memory ran out."""
+    source = batch.write(rows())
+    assert batch.run(source, "--in-order") == 1
+    whole = batch.output.read_bytes()
+    begins = list(itertools.accumulate(map(len, whole.splitlines(keepends=True))))
+    damage, num_lost = DAMAGES[how]
+    batch.output.write_bytes(damage(whole, *begins[:2]))
+    for code in (1, 1):
+        assert batch.run(source, "--in-order") == code, batch.told
+    assert batch.output.read_bytes() == whole
+    batch.output.write_bytes(damage(whole, *begins[:2]))
+    assert batch.run(source, "--in-order") == 1
+    assert "lines are no records, or of rows that have one" in batch.told
+    assert f"resumed {NUM_ROWS - num_lost:>27}" in batch.told
+
+
+# --- an output that is touched while the job runs -------------------------------------------------
+
+
+def replace(path: Path) -> None:
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+
+
+TOUCHES: dict[str, Callable[[Path], Any]] = {
+    "removed": lambda path: path.unlink(),
+    "moved": lambda path: path.rename(path.with_name("moved")),
+    "replaced": replace,
+    "cut": lambda path: os.truncate(path, 10),
+    "appended": lambda path: path.open("a").write("x"),
+}
+
+
+@pytest.mark.parametrize("how", TOUCHES)
+@pytest.mark.parametrize("option", ["", "--in-order", "--errors", "soon"])
+def test_an_output_that_is_touched_while_the_job_runs_is_told(
+    batch: Batch, monkeypatch: Any, how: str, option: str
+) -> None:
+    """All was said to be answered, and there was no file."""
+    append, count = Log.append, 0
+    errors = batch.directory / "e.jsonl"
+
+    def touched(self: Log, line: bytes) -> None:
+        nonlocal count
+        append(self, line)
+        count += self.path == batch.output
+        if count == 2:
+            TOUCHES[how](batch.output)
+
+    monkeypatch.setattr(Log, "append", touched)
+    if option == "soon":
+        monkeypatch.setattr(logs, "SYNC_S", 0.0)
+    source = batch.write([completion(str(i)) for i in range(600)])
+    options = {"--in-order": ["--in-order"], "--errors": ["--errors", errors]}.get(option, [])
+    assert batch.run(source, *options) == 1
+    assert batch.told.count(f"error: {batch.output} ") == 1
+    assert "while the job ran" in batch.told
+    assert "complete" not in batch.told
+    assert (count < 600) == (option == "soon"), "it is looked for whenever the disk is told"
+
+
+# --- an input that changes while the job runs -----------------------------------------------------
+
+
+def shorter(raw: bytes) -> bytes:
+    return b"".join(raw.splitlines(keepends=True)[:-2])
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {
+    "shorter": shorter,
+    "cut in a line": lambda raw: raw[:-20],
+    "edited": lambda raw: raw.replace(b"dog", b"one"),
+    "empty": lambda raw: b"",
+}
+
+
+@pytest.mark.parametrize("how", [*CHANGES, "removed"])
+@pytest.mark.parametrize("option", ["", "--in-order", "to a pipe"])
+def test_an_input_that_changes_while_the_job_runs_is_told(
+    batch: Batch, monkeypatch: Any, how: str, option: str
+) -> None:
+    """The job was complete without its last rows, or with answers to rows that nobody had asked."""
+    source = batch.write([completion(str(i), "dog") for i in range(9)])
+    work, times = Job.work, os.stat(source)
+
+    def later(self: Job, *args: Any) -> Any:
+        if how == "removed":
+            source.unlink()
+        else:
+            source.write_bytes(CHANGES[how](source.read_bytes()))
+            os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return work(self, *args)
+
+    monkeypatch.setattr(Job, "work", later)
+    options = [option] if option.startswith("--") else []
+    output = "/dev/null" if option == "to a pipe" else None
+    assert batch.run(source, *options, output=output) == 1
+    assert f"{source}: its content has changed" in batch.told
+    assert "while the job ran" in batch.told
+    assert "complete" not in batch.told
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_no_table_is_made_of_inputs_that_have_changed(
+    batch: Batch, monkeypatch: Any, form: str
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    source = batch.directory / f"in.{form}"
+
+    def write(count: int) -> None:
+        prompts = ["one"] * count
+        if form == "parquet":
+            parquet.write_table(pyarrow.table({"prompt": prompts}), source)
+        else:
+            batch.write(prompts)
+
+    work = Job.work
+
+    def later(self: Job, *args: Any) -> Any:
+        write(3)
+        return work(self, *args)
+
+    write(5)
+    monkeypatch.setattr(Job, "work", later)
+    output = batch.directory / "out.parquet"
+    assert batch.run(source, *GREEDY, output=output) == 1
+    assert "its content has changed" in batch.told
+    assert not output.exists()
+
+
+def test_a_job_without_some_of_its_rows_is_not_complete(batch: Batch, monkeypatch: Any) -> None:
+    """An input may be short while it is read, and be what it was at the end."""
+    read_lines = jobs.read_lines
+    source = batch.write(rows())
+    monkeypatch.setattr(jobs, "read_lines", lambda *args: itertools.islice(read_lines(*args), 4))
+    assert batch.run(source) == 1
+    assert "2 of 6 rows have no record" in batch.told
+    assert "complete" not in batch.told
+    monkeypatch.undo()
+
+
+# --- the small files beside it --------------------------------------------------------------------
+
+RUNS = [
+    b"run 1 " + bytes(20),
+    b"run 1 " + b"9" * 5000,
+    b"run 1 x\n2\n",
+    b"run \n",
+    b"9" * 5000 + b"\n",
+]
+RUNS += ["run 1 ٣\n٢\n".encode(), b"\xff" * 50, b"run 1 0\n99999999999999999999\n"]
+
+
+@pytest.mark.parametrize("content", RUNS)
+def test_a_file_of_runs_that_is_damaged_stops_nothing(batch: Batch, content: bytes) -> None:
+    """It was a traceback at each start."""
+    source = batch.write(rows())
+    assert batch.run(source) == 1
+    whole = batch.by_row()
+    batch.output.write_bytes(b"".join(batch.output.read_bytes().splitlines(keepends=True)[:3]))
+    batch.write(content, "out.jsonl.job.runs")
+    with contextlib.closing(Log(batch.output)):
+        assert batch.run(source) == 2
+        assert "is being written by another process" in batch.told
+    assert batch.run(source) == 1, batch.told
+    assert batch.by_row() == whole
+
+
+MANIFESTS: list[dict[str, Any]] = [
+    {"inputs": 5}, {"inputs": None}, {"inputs": [5]}, {"inputs": [{}]},
+    {"inputs": [{"name": 5, "bytes": 1}]}, {"inputs": [{"name": "x", "bytes": "1"}]},
+    {"inputs": [{"name": "x", "bytes": [1]}]}, {"created": "now"}, {"created": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", MANIFESTS)
+def test_a_manifest_of_other_types_is_refused(batch: Batch, changed: dict[str, Any]) -> None:
+    source = batch.write(rows())
+    assert batch.run(source) == 1
+    path, kept = batch.directory / "out.jsonl.job.json", batch.output.read_bytes()
+    manifest = json.loads(path.read_bytes())
+    for found in ({**manifest, **changed}, {n: v for n, v in manifest.items() if n not in changed}):
+        path.write_text(json.dumps(found))
+        assert batch.run(source) == 2
+        assert f"{path} is no manifest" in batch.told
+    assert batch.output.read_bytes() == kept
+    assert batch.run(source, "--restart") == 1, batch.told
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.job.json.tmp", "out.jsonl.tmp", "out.jsonl.job.runs"])
+def test_a_link_in_the_place_of_a_file_of_the_job_is_not_followed(batch: Batch, name: str) -> None:
+    """What it meant was overwritten."""
+    precious, source = batch.write(b"precious\n", "precious"), batch.write(rows())
+    assert batch.run(source, "--keep-input-order", "--fail-fast") == 3
+    (batch.directory / name).unlink(missing_ok=True)
+    (batch.directory / name).symlink_to(precious)
+    code = batch.run(source, "--in-order")
+    assert precious.read_bytes() == b"precious\n"
+    assert code == (2 if name.endswith("runs") else 1), batch.told
+
+
+# --- names and streams ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--output", "--errors", "--summary-json"])
+def test_a_name_with_a_nul_is_refused(batch: Batch, option: str) -> None:
+    source, name = batch.write(rows()), str(batch.directory / "a\0b.jsonl")
+    before = sorted(os.listdir(batch.directory))
+    options = () if option == "--output" else (option, name)
+    assert batch.run(source, *options, output=name if option == "--output" else None) == 2
+    assert "a name of a file has no NUL" in batch.told
+    assert sorted(os.listdir(batch.directory)) == before
+
+
+@pytest.mark.parametrize("stream", [">&-", "1</dev/null"])
+def test_answers_are_not_written_to_a_closed_stdout(batch: Batch, stream: str) -> None:
+    """All of them were gone, and the exit code was 0."""
+    source = batch.write([{"prompt": "one", "max_tokens": 1}])
+    command = f"{sys.executable} -m nanoengine.cli.main batch demo {source} --output - {stream}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "--output - writes to stdout, which is closed" in done.stderr
+    assert "Traceback" not in done.stderr

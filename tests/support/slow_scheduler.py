@@ -1,0 +1,22 @@
+"""SlowScheduler: the formula for each sequence at each step, oracle of the Scheduler's shortcut.
+
+It asks the BlockManager at each decode, and takes each token the long way.
+"""
+
+from __future__ import annotations
+
+from nanoengine.core.plan import StepPlan
+from nanoengine.core.scheduler import Scheduler
+from nanoengine.core.sequence import Sequence, Status
+
+
+class SlowScheduler(Scheduler):
+    def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
+        budget = self.max_num_batched_tokens
+        before = tuple(self.running)
+        for i, seq in enumerate(before):
+            if seq.status is Status.RUNNING:
+                num_behind = len(before) - 1 - i
+                budget -= self._schedule_next(plan, scheduled, seq, budget - num_behind)
+            assert seq.slots_ready_until == 0
+        return budget

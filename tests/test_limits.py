@@ -1,0 +1,226 @@
+"""What a reader may have to hold: lines a room, the way of one prompt, and what a start loads.
+
+Each limit is a number of its own. A change that needs more room raises its line, in a commit that
+does nothing else and says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nanoengine"
+
+ROOMS = {
+    ".": 1240,
+    "assets": 10,
+    "attention": 1350,
+    "bench": 700,
+    "checkpoint": 1780,
+    "cli": 1150,
+    "core": 2960,
+    "features": 1860,
+    "jobs": 2300,
+    "kernels": 3780,
+    "layers": 2310,
+    "models": 1080,
+    "observe": 2390,
+    "parallel": 670,
+    "ranks": 450,
+    "runner": 2460,
+    "settings": 790,
+    "small": 610,
+    "text": 950,
+}
+"""Code lines that a room may have (`make loc`); "." are the modules at the top."""
+
+MODULES_AT_THE_TOP = 8
+SPINE_FILES, SPINE_LINES, SPINE_SHARE = 32, 3_700, 0.25
+"""Files that one plain prompt passes, their code lines, and the share of these that runs."""
+STEP_CALLS, STEP_CHANGES = 30, 15
+"""Calls of a plain decode step outside of the model, and how often the next is in another file."""
+
+LOADED = [
+    "attention.base",
+    "attention.batch",
+    "attention.fp8",
+    "attention.naive",
+    "build",
+    "checkpoint.config",
+    "checkpoint.families",
+    "checkpoint.files",
+    "checkpoint.find",
+    "checkpoint.keys",
+    "checkpoint.names",
+    "checkpoint.plan",
+    "checkpoint.quantization",
+    "checkpoint.readers",
+    "checkpoint.rope",
+    "checkpoint.slots",
+    "checkpoint.weights",
+    "core.admission",
+    "core.block_manager",
+    "core.block_pool",
+    "core.doors",
+    "core.engine_stats",
+    "core.layout",
+    "core.make",
+    "core.plan",
+    "core.policies",
+    "core.prefix_cache",
+    "core.prefixes",
+    "core.requests",
+    "core.row_allocator",
+    "core.scheduler",
+    "core.sequence",
+    "core.stats",
+    "core.waiting",
+    "engine",
+    "errors",
+    "features.stages",
+    "layers.attention",
+    "layers.collectives",
+    "layers.embedding",
+    "layers.kernels",
+    "layers.layer",
+    "layers.linear",
+    "layers.norm",
+    "layers.rotary",
+    "layers.shard",
+    "llm",
+    "llm_calls",
+    "models.decoder",
+    "models.loader",
+    "outputs",
+    "runner.greedy",
+    "runner.kv_cache",
+    "runner.memory",
+    "runner.model_runner",
+    "runner.numerics",
+    "runner.row_buffers",
+    "runner.start",
+    "runner.step",
+    "runner.transfers",
+    "settings.checks",
+    "settings.config",
+    "settings.drafts",
+    "settings.json_file",
+    "settings.params",
+    "settings.structured",
+    "settings.tiers",
+    "settings.vllm_names",
+    "text.prompt_forms",
+    "text.prompts",
+    "text.tokenizer",
+    "text.tokenizer_file",
+    "turns",
+    "version",
+]
+"""All modules of the package that a plain greedy `generate` loads with attention_backend="naive":
+what nobody asked for is not loaded. `__init__` of rooms are left out."""
+LOADED_ON_A_CPU = [
+    "attention.cpu",
+    "layers.cpu_decoder",
+    "layers.packed",
+    "layers.placement",
+    "models.cpu",
+]
+"""What the default on a CPU loads besides, its compiled functions in kernels/ left out;
+attention.naive and fp8 stay out."""
+LOADED_LINES, LOADED_LINES_ON_A_CPU = 9_500, 12_500
+
+GENERATE = """
+import json, sys
+from nanoengine import LLM, SamplingParams
+options = {"attention_backend": sys.argv[2], "device": "cpu", "num_kv_blocks": 64}
+with LLM(sys.argv[1], **options) as llm:
+    llm.generate("Tom", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+found = {n: getattr(m, "__file__", None) for n, m in sys.modules.items()}
+print(json.dumps({n: f for n, f in found.items() if n.partition(".")[0] == "nanoengine" and f}))
+print(json.dumps(sorted({n.partition(".")[0] for n in found})))
+"""
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+loc = tool("loc")
+
+
+def lines_of(path: Path | str) -> int:
+    return loc.measure(Path(path).read_text(encoding="utf-8")).lines
+
+
+def test_each_room_stays_within_its_lines():
+    rooms: dict[str, int] = defaultdict(int)
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        rooms[parts[0] if len(parts) > 1 else "."] += lines_of(path)
+    assert rooms.keys() == ROOMS.keys(), "a room has its line in the table"
+    assert {room: n for room, n in rooms.items() if n > ROOMS[room]} == {}
+
+
+def test_few_modules_stand_at_the_top():
+    outside = {"__init__.py", "__main__.py", "version.py"}
+    found = {path.name for path in PACKAGE.glob("*.py")} - outside
+    assert len(found) <= MODULES_AT_THE_TOP, found
+
+
+def test_the_way_of_one_prompt_is_short():
+    spine = tool("spine").measure()
+    assert len(spine.files) <= SPINE_FILES
+    assert spine.lines <= SPINE_LINES
+    assert spine.share >= SPINE_SHARE
+    assert spine.decode.calls <= STEP_CALLS
+    assert spine.decode.changes <= STEP_CHANGES
+    paths = {file.path for file in spine.files}
+    assert {"llm.py", "engine.py", "core/scheduler.py", "core/block_manager.py"} <= paths
+    assert {"runner/model_runner.py", "models/decoder.py", "attention/naive.py"} <= paths
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_a_plain_generate_loads_what_it_needs(backend):
+    from nanoengine.assets import demo_model_path
+
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(demo_model_path()), backend],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ours, tops = map(json.loads, done.stdout.splitlines()[-2:])
+    expected = {f"nanoengine.{name}" for name in LOADED}
+    most = LOADED_LINES
+    assert "triton" not in tops and "transformers" not in tops
+    if backend == "naive":
+        assert "numba" not in tops
+    else:
+        expected -= {"nanoengine.attention.naive", "nanoengine.attention.fp8"}
+        expected |= {f"nanoengine.{name}" for name in LOADED_ON_A_CPU}
+        most = LOADED_LINES_ON_A_CPU
+    assert sum(map(lines_of, ours.values())) <= most
+    named = {name for name, file in ours.items() if not file.endswith("__init__.py")}
+    assert {name for name in named if ".kernels." not in name} == expected
+
+
+def test_no_class_has_the_name_of_another():
+    """Those of `small/` are meant to have the names of their large twins."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if "small" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
