@@ -24,6 +24,7 @@ from nanoengine.core.engine_stats import EngineStats
 from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
+from nanoengine.forked import require_unforked
 from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
@@ -36,7 +37,7 @@ from nanoengine.text.prompt_forms import (
 )
 from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import Calls, require_unforked
+from nanoengine.turns import Calls
 
 LOOK_AHEAD = 8
 """Prompts that a stream pulls beyond max_num_seqs: a row freed by a step is filled in the next."""

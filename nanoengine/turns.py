@@ -10,21 +10,20 @@ Two locks, because a thread that steps in a loop takes a lock again before one t
 wakes up: who waits holds the *door*, and who wants another turn must pass through it first.
 
 Each `LLMEngine` has `Turns`, each `LLM` has `Calls`. A process that was forked from an engine's
-never has a turn. Neither class knows what an engine does.
+never has a turn (forked.py). Neither class knows what an engine does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from nanoengine.errors import EngineDeadError, NanoEngineError
+from nanoengine.forked import watch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,8 +39,7 @@ class Turns:
     def __init__(self) -> None:
         self.why_over = ""
         self.make_locks()
-        _watch_forks()
-        _all_turns.add(self)
+        watch(self)
 
     def make_locks(self) -> None:
         """New locks, which nobody holds.
@@ -99,39 +97,6 @@ def one_at_a_time(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenat
                 turns.owner = None
 
     return wrapped  # type: ignore[return-value]  # it is bound like any method
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-_all_turns: weakref.WeakSet[Turns] = weakref.WeakSet()
-_why_no_engine = ""
-
-
-def require_unforked() -> None:
-    """Raises EngineDeadError in a process that was forked from one which has had an engine.
-
-    Why: OpenMP ends a process that uses it on both sides of a fork, and CUDA can't start again.
-    """
-    if _why_no_engine:
-        raise EngineDeadError(_why_no_engine)
-
-
-@functools.cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_disown)
-
-
-def _disown() -> None:
-    """In a child: the engines are its parent's, and another thread may have held their locks."""
-    global _why_no_engine
-    _why_no_engine = (
-        "this process was forked from one that has had an engine, and neither its threads nor its"
-        " GPU come along: start processes by multiprocessing.get_context('spawn'), or fork before"
-        " the first engine is made"
-    )
-    for turns in _all_turns:
-        turns.why_over = _why_no_engine
-        turns.make_locks()
 
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ CHAIN: tuple[set[str], ...] = (
     {"kernels"},
     {"small"},
     {"core"},
+    {"forked"},
     {"settings", "errors", "version", "assets"},
 )
 """Rooms and top-level modules. One imports what stands to its right, below it here, and itself."""
@@ -215,7 +216,13 @@ def test_an_engine_for_a_gpu_needs_no_numba():
     run_python("-c", f"import sys; sys.modules['numba'] = None; import {modules}")
 
 
-PLAIN = ["settings.checks", "settings.params", "layers.shard", "small.block_pool", "small.sampler"]
+PLAIN = [
+    "settings.checks",
+    "settings.params",
+    "layers.collectives",
+    "small.block_pool",
+    "small.sampler",
+]
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *(f"core.{name}" for name in CORE)])

@@ -94,7 +94,7 @@ LOADED = [
     "layers.linear",
     "layers.norm",
     "layers.rotary",
-    "layers.shard",
+    "layers.collectives",
     "llm",
     "llm_calls",
     "models.decoder",

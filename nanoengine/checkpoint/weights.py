@@ -16,8 +16,7 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, listed, read_tensors
-from nanoengine.checkpoint.names import TensorNames
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
 
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)")

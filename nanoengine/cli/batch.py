@@ -58,7 +58,7 @@ class BatchArgs(EngineArgs):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
-    """Files, globs, or - for stdin: .jsonl, .txt, .csv, .parquet, also with .gz or .zst."""
+    """Files, globs, or - for stdin: .jsonl, .txt, .csv, packed or not, .parquet."""
     output: str
     """Where records go: .jsonl, .parquet, or - for stdout."""
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
@@ -83,7 +83,7 @@ class BatchArgs(EngineArgs):
     keep_input_order: bool = False
     """Run rows in the order of the inputs; it changes no result, only the speed."""
     strict: bool = False
-    """Refuse to start if a custom_id stands twice."""
+    """Refuse to start if a custom_id, or an id, stands twice."""
     max_row_mib: float = 16.0
     """A row above this is an error record [MiB]."""
     max_errors: int | None = None

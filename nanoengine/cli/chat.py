@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nanoengine.settings.params import SamplingParams
 
 PROMPT = "> "
+COMMANDS = ("/system", "/reset", "/save", "/stats", "/quit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class Chat:
             if line == "/quit":
                 return
             if line.startswith("/"):
-                self._command(*line[1:].split(maxsplit=1))
+                self._command(line)
             elif line:
                 self._answer(line)
 
@@ -121,42 +122,34 @@ class Chat:
 
     # --- commands -------------------------------------------------------------------------------
 
-    def _command(self, name: str = "", rest: str = "") -> None:
-        commands = {
-            "system": self._set_system,
-            "reset": self._reset,
-            "save": self._save,
-            "stats": self._stats,
-        }
-        if name not in commands:
-            known = [f"/{one}" for one in (*commands, "quit")]
-            print(f"unknown command {'/' + name!r}; {nearest('/' + name, known)}")
-            return
-        commands[name](rest)
+    def _command(self, line: str) -> None:
+        match line.split(maxsplit=1):
+            case ["/system", *rest]:
+                self._system = rest[0] if rest else None
+                self._reset()
+            case ["/reset", *_]:
+                self._reset()
+            case ["/save", path]:
+                self._save(path)
+            case ["/save"]:
+                print("/save needs the name of a file")
+            case ["/stats", *_]:
+                stats = self._llm.stats()
+                print(
+                    f"{stats.prefill_tokens:,} prompt tokens computed, {stats.output_tokens:,}"
+                    f" generated; {stats.cache_hit_rate:.0%} of prompt tokens were cache hits"
+                )
+            case [name, *_]:
+                print(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
 
-    def _reset(self, rest: str = "") -> None:
-        self.messages.clear()
-        if self._system is not None:
-            self.messages.append({"role": "system", "content": self._system})
+    def _reset(self) -> None:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.messages[:] = system
 
-    def _set_system(self, rest: str) -> None:
-        self._system = rest or None
-        self._reset()
-
-    def _save(self, rest: str) -> None:
-        if not rest:
-            print("/save needs the name of a file")
-            return
+    def _save(self, path: str) -> None:
         try:
-            with open(rest, "w", encoding="utf-8", errors="backslashreplace") as file:
+            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump({"messages": self.messages}, file, ensure_ascii=False)
                 file.write("\n")
         except OSError as error:
-            print(f"{rest} can't be written: {error.strerror}")
-
-    def _stats(self, rest: str) -> None:
-        stats = self._llm.stats()
-        print(
-            f"{stats.prefill_tokens:,} prompt tokens computed, {stats.output_tokens:,} generated;"
-            f" {stats.cache_hit_rate:.0%} of prompt tokens were cache hits"
-        )
+            print(f"{path} can't be written: {error.strerror}")

@@ -82,9 +82,10 @@ def main(args: GenerateArgs) -> int:
         if to_a_terminal() and is_one and not args.watch:
             return _show_growing(llm, tasks[0])
         outputs = _outputs(llm, tasks, watch=args.watch)
-        if to_a_terminal():
-            return _show(tasks, outputs)
-        return _write(tasks, outputs, Recorder(args.model))
+    recorder, shown = Recorder(args.model), to_a_terminal()
+    for task, output in zip(tasks, outputs, strict=True):
+        sys.stdout.write(_text(task, output) if shown else _record(recorder, task, output))
+    return int(any(output.error is not None for output in outputs))
 
 
 def to_a_terminal() -> bool:
@@ -120,29 +121,17 @@ def _outputs(llm: LLM, tasks: list[Task], *, watch: bool) -> list[RequestOutput]
         return llm.generate(rows, use_tqdm=False, on_error="record")
 
 
-def _write(tasks: list[Task], outputs: list[RequestOutput], recorder: Recorder) -> int:
-    failed = 0
-    for task, output in zip(tasks, outputs, strict=True):
-        error = output.error
-        failed += error is not None
-        record = (
-            recorder.answer(task, output)
-            if error is None
-            else recorder.failure(task, RowError("invalid_request", error))
-        )
-        sys.stdout.write(record.decode())
-    return 1 if failed else 0
+def _record(recorder: Recorder, task: Task, output: RequestOutput) -> str:
+    if output.error is None:
+        return recorder.answer(task, output).decode()
+    return recorder.failure(task, RowError("invalid_request", output.error)).decode()
 
 
-def _show(tasks: list[Task], outputs: list[RequestOutput]) -> int:
-    failed = 0
-    for task, output in zip(tasks, outputs, strict=True):
-        failed += output.error is not None
-        print(f"[{task.row}] {output.prompt!r}")
-        for completion in output.outputs:
-            error = completion.error
-            print(f"    {completion.text!r}" if error is None else f"    error: {error}")
-    return 1 if failed else 0
+def _text(task: Task, output: RequestOutput) -> str:
+    lines = [f"[{task.row}] {output.prompt!r}"]
+    for one in output.outputs:
+        lines.append(f"    {one.text!r}" if one.error is None else f"    error: {one.error}")
+    return "\n".join(lines) + "\n"
 
 
 def _show_growing(llm: LLM, task: Task) -> int:

@@ -177,7 +177,7 @@ class Forks:
         """
         scheduler = self.scheduler
         scheduler.drop_ended()
-        while scheduler.waiting and scheduler.running and not scheduled:
+        while scheduler.num_waiting and scheduler.running and not scheduled:
             assert scheduler.running[-1].awaits_choice, scheduler.running[-1]
             scheduler.preempt(
                 plan, "it awaits a choice, and one that is queued needs row or blocks"

@@ -158,25 +158,9 @@ class StepPlan:
 
     def __str__(self) -> str:
         """The step in words: what runs, and why anything unusual happened."""
-        decodes = sum(n == 1 for n in self.num_scheduled_tokens)
-        lines = [
-            f"step {self.step}: {self.num_tokens} tokens in {len(self.rows)} sequences"
-            f" ({decodes} of them one token), {sum(n > 0 for n in self.num_logits)} sampled"
-        ]
-        for new in self.admitted:
-            lines.append(
-                f"  admit seq {new.seq_id} to row {new.row}: {len(new.token_ids)} tokens,"
-                f" {new.num_cached_tokens} of them cached"
-            )
-        lines += [f"  fork row {f.parent_row} to row {f.row} as seq {f.seq_id}" for f in self.forks]
-        lines += [f"  copy block {c.src} to {c.dst} (copy-on-write)" for c in self.block_copies]
-        lines += [f"  {t.kind} {len(t.device_ids)} blocks, {t.tier} tier" for t in self.transfers]
-        lines += [
-            f"  preempt seq {p.seq_id} at {p.num_computed_tokens} tokens: {p.reason}"
-            for p in self.preempted
-        ]
-        lines += [f"  {reason}" for reason in self.reasons]
-        return "\n".join(lines)
+        from nanoengine.core.plan_words import in_words
+
+        return in_words(self)
 
 
 class TokenLogprob(NamedTuple):

@@ -1,6 +1,7 @@
 """What is checked of a request that names token ids or counts, of a fork, and of an eviction.
 
-Called by the RequestChecker and by LLMEngine, before anything is queued or changed.
+And what is said of one that the pool can't hold. Called by the RequestChecker and by LLMEngine,
+before anything is queued or changed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterable
 
+from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import RequestError
 from nanoengine.settings.params import SamplingParams
@@ -86,3 +88,35 @@ def check_block_ids(block_ids: Iterable[int], num_blocks: int) -> list[int]:
         if not is_int or not 1 <= block_id <= last:
             raise RequestError(f"block ids must be integers in [1, {last}], got {block_id!r}")
     return list(map(int, block_ids))
+
+
+def check_salt(cache_salt: object) -> None:
+    """Raises RequestError unless a cache salt is a string that UTF-8 can hold."""
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt can't be encoded as UTF-8: {error}") from error
+
+
+def too_large(num_tokens: int, at_least: str, manager: BlockManager) -> str:
+    """The message for a prompt that the pool can never hold; `at_least`: it may have more."""
+    kept = manager.num_watermark_blocks
+    reserve = f", of which the watermark keeps {kept} free" if kept else ""
+    return (
+        f"the prompt of {at_least}{num_tokens} tokens needs {manager.num_blocks_for(num_tokens)} KV"
+        f" blocks of {manager.block_size} tokens, the pool has {manager.pool.num_usable}{reserve}:"
+        f" shorten it, or raise num_kv_blocks or kv_cache_gib"
+        f"{' or lower watermark_frac' if kept else ''}"
+    )
+
+
+def pool_too_small(num_tokens: int, manager: BlockManager) -> str:
+    """The message for a sequence that has grown, or is to come back, and that no pool can hold."""
+    return (
+        f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"
+        f" {manager.block_size} tokens, the pool has {manager.pool.num_usable}"
+        f" ({manager.num_watermark_blocks} kept as watermark): raise num_kv_blocks or"
+        f" kv_cache_gib, or ask for fewer tokens"
+    )

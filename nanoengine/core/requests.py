@@ -86,7 +86,10 @@ class RequestChecker:
             raise RequestError(f"priority must be an integer, got {priority!r}")
         if key is not None and not isinstance(key, str):
             raise RequestError(f"key must be a string, got {key!r}")
-        _check_salt(cache_salt)
+        if cache_salt is not None:
+            from nanoengine.core.request_options import check_salt
+
+            check_salt(cache_salt)
         if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, SequenceOf):
             raise RequestError(
                 f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r}"
@@ -142,14 +145,9 @@ class RequestChecker:
                 " max_model_len"
             )
         if not manager.can_ever_allocate(num_tokens):
-            kept = manager.num_watermark_blocks
-            reserve = f", of which the watermark keeps {kept} free" if kept else ""
-            raise CapacityError(
-                f"the prompt of {at_least}{num_tokens} tokens needs"
-                f" {manager.num_blocks_for(num_tokens)} KV blocks of {info.block_size} tokens, the"
-                f" pool has {manager.pool.num_usable}{reserve}: shorten it, or raise num_kv_blocks"
-                f" or kv_cache_gib{' or lower watermark_frac' if kept else ''}"
-            )
+            from nanoengine.core.request_options import too_large
+
+            raise CapacityError(too_large(num_tokens, at_least, manager))
 
 
 def has_options(params: SamplingParams) -> bool:
@@ -169,14 +167,3 @@ def has_options(params: SamplingParams) -> bool:
 def _is_int(value: object) -> bool:
     # Perf: the abstract class is asked for NumPy's integers alone.
     return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
-
-
-def _check_salt(cache_salt: object) -> None:
-    if cache_salt is None:
-        return
-    if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
-    try:
-        cache_salt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"cache_salt can't be encoded as UTF-8: {error}") from error

@@ -76,7 +76,6 @@ class Scheduler:
         if policy is not None:
             policy.watch(self.ended)
         self.seq_ids = itertools.count()
-        self._block_size = block_manager.block_size
         self._clear()
 
     def _clear(self) -> None:
@@ -91,12 +90,12 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """True while a step has something to do or to commit."""
-        return bool(self.running or self.waiting or self._in_flight or self._done)
+        return bool(self.running or self.num_waiting or self._in_flight or self._done)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for admission."""
-        return len(self.waiting)
+        return self.waiting.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -246,7 +245,7 @@ class Scheduler:
         """Finds blocks for a running sequence, at the cost of those behind it if need be."""
         while not self.block_manager.may_append(seq, num_new):
             if len(self.running) == 1:
-                self.fail(seq, self._too_small_for(seq.num_computed_tokens + num_new))
+                self._fail_for_size(seq, seq.num_computed_tokens + num_new)
                 return False
             reason = f"seq {seq.seq_id} needs a block and none is free"
             if self.preempt(plan, reason) is seq:
@@ -274,7 +273,7 @@ class Scheduler:
         if start < seq.num_preempted_tokens:
             self.stats.recomputed_tokens += min(end, seq.num_preempted_tokens) - start
         seq.num_computed_tokens = end
-        if end // self._block_size > seq.num_registered_blocks:
+        if end // self.block_manager.block_size > seq.num_registered_blocks:
             self.block_manager.prefix_cache.register(seq)
         if samples:
             seq.num_pending_tokens += 1
@@ -317,7 +316,7 @@ class Scheduler:
             admission = manager.can_allocate(seq, keep_watermark=bool(self.running))
             if admission.verdict is Verdict.NEVER:
                 self.waiting.push(seq)  # it ends as a waiting one
-                self.fail(seq, self._too_small_for(seq.num_tokens))
+                self._fail_for_size(seq, seq.num_tokens)
                 continue
             num_new = seq.num_tokens - admission.num_cached_tokens
             too_long = not self.chunked_prefill and num_new > budget
@@ -439,21 +438,16 @@ class Scheduler:
         if seq.extras is not None and self.special is not None:
             self.special.on_failure(seq)
 
+    def _fail_for_size(self, seq: Sequence, num_tokens: int) -> None:
+        from nanoengine.core.request_options import pool_too_small
+
+        self.fail(seq, pool_too_small(num_tokens, self.block_manager))
+
     def fail_result(self, seq: Sequence, message: str) -> None:
         """The same for one whose step went wrong: what its blocks hold may be what is wrong."""
         held = [block_id for table in seq.block_tables for block_id in table]
         self.fail(seq, message)
         self.block_manager.prefix_cache.invalidate(held)
-
-    def _too_small_for(self, num_tokens: int) -> str:
-        """The message for a sequence that the pool can never hold."""
-        manager = self.block_manager
-        return (
-            f"{num_tokens} tokens need {manager.num_blocks_for(num_tokens)} KV blocks of"
-            f" {manager.block_size} tokens, the pool has {manager.pool.num_usable}"
-            f" ({manager.num_watermark_blocks} kept as watermark): raise num_kv_blocks or"
-            f" kv_cache_gib, or ask for fewer tokens"
-        )
 
     def drop_ended(self) -> None:
         """Takes out of `running` whoever has ended."""

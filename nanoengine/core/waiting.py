@@ -29,9 +29,6 @@ class WaitingQueue:
         self.heap: list[tuple[tuple[int, int, int], Sequence]] = []
         self.num_waiting = 0
 
-    def __len__(self) -> int:
-        return self.num_waiting
-
     def push(self, seq: Sequence) -> None:
         """Queues a sequence at its place in the order."""
         seq.status = Status.WAITING
@@ -77,9 +74,9 @@ class LookAhead:
         wait, as the policy says. None if the queue is empty, or none may go before those passed
         over."""
         is_far = len(self.passed_over) > MAX_LOOK_AHEAD
-        if not self._queue or is_far or any(map(_waits_long, self.passed_over)):
+        if not self._queue.num_waiting or is_far or any(map(_waits_long, self.passed_over)):
             return None
-        if self._next_to_admit is not None and len(self._queue) <= few:
+        if self._next_to_admit is not None and self._queue.num_waiting <= few:
             return self._queue.pop_next(self._next_to_admit)
         return self._queue.pop()
 

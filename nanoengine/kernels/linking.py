@@ -17,15 +17,18 @@ import functools
 import gc
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import binding
+from llvmlite import ir as llvm
 from numba import types
 from numba.core import cgutils, ir
+from numba.core.callwrapper import PyCallWrapper
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_machinery import register_pass
 from numba.core.lowering import Lower
+from numba.core.pythonapi import EnvironmentManager, PythonAPI
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering, NativeParforLowering
 from numba.parfors.parfor_lowering import ParforLower
@@ -113,8 +116,52 @@ def borrowed(context: Any, builder: Any, of: types.Type, value: Any) -> Any:
     return value
 
 
+class Objects(PythonAPI):
+    """What is written to turn results into Python's objects: constants lie ready.
+
+    numba has Python unpickle the class of each array at each call. Ctrl-C is raised there, and the
+    code goes on with no class and a result: "returned a result with an exception set".
+    """
+
+    constants: EnvironmentManager
+
+    def serialize_object(self, value: Any) -> Any:
+        """A constant, which `unserialize` gives back as it is."""
+        return Ready(self.constants.read_const(self.constants.add_const(value)))
+
+    def unserialize(self, source: Any) -> Any:
+        return source.value if isinstance(source, Ready) else super().unserialize(source)
+
+
+class Ready(NamedTuple):
+    """A constant's place in the code."""
+
+    value: Any
+
+
+class CallFromPython(PyCallWrapper):
+    """The function that Python calls, around the one that is compiled."""
+
+    def build_wrapper(self, api: Any, builder: Any, *of_call: Any) -> None:
+        super().build_wrapper(Objects(self.context, builder), builder, *of_call)
+
+    def get_env(self, api: Any, builder: Any) -> EnvironmentManager:
+        api.constants = super().get_env(api, builder)
+        return api.constants
+
+
 class Borrowing:
     """What is written for a function's arguments, and where it returns."""
+
+    def create_cpython_wrapper(self, release_gil: bool = False) -> None:
+        """Writes what Python calls."""
+        module, called = self.context.create_module("wrapper"), self.fndesc
+        kind = self.context.call_conv.get_function_type(called.restype, called.argtypes)
+        function = llvm.Function(module, kind, called.llvm_func_name)
+        CallFromPython(
+            self.context, module, function, called, self.env, self.call_helper, release_gil
+        ).build()
+        self.library.add_ir_module(module)
 
     def extract_function_arguments(self) -> list[Any]:
         given = super().extract_function_arguments()

@@ -29,7 +29,7 @@ from torch import nn
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.shard import Shard
+from nanoengine.layers.collectives import Shard
 
 Masks = Callable[[], np.ndarray | None]
 

@@ -2,7 +2,7 @@
 
 Nothing here is global, so two engines, or two ranks of one model, live in one process.
 
-Special: `shard.py` and `collectives.py`, a model on several ranks.
+Special: `collectives.py`, a model on several ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels
-from nanoengine.layers.shard import Shard
 
 
 class Layer(nn.Module):

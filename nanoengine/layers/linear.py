@@ -17,9 +17,9 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, empty_parameter, ordered
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.shard import Shard
 
 
 class Linear(Layer):

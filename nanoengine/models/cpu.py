@@ -20,11 +20,11 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_layers as kernels
 from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
 from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers, place_parameters
-from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
 
 

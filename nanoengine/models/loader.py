@@ -12,9 +12,8 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import Stored, stored_tensors
-from nanoengine.checkpoint.names import TensorNames
 from nanoengine.checkpoint.plan import LayerPlan
-from nanoengine.checkpoint.slots import OwnsWeights, WeightSlot
+from nanoengine.checkpoint.slots import OwnsWeights, TensorNames, WeightSlot
 from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import LinearMethod

@@ -24,12 +24,12 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.causal_conv import CausalConv
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.delta_rule import DeltaInputs, scan, step, through_chunks
 from nanoengine.layers.kernels import empty_parameter
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.other_linears import OneTensor
-from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import taken
 
 

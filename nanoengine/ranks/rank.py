@@ -161,8 +161,7 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
     setup: Setup = parent.next()
     import torch
 
-    from nanoengine.layers.collectives import Collectives
-    from nanoengine.layers.shard import Shard
+    from nanoengine.layers.collectives import Collectives, Shard
     from nanoengine.runner.model_runner import ModelRunner
 
     torch.set_num_threads(setup.num_threads)

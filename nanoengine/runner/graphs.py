@@ -34,8 +34,7 @@ from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.greedy import pack_tokens
 from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.special_rows import SpecialRows
-from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import Mark
+from nanoengine.runner.step import LaunchedStep, Mark
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]

@@ -23,8 +23,7 @@ from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampled import SampledTokens, to_records
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.runner.scores import PromptScorer
-from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import Mark
+from nanoengine.runner.step import LaunchedStep, Mark
 
 
 class SpecialRows:

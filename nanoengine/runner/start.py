@@ -34,8 +34,8 @@ from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.memory import free_gpu_bytes, plan_memory, require_memory
 from nanoengine.runner.numerics import make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.runner.step import LaunchedStep
-from nanoengine.runner.transfers import Download, Mark, event_now
+from nanoengine.runner.step import LaunchedStep, Mark
+from nanoengine.runner.transfers import Download
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -176,6 +176,8 @@ class RunnerParts:
         self.now: Callable[[], Mark] = time.perf_counter
         self.start_download: Callable[[list[torch.Tensor]], Download] | None = None
         if self.device.type == "cuda":
+            from nanoengine.runner.gpu_clock import event_now
+
             side_stream = torch.cuda.Stream(self.device)
             self.start_download = functools.partial(Download, stream=side_stream)
             self.now = event_now

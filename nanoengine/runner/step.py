@@ -20,7 +20,10 @@ import torch
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.runner.greedy import NO_TOKEN
 from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
-from nanoengine.runner.transfers import Download, Mark, event_seconds
+from nanoengine.runner.transfers import Download
+
+Mark = float | torch.cuda.Event
+"""A moment, by the clock of whoever does the work: the host's [s], or a GPU's own."""
 
 
 class SpecialResult(Protocol):
@@ -76,6 +79,8 @@ class LaunchedStep:
         if isinstance(first, float):
             self.times.forward_s, self.times.sample_s = second - first, third - second
         else:
+            from nanoengine.runner.gpu_clock import event_seconds
+
             self.times.forward_s, self.times.sample_s = event_seconds(self.marks)
 
     def _take(self, packed: torch.Tensor, result: StepResult) -> None:

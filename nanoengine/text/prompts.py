@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from nanoengine.core.requests import CheckedRequest, RequestChecker
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.outputs import RequestOutput, error_output
+from nanoengine.outputs import RequestOutput
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import Row, parse_prompt
 from nanoengine.text.tokenizer import Tokenizer
@@ -160,6 +160,8 @@ class PromptReader:
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
+        from nanoengine.text.failed import error_output
+
         return error_output(next(self.request_ids), index, text, token_ids, message, key=key)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

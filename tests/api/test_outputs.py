@@ -12,10 +12,10 @@ from nanoengine.outputs import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
-    error_output,
     logprob_dicts,
     request_metrics,
 )
+from nanoengine.text.failed import error_output
 
 
 def fake_request(*marks: tuple[float | None, float | None, float | None, float | None, int]):

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from nanoengine.checkpoint import files, weights
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.layers.shard import Shard
 from nanoengine.models import loader
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.loader import weight_slots

@@ -3,6 +3,7 @@ the same from Python."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,3 +127,30 @@ def test_a_borrowed_array_is_not_returned(kind):
     assert caller(X, LENGTHS, 2) == 2
     with pytest.raises(AssertionError, match="borrowed"):
         caller(X, LENGTHS, 0)
+
+
+def test_an_interrupt_while_a_kernel_runs_is_no_error_of_the_kernel(counted_memory):
+    """It is raised where Python runs next, and a call of a kernel may run none."""
+
+    def halves(x):
+        return x[: len(x) // 2].copy(), x[len(x) // 2 :].copy()
+
+    def on_alarm(*of_signal):
+        raise KeyboardInterrupt
+
+    def call_until(seconds):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            kernel(LENGTHS)
+
+    kernel = Kernel(halves, options())
+    assert [half.tolist() for half in kernel(LENGTHS)] == [[1], [3, 4]]
+    before, usual = rtsys.get_allocation_stats(), signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        for _ in range(300):
+            with pytest.raises(KeyboardInterrupt):
+                call_until(0.0005)
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    after = rtsys.get_allocation_stats()
+    assert after.alloc - before.alloc == after.free - before.free

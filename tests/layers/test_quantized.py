@@ -26,6 +26,7 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.options import engine_options
 from nanoengine.errors import WeightLoadError
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
     QuantizedLinear,
@@ -39,7 +40,6 @@ from nanoengine.layers.quantized_weight import (
     quantize,
     unpack_pairs,
 )
-from nanoengine.layers.shard import Shard
 from nanoengine.models import loader
 from nanoengine.models.loader import model_size
 from tests.support.checkpoints import make_checkpoint

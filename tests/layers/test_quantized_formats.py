@@ -19,9 +19,9 @@ from nanoengine.checkpoint.quantization import (
     resolve_quantization,
 )
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import unpack_words
-from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
 from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError
+from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
-from nanoengine.layers.shard import Shard
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.numerics import make_kernels
 from tests.support.checkpoints import make_checkpoint

@@ -16,7 +16,6 @@ import pytest
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.build import build_engine
-from nanoengine.cli.bench import BenchArgs
 from nanoengine.core.sequence import Request, SequenceMoves
 from nanoengine.errors import ConfigError, TraceError
 from nanoengine.observe.trace import trace_engine
@@ -200,8 +199,6 @@ def test_steps_to_trace() -> None:
 
 
 def test_a_trace_is_of_one_engine_and_its_directory_is_there() -> None:
-    with pytest.raises(ConfigError, match="--sweep runs several engines"):
-        BenchArgs(trace="t", sweep="max_num_seqs=1,2")
     with pytest.raises(ConfigError, match="a trace is of one engine"):
         local_replicas({"model": "m", "device": "cpu", "trace": "t"}, 2)
     with pytest.raises(ConfigError, match="its directory must be there"):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.layers.collectives import LOOPBACK, Collectives
-from nanoengine.layers.shard import Shard
+from nanoengine.layers.collectives import LOOPBACK, Collectives, Shard
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint

@@ -1,0 +1,57 @@
+"""What a process that was forked from an engine's must not do: use that engine, or make one.
+
+Why: OpenMP ends a process that uses it on both sides of a fork, CUDA can't start again, and another
+thread may have held the engine's locks. Called by turns.py and by `LLM`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from typing import Protocol
+
+from nanoengine.errors import EngineDeadError
+
+
+class Owned(Protocol):
+    """What belongs to the process that made it: see `Turns`."""
+
+    why_over: str
+
+    def make_locks(self) -> None:
+        """New locks, which nobody holds."""
+
+
+_all: weakref.WeakSet[Owned] = weakref.WeakSet()
+_why_no_engine = ""
+
+
+def watch(owned: Owned) -> None:
+    """Ends it in processes that are forked from this one."""
+    _watch_forks()
+    _all.add(owned)
+
+
+def require_unforked() -> None:
+    """Raises EngineDeadError in a process that was forked from one which has had an engine."""
+    if _why_no_engine:
+        raise EngineDeadError(_why_no_engine)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_disown)
+
+
+def _disown() -> None:
+    """In a child: the engines are its parent's."""
+    global _why_no_engine
+    _why_no_engine = (
+        "this process was forked from one that has had an engine, and neither its threads nor its"
+        " GPU come along: start processes by multiprocessing.get_context('spawn'), or fork before"
+        " the first engine is made"
+    )
+    for owned in _all:
+        owned.why_over = _why_no_engine
+        owned.make_locks()
