@@ -22,12 +22,12 @@ def make_parser() -> argparse.ArgumentParser:
     """What `python bench.py --help` shows."""
     parser = argparse.ArgumentParser(
         "bench.py",
+        usage="bench.py [a question] [options of the workload and of the engine]",
         description="Measures nanoengine: throughput beside what the hardware could do, and more.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    question = parser.add_mutually_exclusive_group()
-    add = question.add_argument
+    add = parser.add_argument_group("a question").add_mutually_exclusive_group().add_argument
     add("--gpu-report", action="store_true", help="measure an NVIDIA GPU: docs/gpu.md")
     add(
         "--ablate",
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("gpu-report.json"), help="the file of --gpu-report")
     add_fields(parser.add_argument_group("the workload"), WorkOptions)
     add_fields(parser.add_argument_group("the engine"), EngineConfig)
-    return parser  # fmt: skip
+    return parser
 
 
 def add_fields(parser: Any, options_class: type) -> None:

@@ -133,7 +133,7 @@ tokens          {r.prefill_tokens:,} prefilled, {r.output_tokens:,} generated
 preemptions     {r.preemptions:,}
 prefill waste   {r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens again
 prefix cache    {r.hit_rate:.1%} of the tokens looked up
-blocks         {r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of {usable}
+blocks          {r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of {usable}
 empty slots     {r.mean_waste_slots:,.0f} in the mean, {r.peak_waste_slots:,} at most
 estimated       {estimated}
 simulated in    {r.wall_s:.2f} s"""

@@ -272,6 +272,7 @@ def _library(
             "structured_outputs need the tokenizer, and this LLM was made with"
             " skip_tokenizer_init=True"
         )
+    _llguidance()  # Why first: each row of a job may ask, and a tokenizer takes up to a second.
     tokenizer = Tokenizer.load(
         config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
     )
@@ -286,10 +287,14 @@ def library_of(
     Raises:
         MissingDependencyError: it is not installed.
     """
+    return _llguidance()(tokenizer, vocab_size, eos_token_ids)
+
+
+def _llguidance() -> Callable[..., GrammarLibrary]:
     try:
         from nanoengine.features.llguidance_grammars import LLGuidance
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
         ) from error
-    return LLGuidance(tokenizer, vocab_size, eos_token_ids)
+    return LLGuidance

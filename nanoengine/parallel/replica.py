@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from nanoengine.errors import MissingDependencyError, NanoEngineError
+from nanoengine.errors import NanoEngineError
 from nanoengine.parallel.feed import Feed
 from nanoengine.text.prompt_forms import Row
 
@@ -43,7 +43,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRefused:
-    """The model can't be loaded, or a row needs a package; a caller is told the reason as it is."""
+    """The model can't be loaded; a caller is told the reason as it is."""
 
     error: NanoEngineError
 
@@ -91,9 +91,6 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
         for output in llm.stream(iter(feed), on_error="record"):
             feed.finished()
             connection.send(output)
-    except MissingDependencyError as error:
-        connection.send(ReplicaRefused(error=error))  # Why no death: it would be missing again.
-        feed.drop()
     except (NanoEngineError, OSError):
         raise  # Why: the engine is dead, or the parent.
     except Exception as error:

@@ -156,7 +156,6 @@ class Replica:
 
         Raises:
             EngineDeadError: the process has died.
-            MissingDependencyError: a row needs a package that the process lacks.
             RuntimeError: the stream failed in the process; it can be used on.
         """
         num_left, has_more = 0, True
@@ -177,8 +176,6 @@ class Replica:
             elif isinstance(found, EngineStats):
                 self.stats = found
                 self.on_stats()
-            elif isinstance(found, ReplicaRefused):
-                raise found.error
             else:
                 assert isinstance(found, Failed)
                 if has_more:

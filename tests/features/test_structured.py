@@ -133,7 +133,9 @@ def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need
     reader = PromptReader(None, engine.checker, iter("ab"), SamplingParams)
     with pytest.raises(MissingDependencyError, match=r"prompt 0: struct.*need llguidance:"):
         reader.read_all([[5]], params, None, "raise")
-    # Why no end of the call: other prompts need no library, and may be the most of a night.
+    # Why no end of the call: other prompts need no library, and may be the most of a night. The
+    # tokenizer would be loaded for each that does.
+    monkeypatch.setattr(Tokenizer, "load", None)
     (output,) = reader.read_all([[5]], params, None, "record")
     assert output.error is not None and "need llguidance: pip install" in output.error
     run(engine, [[5]], replace(params, structured_outputs=None))

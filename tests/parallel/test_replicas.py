@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from nanoengine.cli import main as cli
-from nanoengine.errors import ConfigError, EngineDeadError, MissingDependencyError
+from nanoengine.errors import ConfigError, EngineDeadError
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import Input, RowError
 from nanoengine.jobs.work import TooManyErrorsError, Work
@@ -266,16 +266,6 @@ def test_few_rows_are_shared_evenly() -> None:
 def test_what_a_replica_refuses_is_raised_as_it_is() -> None:
     with pytest.raises(ConfigError, match="the script refuses"):
         local_replicas({**OPTIONS, "tokenizer": "refuse"}, 2)
-
-
-@pytest.mark.usefixtures("scripted")
-def test_a_package_that_a_row_needs_is_no_fault_of_the_row() -> None:
-    work, records = make_work(["p"] * 5 + ["missing"])
-    with local_replicas(OPTIONS, 2) as engines:
-        with pytest.raises(MissingDependencyError, match="the script lacks a package"):
-            engines.answer(work)
-        assert 5 not in records and not work.counts.failed
-        wait_until(lambda: all(map(is_gone, pids(engines))))
 
 
 def test_a_replica_that_dies_while_it_loads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

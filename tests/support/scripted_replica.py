@@ -5,8 +5,8 @@
 It loads no torch, so a process is there at once.
 
 A prompt is a string: "die" ends the process by SIGKILL while the row runs, "hang" stops it, "raise"
-has the stream raise, "missing" has it lack a package; anything else is answered with itself and its
-key, `SLOW_S` after the step that took it in.
+has the stream raise; anything else is answered with itself and its key, `SLOW_S` after the step
+that took it in.
 
 `tokenizer`: "refuse" has the model refused; a path has it refused from the second start on. With
 "DIE_AT_START=PATH" the process dies as often as there are lines in that file.
@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
-from nanoengine.errors import ConfigError, MissingDependencyError
+from nanoengine.errors import ConfigError
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.parallel import replica
 from nanoengine.text.prompt_forms import PAUSE
@@ -85,8 +85,6 @@ class ScriptedLLM:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if row.prompt == "raise":
                     raise ValueError("the script raises")
-                if row.prompt == "missing":
-                    raise MissingDependencyError("the script lacks a package")
             for observer in self.engine.observers:
                 observer.on_step(None, None, None)
             if running:
