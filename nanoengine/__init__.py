@@ -7,6 +7,7 @@ transformers.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from nanoengine.version import __version__ as __version__
@@ -84,6 +85,11 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(f"nanoengine.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+# Programs written for vLLM import from these modules too; each holds the names above.
+for _module in ("inputs", "sampling_params"):
+    sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]
 
 
 def __dir__() -> list[str]:

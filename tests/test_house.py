@@ -212,7 +212,7 @@ def test_the_tests_of_the_core_need_no_torch():
 
 
 def test_an_engine_for_a_gpu_needs_no_numba():
-    modules = "nanoengine.build, nanoengine.layers.triton_linear, benchmarks.suite.gpu.suite"
+    modules = "nanoengine.build, nanoengine.models.triton, benchmarks.suite.gpu.suite"
     run_python("-c", f"import sys; sys.modules['numba'] = None; import {modules}")
 
 

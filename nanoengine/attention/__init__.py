@@ -71,14 +71,12 @@ def make_backend(
             what it can.
         MissingDependencyError: its package is not installed.
     """
-    options: dict[str, bool] = {}
-    if deterministic:
-        if name != "triton":
-            raise ConfigError(
-                f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
-                " leave it out; greedy tokens seldom show last bits"
-            )
-        options["deterministic"] = True
+    if deterministic and name != "triton":
+        raise ConfigError(
+            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
+            " leave it out; greedy tokens seldom show last bits"
+        )
+    options = {"deterministic": True} if deterministic else {}
     backend = backend_class(name)(
         device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options
     )

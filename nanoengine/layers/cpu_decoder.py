@@ -2,7 +2,7 @@
 
 Why: one token through a small model is hundreds of calls from Python, and they take a third of its
 time. The plain form, `DecoderLayer.forward`, says what is computed; this gives the same bits
-(`tests/layers/test_cpu_decoder.py`). Made by `models/fuse.py` once the weights are loaded. A layer
+(`tests/layers/test_cpu_decoder.py`). Made by `models/cpu.py` once the weights are loaded. A layer
 whose MLP has no kernel is the last of its call, which ends before that.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,44 +22,38 @@ from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.kernels.cpu_decoder import decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.held import Held, type_of
-from nanoengine.layers.attention import Attention
-from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 
 NO_ROWS = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """What a decoder layer is made of: norms before attention and MLP, behind them, or both;
-    `scale` is the factor on what either adds; `rotation` says which of the model's rotations the
-    layer has, None: there is one. `rest` is what computes an MLP without a kernel, and
-    what stands behind it; the gated one has `gate_up` and `down` instead."""
+    """What a decoder layer is made of. What only variants have is asked for by name, so that their
+    file is loaded for them alone.
 
-    norm: RMSNorm | None
-    qkv: QKVLinear
-    head_norm: HeadNormWeights | None
-    attention: Attention
-    o: RowParallelLinear
-    attention_output_norm: RMSNorm | None
-    mlp_norm: RMSNorm | None
-    gate_up: MergedLinear | None = None
-    down: RowParallelLinear | None = None
-    mlp_output_norm: RMSNorm | None
-    activation: str
-    scale: float
-    rotation: int | None = None
-    rest: Callable[[torch.Tensor], torch.Tensor] | None = None
+    Attributes:
+        before, behind: the norms of attention and of the MLP, before them and behind; None: none.
+        gated: the MLP, where it is a gated one; else `rest` is what computes it without a kernel,
+            and what stands behind it.
+        scale: the factor on what attention and MLP add.
+        rotation: which of the model's rotations the layer has; None: there is one.
+    """
 
-    @property
-    def linears(self) -> list[MergedLinear | RowParallelLinear]:
-        found = self.qkv, self.o, self.gate_up, self.down
-        return [linear for linear in found if linear is not None]
-
-    @property
-    def norms(self) -> list[RMSNorm]:
-        found = self.norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm
-        return [norm for norm in found if norm is not None]
+    def __init__(self, layer: Any) -> None:
+        """`layer` is a `DecoderLayer`."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention, self.head_norm = attention.attention, attention.norm_weights
+        self.before = layer.input_layernorm, layer.post_attention_layernorm
+        behind = "attention_output_norm", "mlp_output_norm"
+        self.behind = tuple(getattr(layer, name, None) for name in behind)
+        self.norms = [norm for norm in (*self.before, *self.behind) if norm is not None]
+        self.gated = mlp if hasattr(mlp, "gate_up_proj") else None
+        self.rest = None if self.gated else layer.mlp_part
+        self.linears = [attention.qkv_proj, attention.o_proj]
+        if self.gated:
+            self.linears += [mlp.gate_up_proj, mlp.down_proj]
+        self.scale = getattr(layer, "scale", 1.0)
+        self.rotation = getattr(layer, "rotation", None)
 
 
 class _FusedCall(NamedTuple):
@@ -179,7 +172,7 @@ def _operands(parts: LayerParts, backend: CPUBackend) -> tuple[Any, Any]:
         )
     qkv, o, *of_mlp = (linear.method.operands(linear.bias) for linear in parts.linears)
     any_norm = parts.norms[0]
-    before, behind = parts.norm is not None, parts.attention_output_norm is not None
+    (norm, mlp_norm), (output_norm, mlp_output_norm) = parts.before, parts.behind
 
     def weight_of(norm: RMSNorm | None) -> np.ndarray:
         return (norm or any_norm).weight.detach().numpy()
@@ -188,17 +181,17 @@ def _operands(parts: LayerParts, backend: CPUBackend) -> tuple[Any, Any]:
     heads_and_dims = spec.num_heads, spec.num_kv_heads, spec.head_dim, backend.block_size
     of_heads = head_norm.weight.detach().numpy()
     first = (
-        (weight_of(parts.norm), qkv, of_heads, backend.operand, backend.sinks(spec)),
-        (heads_and_dims, window, kind, before),
+        (weight_of(norm), qkv, of_heads, backend.operand, backend.sinks(spec)),
+        (heads_and_dims, window, kind, norm is not None),
         (real(any_norm.eps), real(head_norm.eps), real(spec.scale), real(spec.softcap or 0)),
     )
     mlp: tuple[Any, ...] = ()
-    if parts.gate_up is not None:
-        inner = sum(parts.gate_up.parts.values()) // 2
-        mlp = *of_mlp, weight_of(parts.mlp_output_norm), inner, GATES[parts.activation]
+    if parts.gated is not None:
+        inner = sum(parts.gated.gate_up_proj.parts.values()) // 2
+        mlp = *of_mlp, weight_of(mlp_output_norm), inner, GATES[parts.gated.activation]
     second = (
-        (o, weight_of(parts.attention_output_norm), weight_of(parts.mlp_norm)),
+        (o, weight_of(output_norm), weight_of(mlp_norm)),
         mlp,
-        (real(any_norm.eps), behind, real(parts.scale)),
+        (real(any_norm.eps), output_norm is not None, real(parts.scale)),
     )
     return first, second

@@ -2,7 +2,7 @@
 
 Why: one call for each expert costs Python 30 us, and a token has eight in each layer. The readable
 form is `Router` and `Experts`; tests/layers/test_cpu_experts.py compares the two. Made by
-`models/fuse.py` once the weights are loaded.
+`models/cpu.py` once the weights are loaded.
 """
 
 from __future__ import annotations

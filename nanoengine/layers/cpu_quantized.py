@@ -29,14 +29,24 @@ def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
     return CPUWeightOnlyLinear if quantization.activations == "float" else CPUQuantizedLinear
 
 
-class QuantizedHead(QuantizedLinear):
-    """A quantized weight, all of whose outputs are computed to find the largest."""
+class PanelLinear(QuantizedLinear):
+    """A quantized weight in panels; its largest output is found among all that are computed."""
+
+    is_packed = True
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.is_packed and self.order is None
+
+    def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
+        """What the kernel reads of this weight, and the bias, zeros if there is none."""
+        if self._operands is None or self._bias is not bias:
+            added = _bias_of(bias, self.out_features)
+            self._bias, self._operands = bias, (*self.weight_operands(), added)
+        return self._operands
 
     def argmax(
-        self,
-        x: torch.Tensor,
-        softcap: float | None = None,
-        masks: Masks | None = None,
+        self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         bits = NO_MASKS if masks is None else masks()
         if softcap is not None or bits is None:
@@ -46,7 +56,7 @@ class QuantizedHead(QuantizedLinear):
         return torch.from_numpy(ids), torch.from_numpy(largest)
 
 
-class CPUQuantizedLinear(QuantizedHead):
+class CPUQuantizedLinear(PanelLinear):
     """A quantized weight in panels. Activations are quantized row by row, so that a row's result
     has the same bits alone and in any batch.
 
@@ -54,10 +64,6 @@ class CPUQuantizedLinear(QuantizedHead):
     to the output's factor. What has another form (int8 in groups, groups that are no multiple of
     32) is computed as `QuantizedLinear` does.
     """
-
-    @property
-    def has_kernel(self) -> bool:
-        return self.is_packed and self.order is None
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
@@ -95,13 +101,6 @@ class CPUQuantizedLinear(QuantizedHead):
         kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
 
-    def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        """What the kernel reads of this weight, and the bias, zeros if there is none."""
-        if self._operands is None or self._bias is not bias:
-            added = _bias_of(bias, self.out_features)
-            self._bias, self._operands = bias, (*self.weight_operands(), added)
-        return self._operands
-
     def weight_operands(self) -> tuple[Any, ...]:
         """What the kernel reads of this weight."""
         arrays = self.values.numpy(), self.scales.numpy()
@@ -111,16 +110,12 @@ class CPUQuantizedLinear(QuantizedHead):
         return *arrays, self.group_scales.numpy(), self.zeros.numpy(), units
 
 
-class CPUWeightOnlyLinear(QuantizedHead):
+class CPUWeightOnlyLinear(PanelLinear):
     """A quantized weight times float32 activations: each panel is made floats when it is read.
 
     The multiplication is that of float32, so many rows are no faster than there; memory is that of
     the whole numbers. A row's result has the same bits alone and in any batch.
     """
-
-    @property
-    def has_kernel(self) -> bool:
-        return self.order is None
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
@@ -140,13 +135,6 @@ class CPUWeightOnlyLinear(QuantizedHead):
         operands = self.operands(bias)
         floats.linear_dequantized(x.contiguous().numpy(), *operands, out, num_workers())
         return torch.from_numpy(out)
-
-    def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        """As those of `CPUQuantizedLinear`."""
-        if self._operands is None or self._bias is not bias:
-            added = _bias_of(bias, self.out_features)
-            self._bias, self._operands = bias, (*self.weight_operands(), added)
-        return self._operands
 
     def weight_operands(self) -> tuple[Any, ...]:
         """As those of `CPUQuantizedLinear`."""

@@ -153,10 +153,7 @@ class LinearMethod(nn.Module, ABC):
         return kernels.gate(self.apply(x, None), activation)
 
     def argmax(
-        self,
-        x: torch.Tensor,
-        softcap: float | None = None,
-        masks: Masks | None = None,
+        self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest of `apply(x, None)` in each row of x [L, in_features] where the method finds
         it without computing all: index [L] int64, the lowest among equals, and value [L], NaN if

@@ -2,7 +2,7 @@
 
 Nothing here is global, so two engines, or two ranks of one model, live in one process.
 
-Special: `shard.py` and `collectives.py`, a model on several ranks.
+Special: `collectives.py`, a model on several ranks.
 """
 
 from __future__ import annotations

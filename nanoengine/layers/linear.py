@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import Kernels, empty_parameter, ordered
@@ -41,6 +42,27 @@ class Linear(Layer):
         self.bias = (
             empty_parameter((out_features,), context.dtype, context.device) if bias else None
         )
+
+    def slots_of(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        part: tuple[slice, ...],
+        rows: slice,
+        order: torch.Tensor | None = None,
+    ) -> dict[str, WeightSlot]:
+        """Slots of the checkpoint's matrix `name` and its bias; see `LinearMethod.weight_slot`."""
+        slots = {
+            f"{name}.weight": self.method.weight_slot(
+                name, shape=shape, part=part, rows=rows, order=order
+            )
+        }
+        if self.bias is not None:
+            store = self.bias[rows].copy_
+            slots[f"{name}.bias"] = WeightSlot(
+                shape=shape[:1], part=part[:1], store=lambda bias: store(ordered(bias, order))
+            )
+        return slots
 
 
 class MergedLinear(Linear):
@@ -81,51 +103,39 @@ class MergedLinear(Linear):
         for name, size in self.parts.items():
             part = self.shards[name].slice(size, name)
             rows = slice(start, start + part.stop - part.start)
-            slots |= self.slots_of(f"{beside}.{name}", size, part, rows)
+            shape, order = (size, self.in_features), self.row_order(name, rows.stop - start)
+            slots |= self.slots_of(f"{beside}.{name}", shape, (part,), rows, order)
             start = rows.stop
         return slots
 
-    def slots_of(
-        self, name: str, size: int, part: slice, rows: slice, order: torch.Tensor | None = None
-    ) -> dict[str, WeightSlot]:
-        """Slots of one tensor of `size` outputs, of which `part` goes to `rows`, and its bias; for
-        `order` see `LinearMethod.weight_slot`."""
-        slots = {
-            f"{name}.weight": self.method.weight_slot(
-                name, shape=(size, self.in_features), part=(part,), rows=rows, order=order
-            )
-        }
-        if self.bias is not None:
-            store = self.bias[rows].copy_
-            slots[f"{name}.bias"] = WeightSlot(
-                shape=(size,), part=(part,), store=lambda bias: store(ordered(bias, order))
-            )
-        return slots
+    def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
+        """Which of the `num_rows` outputs that this rank has of a matrix comes first, second, ...:
+        [num_rows] int64; None: they stay in the checkpoint's order."""
+        return None
 
 
 class QKVLinear(MergedLinear):
     """The query, key and value projections as one: [..., (H + 2 K) * D] of this rank's heads.
 
     A rank holds whole heads; `check_ranks` has refused rank counts that don't divide them. Where
-    ranks are more than KV heads, several hold the same one.
+    ranks are more than KV heads, several hold the same one. `query_rows` is how many outputs a
+    query head has for each of its dimensions.
     """
 
     def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        context: ModelContext,
+        self, name: str, config: ModelConfig, context: ModelContext, query_rows: int = 1
     ) -> None:
-        q, kv = num_heads * head_dim, num_kv_heads * head_dim
-        parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        shared = context.shard.of_heads(num_kv_heads)
-        shards = {"q_proj": context.shard, "k_proj": shared, "v_proj": shared}
-        super().__init__(name, hidden_size, parts, bias=bias, context=context, shards=shards)
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        shared = context.shard.of_heads(config.num_key_value_heads)
+        super().__init__(
+            name,
+            config.hidden_size,
+            {"q_proj": q * query_rows, "k_proj": kv, "v_proj": kv},
+            bias=config.plan.qkv_bias,
+            context=context,
+            shards={"q_proj": context.shard, "k_proj": shared, "v_proj": shared},
+        )
 
 
 class RowParallelLinear(Linear):
@@ -152,11 +162,4 @@ class RowParallelLinear(Linear):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         rows, columns = slice(0, self.shape[0]), self.shard.slice(self.shape[1], path)
-        slots = {
-            f"{path}.weight": self.method.weight_slot(
-                path, shape=self.shape, part=(slice(None), columns), rows=rows
-            )
-        }
-        if self.bias is not None:
-            slots[f"{path}.bias"] = WeightSlot(shape=self.shape[:1], store=self.bias.copy_)
-        return slots
+        return self.slots_of(path, self.shape, (slice(None), columns), rows)

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from nanoengine.attention.base import HeadNormWeights
+from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.kernels import empty_parameter
 from nanoengine.layers.layer import Layer, ModelContext
@@ -60,16 +60,14 @@ class HeadNorm(Layer):
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        spec: AttentionSpec,
         eps: float,
         *,
         context: ModelContext,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads, shape = num_heads, (num_heads + num_kv_heads, head_dim)
+        self.num_heads, shape = spec.num_heads, (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self.weight = empty_parameter(shape, dtype or context.dtype, context.device)
         self.weights = HeadNormWeights(weight=self.weight, eps=eps)
 

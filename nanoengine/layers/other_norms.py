@@ -14,22 +14,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanoengine.attention.base import HeadNormWeights
+from nanoengine.attention.base import AttentionSpec, HeadNormWeights
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import NormKind
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.kernels import empty_parameter, ordered
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.norm import HeadNorm, RMSNorm
+from nanoengine.layers.other_rotary import head_order
 
 
-def make_norm(
-    kind: NormKind, size: int, eps: float, *, bias: bool, context: ModelContext
-) -> RMSNorm | LayerNorm:
+def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
     """The norm over the hidden size that a family has."""
+    kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
     if kind == "layer":
-        return LayerNorm(size, eps, bias=bias, context=context)
+        return LayerNorm(*sizes, bias=config.plan.norm_bias, context=context)
     norm = CenteredNorm if kind == "centered" else RMSNorm
-    return norm(size, eps, context=context, dtype=norm_dtype(kind, context.dtype))
+    return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
 
 def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
@@ -75,26 +76,13 @@ class LayerNorm(Layer):
 
 
 class OtherHeadNorm(HeadNorm):
-    """The norm of each head, of another kind, or with a head's dimensions in another order.
+    """The norm of each head, of the family's kind, with a head's dimensions in the order that
+    `other_rotary.head_order` says."""
 
-    Args:
-        order: [D], as `OtherQKV` has them; None: the checkpoint's.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        kind: NormKind,
-        order: torch.Tensor | None,
-        *,
-        context: ModelContext,
-    ) -> None:
-        dtype = norm_dtype(kind, context.dtype)
-        super().__init__(num_heads, num_kv_heads, head_dim, eps, context=context, dtype=dtype)
-        self.kind, self.order = kind, order
+    def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
+        dtype = norm_dtype(config.plan.norm, context.dtype)
+        super().__init__(spec, config.rms_norm_eps, context=context, dtype=dtype)
+        self.kind, self.order = config.plan.norm, head_order(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H + K, D] -> the same, each head normed, where no backend does it."""
@@ -114,29 +102,17 @@ class WidthNorm(Layer):
     Source: OLMo 2 (arXiv 2501.00656), section 3.3.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        kind: NormKind,
-        order: torch.Tensor | None,
-        *,
-        context: ModelContext,
-    ) -> None:
-        """`num_heads` and `num_kv_heads` are those of all ranks."""
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.ranks, self.all_reduce = context.shard.world_size, context.all_reduce
-        self.eps, self.head_dim, self.order = eps, head_dim, order
-        self.heads = {"q_norm": num_heads, "k_norm": num_kv_heads}
-        self.shards = [context.shard.of_heads(heads) for heads in self.heads.values()]
-        self.counts = [
-            shard.split(heads)
-            for shard, heads in zip(self.shards, self.heads.values(), strict=True)
-        ]
-        dtype = norm_dtype(kind, context.dtype)
-        self.weight = empty_parameter((sum(self.counts), head_dim), dtype, context.device)
+        self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
+        self.order = head_order(config)
+        heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads = dict(zip(("q_norm", "k_norm"), heads, strict=True))
+        self.shards = [context.shard.of_heads(count) for count in heads]
+        self.counts = [s.split(count) for s, count in zip(self.shards, heads, strict=True)]
+        dtype = norm_dtype(config.plan.norm, context.dtype)
+        self.weight = empty_parameter((sum(self.counts), self.head_dim), dtype, context.device)
 
     @property
     def weights(self) -> HeadNormWeights | None:

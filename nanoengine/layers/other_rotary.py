@@ -11,31 +11,21 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.attention.base import Rotation
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.layers.layer import ModelContext
-from nanoengine.layers.rotary import RotaryEmbedding
+from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
 
 class PartialRotary(RotaryEmbedding):
-    """Turns the first `rotary_dim` dimensions of a head."""
-
-    def __init__(
-        self,
-        rope: RopeConfig,
-        head_dim: int,
-        max_positions: int,
-        *,
-        rotary_dim: int,
-        context: ModelContext,
-    ) -> None:
-        self.rotary_dim = rotary_dim
-        super().__init__(rope, head_dim, max_positions, context=context)
+    """Turns the first `plan.rotary_dim` dimensions of a head."""
 
     def make_table(
-        self, rope: RopeConfig, head_dim: int, max_positions: int
+        self, rope: RopeConfig, config: ModelConfig, num_positions: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = super().make_table(rope, self.rotary_dim, max_positions)
-        still = (0, (head_dim - self.rotary_dim) // 2)
+        size = config.plan.rotary_dim
+        assert size is not None
+        cos, sin = cos_and_sin(rope, size, num_positions)
+        still = (0, (config.head_dim - size) // 2)
         return F.pad(cos, still, value=1.0), F.pad(sin, still)
 
 
@@ -43,23 +33,19 @@ class NoRotary(RotaryEmbedding):
     """Turns nothing, whatever the position."""
 
     def make_table(
-        self, rope: RopeConfig, head_dim: int, max_positions: int
+        self, rope: RopeConfig, config: ModelConfig, num_positions: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)
+        return torch.ones(1, config.head_dim // 2), torch.zeros(1, config.head_dim // 2)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         return super().forward(torch.zeros_like(positions))
 
 
-def head_order(head_dim: int, rotary_dim: int | None, *, interleaved: bool) -> torch.Tensor | None:
+def head_order(config: ModelConfig) -> torch.Tensor | None:
     """Which dimension of a checkpoint's head each of ours is, [D] int64, so that those turned
-    together are i and i + D / 2; None: they are so already.
-
-    Args:
-        rotary_dim: how many of the first dimensions are turned; None: all.
-        interleaved: neighbours are turned together; else the halves of `rotary_dim`.
-    """
-    size = rotary_dim or head_dim
+    together are i and i + D / 2; None: they are so already."""
+    head_dim, interleaved = config.head_dim, config.plan.interleaved
+    size = config.plan.rotary_dim or head_dim
     if size == head_dim and not interleaved:
         return None
     turned = torch.arange(size)

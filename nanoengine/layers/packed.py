@@ -137,10 +137,7 @@ class ScreenedHead(PackedLinear):
         return self.values.numpy(), self.scales.numpy(), self.slack.numpy()
 
     def argmax(
-        self,
-        x: torch.Tensor,
-        softcap: float | None = None,
-        masks: Masks | None = None,
+        self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.values is None or len(x) > MOST_ROWS:
             return None

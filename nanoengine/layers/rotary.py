@@ -15,37 +15,35 @@ from __future__ import annotations
 import torch
 
 from nanoengine.attention.base import Rotation
+from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.errors import ConfigError
 from nanoengine.layers.layer import Layer, ModelContext
 
 
 class RotaryEmbedding(Layer):
-    """Looks up the rotation of each position: a table of [max_positions, head_dim], cos then sin.
+    """Looks up the rotation of each position: a table of [num_positions, head_dim], cos then sin.
 
     Raises:
         ConfigError: `context.max_positions` passes the model's longest context.
     """
 
-    def __init__(
-        self, rope: RopeConfig, head_dim: int, max_positions: int, *, context: ModelContext
-    ) -> None:
+    def __init__(self, rope: RopeConfig, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        wanted = max_positions if context.max_positions is None else context.max_positions
-        if not 1 <= wanted <= max_positions:
+        longest = config.max_position_embeddings
+        wanted = longest if context.max_positions is None else context.max_positions
+        if not 1 <= wanted <= longest:
             raise ConfigError(
-                f"max_model_len={wanted} must be in [1, {max_positions}], the model's context"
+                f"max_model_len={wanted} must be in [1, {longest}], the model's context"
             )
-        table = torch.cat(self.make_table(rope, head_dim, wanted), dim=-1)
+        table = torch.cat(self.make_table(rope, config, wanted), dim=-1)
         self.register_buffer("table", table.to(context.device, context.dtype), persistent=False)
 
     def make_table(
-        self, rope: RopeConfig, head_dim: int, max_positions: int
+        self, rope: RopeConfig, config: ModelConfig, num_positions: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [max_positions, head_dim / 2] each."""
-        positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_positions))
-        return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        """cos and sin, [num_positions, head_dim / 2] each."""
+        return cos_and_sin(rope, config.head_dim, num_positions)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """positions [T] -> cos, sin, [T, 1, head_dim / 2] each."""
@@ -53,12 +51,21 @@ class RotaryEmbedding(Layer):
         return cos, sin
 
 
-def inverse_frequencies(rope: RopeConfig, size: int, max_positions: int) -> torch.Tensor:
+def cos_and_sin(
+    rope: RopeConfig, size: int, num_positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each position and each pair of `size` dimensions, [num_positions, size / 2] float32."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope, size, num_positions))
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+def inverse_frequencies(rope: RopeConfig, size: int, num_positions: int) -> torch.Tensor:
     """Radians per position of each pair of `size` dimensions, [size / 2] float32, in an engine of
-    `max_positions`."""
+    so many positions."""
     wavelengths = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.type == "default":
         return 1.0 / wavelengths
     from nanoengine.layers.rope_scaling import scaled
 
-    return scaled(rope, wavelengths, max_positions)
+    return scaled(rope, wavelengths, num_positions)

@@ -25,7 +25,7 @@ from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
 from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear, ScreenedHead
 from nanoengine.layers.placement import place_buffers, place_parameters
-from nanoengine.models.decoder import CausalLM, DecoderLayer, GatedMLP
+from nanoengine.models.decoder import CausalLM
 
 
 class CPUKernels(Kernels):
@@ -67,16 +67,16 @@ class CPUKernels(Kernels):
             key: size if key == "hidden_size" else shard.split(size)
             for key, size in config.linear_inputs.items()
         }
-        if any(size % 2 for size in sizes.values()):
-            if dtype == torch.bfloat16:
-                given = " and ".join(f"{key}={size}" for key, size in sizes.items())
-                raise ConfigError(
-                    f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
-                    f" {given}, which must be even on each rank: set dtype='float32'"
-                )
-            return between, dtype
+        odd = any(size % 2 for size in sizes.values())
+        if odd and dtype == torch.bfloat16:
+            given = " and ".join(f"{key}={size}" for key, size in sizes.items())
+            raise ConfigError(
+                f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
+                f" {given}, which must be even on each rank: set dtype='float32'"
+            )
         stored = getattr(torch, config.dtype)
-        return between, stored if dtype == torch.float32 and stored.itemsize == 2 else dtype
+        in_16_bits = dtype == torch.float32 and stored.itemsize == 2 and not odd
+        return between, stored if in_16_bits else dtype
 
     def exact_linear(self, name: str) -> LinearMethod:
         """Weights in panels; the head has a screen."""
@@ -132,7 +132,7 @@ class CPUKernels(Kernels):
         decoder = model.model
         decoder.stack = []
         for layer in decoder.layers:
-            parts = _parts(layer)
+            parts = None if getattr(layer, "needs_torch", False) else LayerParts(layer)
             before = decoder.stack[-1] if decoder.stack else None
             if parts is None or not FusedLayers.takes(parts):
                 decoder.stack.append(layer)
@@ -140,28 +140,3 @@ class CPUKernels(Kernels):
                 before.append(parts)
             else:
                 decoder.stack.append(FusedLayers(parts))
-
-
-def _parts(layer: DecoderLayer) -> LayerParts | None:
-    """What the layer is made of; None where it is not of the kernel's form. What only variants have
-    is asked for by name, so that their file is loaded for them alone."""
-    if getattr(layer, "needs_torch", False):
-        return None
-    attention, mlp = layer.self_attn, layer.mlp
-    gated = mlp if isinstance(mlp, GatedMLP) else None
-    return LayerParts(
-        norm=layer.input_layernorm,
-        qkv=attention.qkv_proj,
-        head_norm=attention.norm_weights,
-        attention=attention.attention,
-        o=attention.o_proj,
-        attention_output_norm=getattr(layer, "attention_output_norm", None),
-        mlp_norm=layer.post_attention_layernorm,
-        gate_up=None if gated is None else gated.gate_up_proj,
-        down=None if gated is None else gated.down_proj,
-        mlp_output_norm=getattr(layer, "mlp_output_norm", None),
-        activation="" if gated is None else gated.activation,
-        scale=getattr(layer, "scale", 1.0),
-        rotation=getattr(layer, "rotation", None),
-        rest=layer.mlp_part if gated is None else None,
-    )

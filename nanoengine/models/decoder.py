@@ -92,9 +92,7 @@ class Decoder(Layer):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, context=context)
-        self.rotary = RotaryEmbedding(
-            config.ropes[0], config.head_dim, config.max_position_embeddings, context=context
-        )
+        self.rotary = RotaryEmbedding(config.ropes[0], config, context)
         self.layers = nn.ModuleList(
             DecoderLayer(index, config, context) for index in range(config.num_hidden_layers)
         )
@@ -149,42 +147,37 @@ class SelfAttention(Layer):
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        hidden, self.head_dim = config.hidden_size, config.head_dim
-        self.qkv_proj = QKVLinear(
-            f"{path}.qkv_proj",
-            hidden,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=self.head_dim,
-            bias=config.plan.qkv_bias,
-            context=context,
-        )
+        self.head_dim, inner = config.head_dim, config.num_attention_heads * config.head_dim
+        bias = config.plan.output_bias
+        self.qkv_proj = self.make_qkv(f"{path}.qkv_proj", config, context)
         self.o_proj = RowParallelLinear(
-            f"{path}.o_proj",
-            heads * self.head_dim,
-            hidden,
-            bias=config.plan.output_bias,
-            context=context,
+            f"{path}.o_proj", inner, config.hidden_size, bias=bias, context=context
         )
-        spec = AttentionSpec(
-            num_heads=context.shard.split(heads),
-            num_kv_heads=context.shard.of_heads(kv_heads).split(kv_heads),
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
-            sliding_window=config.sliding_windows[index],
-        )
+        spec = self.make_spec(index, config, context)
         self.norm_weights: HeadNormWeights | None = None
         if config.plan.head_norm is not None:
-            self.head_norm = HeadNorm(
-                spec.num_heads,
-                spec.num_kv_heads,
-                self.head_dim,
-                config.rms_norm_eps,
-                context=context,
-            )
+            self.head_norm = self.make_norm(spec, config, context)
             self.norm_weights = self.head_norm.weights
         self.attention = Attention(spec, context.kernels.attention)
+
+    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
+        """The projections to heads."""
+        return QKVLinear(path, config, context)
+
+    def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
+        """What the layer's attention computes."""
+        kv_heads = config.num_key_value_heads
+        return AttentionSpec(
+            num_heads=context.shard.split(config.num_attention_heads),
+            num_kv_heads=context.shard.of_heads(kv_heads).split(kv_heads),
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[index],
+        )
+
+    def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
+        """The norm of heads."""
+        return HeadNorm(spec, config.rms_norm_eps, context=context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -196,7 +189,11 @@ class SelfAttention(Layer):
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)); `inner` is the size between."""
+    """down(act(gate(x)) * up(x)); `inner` is the size between.
+
+    Attributes:
+        linear: the layer of gate and up.
+    """
 
     linear = MergedLinear
 

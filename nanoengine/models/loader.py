@@ -91,18 +91,14 @@ def load_model(
 
 
 def model_class(config: ModelConfig) -> type[CausalLM]:
-    """`CausalLM` for what Llama and Qwen3 are, whichever family that is; else its variant."""
-    plan = config.plan
-    plain = LayerPlan(
-        head_norm="head" if plan.head_norm == "head" else None,
-        qkv_bias=plan.qkv_bias,
-        output_bias=plan.output_bias,
-        mlp_bias=plan.mlp_bias,
-        activation=plan.activation,
-    )
+    """`CausalLM` for what Llama and Qwen3 compute, with or without biases, whichever family it is;
+    else its variant."""
+    named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "activation": "silu"}
+    plans = LayerPlan(**named), LayerPlan(**named, head_norm="head")
     (rope, *others) = set(config.ropes)
     alike = not others and rope is not None and not rope.llama_4_scaling_beta
-    if plan == plain and alike and config.moe is None and config.states is None:
+    dense = config.moe is None and config.states is None
+    if dense and alike and replace(config.plan, **named) in plans:
         return CausalLM
     from nanoengine.models.variants import VariantLM
 

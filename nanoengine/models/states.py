@@ -259,7 +259,8 @@ class PickedLinear(MergedLinear):
         beside, slots, start = path.rpartition(".")[0], {}, 0
         for name, (size, picked) in self.picks.items():
             rows = slice(start, start + len(picked))
-            slots |= self.slots_of(f"{beside}.{name}", size, slice(0, size), rows, picked)
+            shape, whole = (size, self.in_features), (slice(0, size),)
+            slots |= self.slots_of(f"{beside}.{name}", shape, whole, rows, picked)
             start = rows.stop
         return slots
 

@@ -43,7 +43,7 @@ class TritonKernels(Kernels):
     MLP and the gate are one kernel.
 
     Results differ from those of `Kernels` by the order of a row's sum and by the exponential's last
-    bit. `deterministic`: one matrix multiplication with a fixed tile for all linear layers.
+    bit. With a deterministic backend all linear layers have one multiplication with a fixed tile.
 
     Raises:
         ConfigError: a dtype that the kernels don't compute.
@@ -54,7 +54,6 @@ class TritonKernels(Kernels):
         attention: AttentionBackend,
         *,
         dtype: torch.dtype,
-        deterministic: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
@@ -62,6 +61,7 @@ class TritonKernels(Kernels):
                 " attention_backend='naive'"
             )
         gated = UnquantizedLinear if dtype == torch.float32 else GatedLinear
+        deterministic = getattr(attention, "deterministic", False)
         super().__init__(attention, TritonLinear if deterministic else gated)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

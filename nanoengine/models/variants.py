@@ -4,7 +4,8 @@
     VariantDecoder    embeddings that are scaled; several kinds of rotation
     VariantLayer      norms behind attention and MLP too, or only there, or one before both; other
                       MLPs; layers that keep a state in place of keys and values
-    VariantAttention  rows stored otherwise, factors, soft caps, sinks, gates, other norms of heads
+    VariantAttention  rows stored otherwise, factors, soft caps, sinks, other norms of heads
+    TorchAttention    gates, and whatever else no backend does
 
 Taken by `loader.py` for a config that asks for any of them. Experts (`moe.py`) and states
 (`states.py`) are loaded for configs that have them.
@@ -15,6 +16,7 @@ Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,6 @@ from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
-from nanoengine.layers.attention import Attention
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.kernels import Masks, empty_parameter
 from nanoengine.layers.layer import Layer, ModelContext
@@ -37,7 +38,7 @@ from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.other_linears import OneTensor, OneTensorQKV, OtherQKV
 from nanoengine.layers.other_norms import LayerNorm, OtherHeadNorm, WidthNorm, make_norm
-from nanoengine.layers.other_rotary import NoRotary, PartialRotary, head_order
+from nanoengine.layers.other_rotary import NoRotary, PartialRotary
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.decoder import (
     CausalLM,
@@ -118,7 +119,7 @@ class VariantDecoder(Decoder):
             for index, rope in enumerate(config.ropes)
         )
         self.stack: list[Layers] = list(self.layers)
-        self.norm = model_norm(config, context)
+        self.norm = make_norm(config, context)
 
 
 class ScaledEmbedding(Embedding):
@@ -140,27 +141,13 @@ class Rotaries(Layer):
         self, kinds: list[RopeConfig | None], config: ModelConfig, context: ModelContext
     ) -> None:
         super().__init__()
-        sizes, turned = (config.head_dim, config.max_position_embeddings), config.plan.rotary_dim
-        self.each = nn.ModuleList()
-        for rope in kinds:
-            if rope is None:
-                rotary: RotaryEmbedding = NoRotary(rope, *sizes, context=context)
-            elif turned is not None:
-                rotary = PartialRotary(rope, *sizes, rotary_dim=turned, context=context)
-            else:
-                rotary = RotaryEmbedding(rope, *sizes, context=context)
-            self.each.append(rotary)
+        turning = RotaryEmbedding if config.plan.rotary_dim is None else PartialRotary
+        self.each = nn.ModuleList(
+            (turning if rope else NoRotary)(rope, config, context) for rope in kinds
+        )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
         return [rotary(positions) for rotary in self.each]
-
-
-def model_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
-    """A norm over the hidden size, of the family's kind."""
-    plan = config.plan
-    return make_norm(
-        plan.norm, config.hidden_size, config.rms_norm_eps, bias=plan.norm_bias, context=context
-    )
 
 
 class VariantLayer(DecoderLayer):
@@ -185,7 +172,7 @@ class VariantLayer(DecoderLayer):
         before, behind = norms != "behind", norms in ("behind", "both")
 
         def norm(wanted: bool) -> Norm:
-            return model_norm(config, context) if wanted else None
+            return make_norm(config, context) if wanted else None
 
         self.input_layernorm = norm(before)
         self.attention_output_norm = norm(behind)
@@ -241,7 +228,9 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
 
         kind = STATE_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
-    return VariantAttention(f"{path}.{VariantAttention.name}", index, config, context)
+    needed = TorchAttention.is_needed(index, config, context)
+    attention = TorchAttention if needed else VariantAttention
+    return attention(f"{path}.{attention.name}", index, config, context)
 
 
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
@@ -288,85 +277,30 @@ class PlainMLP(Layer):
 
 
 class VariantAttention(SelfAttention):
-    """The attention of any family.
+    """The attention of any family, where backends do all that stands between two projections.
 
     Attributes:
-        needs_torch: between projection and attention stands what no backend does.
-
-    Raises:
-        ConfigError: the layer has sinks, which the backend does not compute.
+        name: of the module in a checkpoint's layer.
+        needs_torch: something there is in plain torch.
     """
 
-    name = "self_attn"
-    """Of the module in a checkpoint's layer."""
+    name, needs_torch = "self_attn", False
 
-    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
-        Layer.__init__(self)
-        plan, self.head_dim = config.plan, config.head_dim
-        order = head_order(config.head_dim, plan.rotary_dim, interleaved=plan.interleaved)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = (OneTensorQKV if plan.merged else OtherQKV)(
-            f"{path}.qkv_proj",
-            config.hidden_size,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=config.head_dim,
-            bias=plan.qkv_bias,
-            head_order=order,
-            gated=plan.output_gate,
-            context=context,
-        )
-        self.o_proj = RowParallelLinear(
-            f"{path}.o_proj",
-            heads * config.head_dim,
-            config.hidden_size,
-            bias=plan.output_bias,
-            context=context,
-        )
-        self.num_heads = context.shard.split(heads)
-        self.num_kv_heads = context.shard.of_heads(kv_heads).split(kv_heads)
-        norm = config.head_dim, config.rms_norm_eps, plan.norm, order
-        self.head_norm = self.width_norm = self.norm_weights = None
-        if plan.head_norm == "width":
-            self.width_norm = WidthNorm(heads, kv_heads, *norm, context=context)
-            self.norm_weights = self.width_norm.weights
-        elif plan.head_norm:
-            counts = self.num_heads, self.num_kv_heads
-            self.head_norm = OtherHeadNorm(*counts, *norm, context=context)
-            self.norm_weights = self.head_norm.weights
-        self.norm_is_last = plan.head_norm == "rotated"
-        self.sinks = None
-        if plan.sinks:
-            self._check_sinks(context)
-            wide = torch.promote_types(context.dtype, torch.float32)
-            self.sinks = empty_parameter((self.num_heads,), wide, context.device)
-            self.all_sinks = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
-        self.is_gated = plan.output_gate
-        spec = AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=plan.attention_scale or config.head_dim**-0.5,
-            sliding_window=config.sliding_windows[index],
-            softcap=plan.attention_softcap,
-            sinks=self.sinks,
-        )
-        self.attention = Attention(spec, context.kernels.attention)
-        rope = config.ropes[index]
-        self.growth = rope.llama_4_scaling_beta if rope else 0.0
-        self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.norm_is_split = self.width_norm is not None and self.norm_weights is None
-        torch_for = self.norm_is_split, self.norm_is_last, self.is_gated, self.growth
-        self.needs_torch = any(torch_for)
+    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> OtherQKV:
+        return (OneTensorQKV if config.plan.merged else OtherQKV)(path, config, context)
 
-    @staticmethod
-    def _check_sinks(context: ModelContext) -> None:
-        backend = context.kernels.attention
-        if not backend.takes_sinks:
-            raise ConfigError(
-                f"attention backend {backend.name} does not compute this model's attention sinks:"
-                " set attention_backend='auto'"
-            )
+    def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
+        plan, plain = config.plan, super().make_spec(index, config, context)
+        heads = config.num_attention_heads
+        self.all_sinks = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
+        self.sinks = make_sinks(plain.num_heads, context) if plan.sinks else None
+        scale = plan.attention_scale or plain.scale
+        return replace(plain, scale=scale, softcap=plan.attention_softcap, sinks=self.sinks)
+
+    def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
+        if config.plan.head_norm == "width":
+            return WidthNorm(config, context)
+        return OtherHeadNorm(spec, config, context)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.sinks is None:
@@ -374,17 +308,54 @@ class VariantAttention(SelfAttention):
         shape, part = self.all_sinks
         return {f"{path}.sinks": WeightSlot(shape=shape, part=part, store=self.sinks.copy_)}
 
+
+def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
+    """A parameter for the sinks of a layer's heads.
+
+    Raises:
+        ConfigError: the attention backend does not compute them.
+    """
+    backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
+    if not backend.takes_sinks:
+        raise ConfigError(
+            f"attention backend {backend.name} does not compute this model's attention sinks:"
+            " set attention_backend='auto'"
+        )
+    return empty_parameter((num_heads,), wide, context.device)
+
+
+class TorchAttention(VariantAttention):
+    """Attention with what no backend does: a gate on what heads have attended, queries that grow, a
+    norm behind the rotation, or one over heads of several ranks."""
+
+    needs_torch = True
+
+    @staticmethod
+    def is_needed(index: int, config: ModelConfig, context: ModelContext) -> bool:
+        """Whether layer `index` has any of these."""
+        plan, rope = config.plan, config.ropes[index]
+        split = plan.head_norm == "width" and context.shard.world_size > 1
+        grows = rope is not None and rope.llama_4_scaling_beta != 0
+        return plan.output_gate or plan.head_norm == "rotated" or split or grows
+
+    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(path, index, config, context)
+        plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
+        self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
+        self.is_gated, self.norm_is_last = plan.output_gate, plan.head_norm == "rotated"
+        self.norm_is_split = plan.head_norm == "width" and self.norm_weights is None
+        self.growth = rope.llama_4_scaling_beta if rope else 0.0
+        self.original_len = rope.original_max_position_embeddings if rope else 0
+
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        if not self.needs_torch:
-            return super().forward(x, rotation, batch, rows)
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         gates = None
         if self.is_gated:
             gates, heads = heads[:, : self.num_heads], heads[:, self.num_heads :].contiguous()
         if self.norm_is_split:
-            heads = self.width_norm(heads)
+            heads = self.head_norm(heads)
         if self.growth:
             heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
         if self.norm_is_last:
@@ -400,7 +371,6 @@ class VariantAttention(SelfAttention):
         self, heads: torch.Tensor, rotation: Rotation, batch: Batch
     ) -> torch.Tensor:
         """Heads are turned in plain torch, then normed, stored and attended."""
-        assert self.head_norm is not None
         counts = self.num_heads, self.num_kv_heads
         qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
         q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)

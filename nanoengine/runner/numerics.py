@@ -16,6 +16,9 @@ from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import ModelContext, one_rank
 from nanoengine.settings.config import EngineConfig
 
+OWN = ("naive", "triton")
+"""Attention backends whose kernel set does not depend on the device."""
+
 
 def make_context(
     config: EngineConfig,
@@ -38,13 +41,7 @@ def make_context(
             f"deterministic=True does not cover {what}: their products depend on the number of"
             " tokens; leave it out"
         )
-    kernels = make_kernels(
-        backend,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        deterministic=config.deterministic,
-    )
+    kernels = make_kernels(backend, device=device, dtype=dtype, quantization=quantization)
     activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)
     return ModelContext(
         dtype=activation_dtype,
@@ -65,7 +62,6 @@ def make_kernels(
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
-    deterministic: bool = False,
 ) -> Kernels:
     """The kernel set of a device: with the naive backend, or in a dtype for which there are no
     kernels, plain torch.
@@ -73,15 +69,15 @@ def make_kernels(
     Why imported here: so that an engine on a GPU starts without numba, one on a CPU without Triton,
     and a naive one without either.
     """
-    name, by_numba = backend.name, (torch.float32, torch.float64)
-    if name == "cpu" or (device.type == "cpu" and name not in OWN and dtype in by_numba):
+    name, kind = backend.name, "" if backend.name in OWN else device.type
+    if name == "cpu" or (kind == "cpu" and dtype in (torch.float32, torch.float64)):
         from nanoengine.models.cpu import CPUKernels
 
         return CPUKernels(backend, quantization, dtype=dtype)
-    if name == "triton" or (device.type == "cuda" and name not in OWN and dtype != torch.float64):
+    if name == "triton" or (kind == "cuda" and dtype != torch.float64):
         from nanoengine.models.triton import TritonKernels
 
-        kernels: Kernels = TritonKernels(backend, dtype=dtype, deterministic=deterministic)
+        kernels: Kernels = TritonKernels(backend, dtype=dtype)
     else:
         kernels = Kernels(backend)
     if quantization is not None:
@@ -89,10 +85,6 @@ def make_kernels(
 
         kernels.linear = quantized_linears(quantization, kernels.linear)
     return kernels
-
-
-OWN = ("naive", "triton")
-"""Backends whose kernel set is the same on any device."""
 
 
 def use_isa(config: EngineConfig) -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine.checkpoint.config import load_model_config, parse_model_config
 from nanoengine.checkpoint.families import FAMILIES as ROWS
 from nanoengine.checkpoint.families import TEXT_PARTS
+from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.other_rotary import head_order
 from tests.support.checkpoints import FAMILIES, make_checkpoint, make_model
@@ -131,7 +133,9 @@ def test_every_row_of_the_table_is_tried() -> None:
 def test_the_order_of_a_heads_dimensions(
     size: int | None, interleaved: bool, expected: Sequence[int] | None
 ) -> None:
-    order = head_order(8, size, interleaved=interleaved)
+    plan = LayerPlan(rotary_dim=size, interleaved=interleaved)
+    config = load_model_config(checkpoint("llama", head_dim=8))
+    order = head_order(replace(config, plan=plan))
     assert (None if order is None else order.tolist()) == expected
 
 
