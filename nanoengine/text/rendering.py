@@ -115,7 +115,7 @@ def _renderer(kind: str) -> Any:
     if kind == "chat":
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-        class Tokenizer(PreTrainedTokenizerBase):
+        class TemplateTokenizer(PreTrainedTokenizerBase):
             """One that knows nothing but this."""
 
             special_tokens_map: Any = None
@@ -124,7 +124,7 @@ def _renderer(kind: str) -> Any:
                 self.chat_template, self.special_tokens_map = template, special_tokens
 
         def chat(template: Any, special_tokens: Any, messages: Any, options: Any) -> Any:
-            tokenizer = Tokenizer(template, special_tokens)
+            tokenizer = TemplateTokenizer(template, special_tokens)
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
         return chat
