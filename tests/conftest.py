@@ -6,6 +6,7 @@ Nothing here imports torch: the tests of the core need none, and are done before
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -28,6 +29,10 @@ def has_gpu() -> bool:
 if not has_gpu():
     # Why here: Triton reads it when kernels, and its own library, are imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Why: a shell starts what runs behind its back with Ctrl-C ignored, and tests press it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
