@@ -16,19 +16,11 @@ RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 """The beginning of a rule; Lark has none like it."""
 
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))")
-KNOWN = '"\\[]nrtx'
-"""Escapes that the converter knows and gets right."""
-
 WHOLE = "the-whole-text"
 
 
-def is_gbnf(text: str) -> bool:
-    """Whether a grammar is GBNF and not Lark."""
-    return RULE.search(text) is not None
-
-
 def to_lark(text: str) -> str:
-    """A grammar of GBNF in Lark's notation.
+    """A grammar in Lark's notation, in which it may be already.
 
     Rules of letters alone become what Lark calls terminals. Lark cuts a text into the longest of
     them, so that of `word "s"`, with `word ::= [a-z]+`, the word would take the "s" as well. Why
@@ -38,6 +30,8 @@ def to_lark(text: str) -> str:
         ValueError: it is no GBNF.
     """
     head, *parts = RULE.split(text)
+    if not parts:
+        return text
     rules = list(zip(parts[::2], parts[1::2], strict=True))
     if not any(re.search(r"\broot\b", body) for _, body in rules):
         rules = [(WHOLE if name == "root" else name, body) for name, body in rules]
@@ -52,12 +46,7 @@ def to_lark(text: str) -> str:
 
 def _known(escape: re.Match[str]) -> str:
     of_four, of_eight, one = escape.groups()
-    if one is None:
-        found = chr(int(of_four or of_eight, 16))
-    elif one == "0":
-        found = "\0"
-    elif one in KNOWN or one.isalnum():
-        return escape[0]
-    else:
-        found = one
+    if one and (one in '"\\[]' or one.isalpha()):
+        return escape[0]  # The converter knows it, or says that there is none.
+    found = "\0" if one == "0" else one or chr(int(of_four or of_eight, 16))
     return f"\\x{ord(found):02x}" if found.isascii() else found

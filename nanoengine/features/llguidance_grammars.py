@@ -22,33 +22,27 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from nanoengine.errors import RequestError
-from nanoengine.features.gbnf import is_gbnf, to_lark
+from nanoengine.features.gbnf import to_lark
 from nanoengine.settings.structured import MOST_CHARS, StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
-LIMITS = LLParserLimits(
-    step_lexer_fuel=50_000, step_max_items=50_000, max_items_in_row=50_000, verbose_errors=False
-)
-"""Per mask. Patterns of all letters of Unicode over 150,000 tokens take 20,000 of fuel."""
+LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_items_in_row=50_000, verbose_errors=False)
+"""Per mask, and as many items in all. Patterns of all letters of Unicode take 20,000 of fuel over
+150,000 tokens."""
 
-MEANINGS = (
-    (("NoExtensionBias", "empty regex"), "no text matches it"),
-    (
-        ("Too many items", "Current row has"),
+MEANINGS = {
+    r"NoExtensionBias": "no text matches it",
+    r"Too many items|Current row has":
         "too many rules apply at one place: have fewer alternatives there, or larger terminals",
-    ),
-    (
-        ("too many expressions", "too big", "fuel exhausted", "precomputation", "symbols.len()"),
+    r"too many expressions|too big|fuel exhausted|precomputation|symbols\.len":
         "it is too large: have fewer or simpler patterns",
-    ),
-)
+    r"recursion depth": "it nests too deep, or names itself in a circle",
+}  # fmt: skip
 """What parts of the library's messages mean."""
 
 MOST_WRITTEN_OUT = 65_536
 """Characters of all terminals of a grammar, when each stands for each of its names."""
 
-MOST_EXACT = 2**53
-"""The library reads numbers as float64."""
 MANY = 4
 """Rows from which on masks are filled by threads."""
 
@@ -76,7 +70,7 @@ class LLGuidance:
             matcher = LLMatcher(self.tables, _source(asked), log_level=0, limits=LIMITS)
             matcher.compute_bitmask()  # Why: it tells much of what would fail while a row runs.
             error = matcher.get_error()
-        except ValueError as raised:
+        except (RecursionError, ValueError) as raised:
             error = str(raised)
         if error:
             raise RequestError(f"structured_outputs can't be compiled: {_meaning(error)}")
@@ -121,10 +115,8 @@ class LLGuidanceGrammar:
 
 def _meaning(error: str) -> str:
     """The library's message for who wrote the grammar."""
-    for parts, meaning in MEANINGS:
-        if any(part in error for part in parts):
-            return meaning
-    return error.partition("<backtrace>")[0].strip()
+    found = (meaning for part, meaning in MEANINGS.items() if re.search(part, error))
+    return next(found, error.partition("<backtrace>")[0].strip())
 
 
 def _source(asked: StructuredOutputs) -> str:
@@ -142,8 +134,7 @@ def _source(asked: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex("|".join(map(re.escape, asked.choice)))
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
-    text = asked.grammar or ""
-    lark = to_lark(text) if is_gbnf(text) else text
+    lark = to_lark(asked.grammar or "")
     _require_small(lark)
     return LLMatcher.grammar_from_lark(lark)
 
@@ -156,14 +147,13 @@ def _require_exact(schema: Any) -> None:
         one, is_value = left.pop()
         if isinstance(one, dict):
             left += [(inner, is_value or name in ("const", "enum")) for name, inner in one.items()]
-            if isinstance(one.get("pattern"), str):
-                patterns += len(one["pattern"])
+            texts = (one.get("pattern"), *(one.get("patternProperties") or ()))
+            patterns += sum(len(text) for text in texts if isinstance(text, str))
         elif isinstance(one, list):
             left += [(inner, is_value) for inner in one]
-        elif is_value and isinstance(one, int) and abs(one) > MOST_EXACT:
-            raise ValueError(
-                f"const and enum hold integers up to 2**53, got {one}: ask for strings"
-            )
+        elif is_value and isinstance(one, int) and abs(one) > 2**53:
+            # Why: the library reads numbers as float64.
+            raise ValueError(f"const and enum hold integers up to 2**53, got {one}")
     if patterns > MOST_CHARS["regex"]:
         raise ValueError(
             f"the patterns of a schema must have at most {MOST_CHARS['regex']:,} characters"
@@ -178,20 +168,17 @@ NO_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])+/')
 
 
 def _require_small(lark: str) -> None:
-    """Raises ValueError if a grammar's terminals, written out, are too long or nest too deep."""
+    """Raises ValueError if a grammar's terminals, written out, are too long, and RecursionError if
+    they name one another too deep."""
     _, *parts = RULE.split(lark)
-    rules = dict(zip(parts[::2], parts[1::2], strict=True))
-    bodies = {name: body for name, body in rules.items() if name.isupper()}
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
 
     @functools.cache
     def size(name: str) -> int:
-        inner = re.findall(r"[A-Z_][A-Z0-9_]*", NO_NAME.sub("", bodies[name]))
+        inner = re.findall(r"\b[A-Z_][A-Z0-9_]*\b", NO_NAME.sub("", bodies[name]))
         return len(bodies[name]) + sum(size(one) for one in inner if one in bodies)
 
-    try:
-        largest = max(map(size, bodies), default=0)
-    except RecursionError:
-        raise ValueError("its terminals name one another too deep, or in a circle") from None
+    largest = max(map(size, filter(str.isupper, bodies)), default=0)
     if largest > MOST_WRITTEN_OUT:
         raise ValueError(
             f"a terminal, with all that it names, must have at most {MOST_WRITTEN_OUT:,}"

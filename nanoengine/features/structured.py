@@ -49,12 +49,6 @@ COMPILE_S = 10.0
 SOON_S = 0.01
 """A grammar that is there within this time is waited for while other rows run."""
 
-AGAIN_S = 0.001
-"""How long a later look at it may take."""
-
-MOST_LATE = 4
-"""Threads that may work on what has been given up: nothing can end them."""
-
 STACK_BYTES = 256 << 20
 """Stack of a thread that compiles; memory is taken where it is used."""
 
@@ -98,14 +92,9 @@ class GrammarLibrary(Protocol):
 
 
 class Compiled(Future[Grammar]):
-    """A grammar that a thread compiles, or has compiled. It was asked for at `asked_at`, and began
-    at `began` [s, monotonic]."""
+    """A grammar that a thread compiles, or has compiled; since `began` [s, monotonic]."""
 
     began: float | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked_at = time.monotonic()
 
     def left(self) -> float:
         """Time that it may still take [s]. The tokenizer's tables, made first, are not its own."""
@@ -132,7 +121,6 @@ class Structured:
         ]
         self._library: GrammarLibrary | None = None
         self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
-        self._late: list[Compiled] = []
         self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
         self._making = threading.Lock()
 
@@ -144,8 +132,9 @@ class Structured:
         """Whether `check` need not wait; if not, what is asked for is being compiled."""
         if params.structured_outputs is None or not self.eos_token_ids:
             return True
+        is_new = params.structured_outputs not in self._compiled
         found = self._begin(params.structured_outputs)
-        wait([found], max(found.asked_at + SOON_S - time.monotonic(), AGAIN_S))
+        wait([found], SOON_S if is_new else SOON_S / 10)  # Why at all: perhaps nothing else runs.
         return found.done() or found.left() <= 0
 
     def check(self, params: SamplingParams) -> None:
@@ -204,16 +193,13 @@ class Structured:
     def _compile(self, asked: StructuredOutputs) -> Grammar:
         found = self._begin(asked)
         while not found.done():
-            if found.left() <= 0:
-                if found not in self._late:
-                    self._late.append(found)
+            if found.left() <= 0:  # Nothing can end its thread: MOST_CHARS and the like do.
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )
             wait([found], found.left())
-        if found.exception() is not None:
-            with self._lock:
-                self._compiled.pop(asked, None)
+        if error := found.exception():
+            raise error.with_traceback(None)  # Why: of each time that it is raised it kept one.
         return found.result()
 
     def _begin(self, asked: StructuredOutputs) -> Compiled:
@@ -229,15 +215,6 @@ class Structured:
 
     def _started(self, asked: StructuredOutputs) -> Compiled:
         found = Compiled()
-        self._late = [one for one in self._late if not one.done()]
-        if len(self._late) >= MOST_LATE:
-            found.set_exception(
-                RequestError(
-                    f"structured_outputs can't be compiled now: {MOST_LATE} others that take longer"
-                    f" than {COMPILE_S:g} s still are"
-                )
-            )
-            return found
 
         def work() -> None:
             try:
@@ -272,29 +249,13 @@ def _library(
             "structured_outputs need the tokenizer, and this LLM was made with"
             " skip_tokenizer_init=True"
         )
-    _llguidance()  # Why first: each row of a job may ask, and a tokenizer takes up to a second.
-    tokenizer = Tokenizer.load(
-        config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
-    )
-    return library_of(tokenizer, vocab_size, eos_token_ids)
-
-
-def library_of(
-    tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
-) -> GrammarLibrary:
-    """The library for a tokenizer.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    return _llguidance()(tokenizer, vocab_size, eos_token_ids)
-
-
-def _llguidance() -> Callable[..., GrammarLibrary]:
-    try:
+    try:  # Why first: each row of a job may ask, and a tokenizer takes up to a second.
         from nanoengine.features.llguidance_grammars import LLGuidance
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
         ) from error
-    return LLGuidance
+    tokenizer = Tokenizer.load(
+        config.tokenizer or str(directory), trust_remote_code=config.trust_remote_code
+    )
+    return LLGuidance(tokenizer, vocab_size, eos_token_ids)

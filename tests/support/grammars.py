@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine.core.plan import AdmittedSequence
-from nanoengine.features.structured import Structured, library_of
+from nanoengine.features.structured import Structured
 from nanoengine.runner.sampler import Sampler, accept_tokens
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.structured import StructuredOutputs
@@ -58,12 +58,11 @@ def text_checkpoint(family: str = "qwen3") -> str:
 
 def make_stage(tokenizer: Tokenizer | None = None) -> Structured:
     """The stage of structured outputs over this tokenizer, or one that extends it."""
+    from nanoengine.features.llguidance_grammars import LLGuidance
+
     tokenizer = tokenizer or Tokenizer(text_tokenizer())
-    return Structured(
-        functools.partial(library_of, tokenizer, VOCAB_SIZE, (EOS,)),
-        VOCAB_SIZE,
-        (EOS,),
-    )
+    make = functools.partial(LLGuidance, tokenizer, VOCAB_SIZE, (EOS,))
+    return Structured(make, VOCAB_SIZE, (EOS,))
 
 
 class AnyText:
