@@ -31,9 +31,10 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         # Block -> the digest of its content and the tokens themselves.
         self.contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
-        # Digest -> the blocks with this content, of which a lookup returns the first. Why several:
-        # two sequences may compute the same tokens at the same time.
-        self.index: dict[bytes, list[int]] = {}
+        # Content -> the blocks that hold it, of which a lookup returns the first. Why several: two
+        # sequences may compute the same tokens at the same time. Why the tokens too: equal digests
+        # of other tokens are no hit.
+        self.index: dict[tuple[bytes, tuple[int, ...]], list[int]] = {}
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))
 
     @property
@@ -45,10 +46,10 @@ class BlockPool:
         """Hands out the first free block with one reference; its content is forgotten."""
         block_id, _ = self.free_queue.popitem(last=False)
         if block_id in self.contents:
-            digest, _ = self.contents.pop(block_id)
-            self.index[digest].remove(block_id)
-            if not self.index[digest]:
-                del self.index[digest]
+            content = self.contents.pop(block_id)
+            self.index[content].remove(block_id)
+            if not self.index[content]:
+                del self.index[content]
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -69,14 +70,11 @@ class BlockPool:
     def register(self, block_id: int, digest: bytes, tokens: tuple[int, ...]) -> None:
         """Makes the content of a full block findable."""
         self.contents[block_id] = digest, tokens
-        self.index.setdefault(digest, []).append(block_id)
+        self.index.setdefault((digest, tokens), []).append(block_id)
 
     def lookup(self, digest: bytes, tokens: tuple[int, ...]) -> int | None:
-        """A block with this content, or None. Equal digests of other tokens are no hit."""
-        for block_id in self.index.get(digest, ()):
-            if self.contents[block_id][1] == tokens:
-                return block_id
-        return None
+        """A block with this content, or None."""
+        return next(iter(self.index.get((digest, tokens), ())), None)
 
     def __str__(self) -> str:
         """One character a block: `0` null, `.` empty, `c` cached, else how many use it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 from nanoengine.core.doors import Executor
 from nanoengine.core.plan import StepPlan
@@ -20,10 +21,11 @@ OBEYED = (
 """Fields of SamplingParams that this engine has; any other one must have its default."""
 
 
+@dataclass(eq=False)
 class LLMEngine:
     """Sequences in, tokens out.
 
-    Args:
+    Attributes:
         executor: runs plans; the `ModelRunner` of this package or of the large engine.
         scheduler: makes plans.
         max_model_len: most tokens of prompt and output together.
@@ -31,20 +33,12 @@ class LLMEngine:
         watch: called with each plan before it runs.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        scheduler: Scheduler,
-        max_model_len: int,
-        eos_token_ids: Iterable[int] = (),
-        watch: Callable[[StepPlan], None] | None = None,
-    ) -> None:
-        self.executor = executor
-        self.scheduler = scheduler
-        self.max_model_len = max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.watch = watch
-        self._seq_ids = itertools.count()
+    executor: Executor
+    scheduler: Scheduler
+    max_model_len: int
+    eos_token_ids: Tokens = ()
+    watch: Callable[[StepPlan], None] | None = None
+    _seq_ids: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def add_requests(self, prompts: Iterable[Tokens], params: SamplingParams) -> list[Sequence]:
         """Queues prompts, all of them or none.

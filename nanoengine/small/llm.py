@@ -65,14 +65,13 @@ class LLM:
                 f" 1 <= {max_num_seqs=} <= {max_num_batched_tokens=} must hold"
             )
         runner = ModelRunner(directory, num_blocks, block_size, torch.device(device), torch.float32)
-        layout = runner.start()
-        manager = BlockManager(layout.num_blocks, layout.block_size)
+        runner.start()
         config = runner.model.config
-        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
         eos = _eos_token_ids(directory, config["eos_token_id"])
-        max_model_len = config["max_position_embeddings"]
-        self.engine = LLMEngine(runner, scheduler, max_model_len, eos, watch)
+        manager = BlockManager(num_blocks, block_size)
+        scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+        self.engine = LLMEngine(runner, scheduler, config["max_position_embeddings"], eos, watch)
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def generate(self, prompts: SequenceOf[str], params: SamplingParams | None = None) -> list[str]:
         """The answers to prompts, in their order.

@@ -40,24 +40,23 @@ class Launched(NamedTuple):
         return self.step_result
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """An executor in this process: weights, KV cache, and the rows of running sequences.
 
-    Args:
+    Attributes:
         directory: the checkpoint.
         num_blocks: blocks of the KV cache, the null block included.
         block_size: tokens a block.
         device, dtype: where and in what it computes.
     """
 
-    def __init__(
-        self, directory: Path, num_blocks: int, block_size: int,
-        device: torch.device, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self.directory = directory
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.device, self.dtype = device, dtype
-        self.rows: dict[int, Row] = {}
+    directory: Path
+    num_blocks: int
+    block_size: int
+    device: torch.device
+    dtype: torch.dtype
+    rows: dict[int, Row] = field(default_factory=dict, init=False)
 
     def start(self) -> KVLayout:
         """Loads the model, allocates the KV cache, and binds each layer to its slice of it."""
@@ -107,7 +106,6 @@ class ModelRunner:
         """The tensors of a step whose entries `sampling` need the logits of their last token."""
         token_ids: list[int] = []
         positions: list[int] = []
-        ends: list[int] = []  # of each sequence, one behind its last token in the batch
         slots, contexts = [], []
         counts = plan.num_scheduled_tokens
         for row_id, start, count in zip(plan.rows, plan.starts, counts, strict=True):
@@ -116,14 +114,14 @@ class ModelRunner:
             positions += range(start, end)
             contexts.append(self._slots(row.block_table, end))
             slots.append(contexts[-1][start:])
-            ends.append(len(token_ids))
+        last = torch.tensor(counts).cumsum(0) - 1  # of each sequence, its last token in the batch
         return Batch(
             token_ids=torch.tensor(token_ids, device=self.device),
             positions=torch.tensor(positions, device=self.device),
             slot_mapping=torch.cat(slots),
             num_scheduled_tokens=list(counts),
             context_slots=contexts,
-            logits_indices=torch.tensor([ends[i] - 1 for i in sampling], device=self.device).long(),
+            logits_indices=last[sampling].to(self.device),
         )
 
     def _slots(self, block_table: list[int], num_tokens: int) -> torch.Tensor:

@@ -50,19 +50,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans a step: running sequences first, then those that wait, as far as they fit."""
-        plan = StepPlan(step=self.num_steps)
+        plan, budget = StepPlan(step=self.num_steps), self.max_num_batched_tokens
         self.num_steps += 1
         self._scheduled = []
-        budget = self._schedule_running(plan)
-        if not plan.preempted:  # Why: what was just preempted would come back at once.
-            self._admit(plan, budget)
-        plan.table_updates, self.block_manager.updates = self.block_manager.updates, []
-        plan.released, self._released = self._released, []
-        return plan
-
-    def _schedule_running(self, plan: StepPlan) -> int:
-        """Gives each running sequence its tokens; returns the budget that is left."""
-        budget = self.max_num_batched_tokens
         for seq in list(self.running):
             # Why the budget lasts: only the latest sequence can have more than one token to
             # compute, because nobody is admitted behind a chunk that used the budget up.
@@ -70,7 +60,11 @@ class Scheduler:
             if seq.row != NO_ROW and self._make_room(plan, seq, num_new):
                 self._schedule_one(plan, seq, num_new)
                 budget -= num_new
-        return budget
+        if not plan.preempted:  # Why: what was just preempted would come back at once.
+            self._admit(plan, budget)
+        plan.table_updates, self.block_manager.updates = self.block_manager.updates, []
+        plan.released, self._released = self._released, []
+        return plan
 
     def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Finds blocks for a running sequence; False if it had to be preempted itself."""
