@@ -39,7 +39,7 @@ from nanoengine.assets import demo_model_path
 from nanoengine.engine import LLMEngine
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.rows import RowReader
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import Row
@@ -110,7 +110,7 @@ def run_job(
     """Runs a job to its end; returns its time [s], opening it included."""
     start = clock()
     job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), dict)
-    work = job.work(RowReader(job.options.rows, "demo"), Recorder("demo", job.created))
+    work = job.work(RowReader(job.options, "demo"), Recorder("demo", job.created))
     work.run(stream)
     job.complete()
     job.close()
@@ -155,7 +155,7 @@ def measure_wall(directory: Path, count: int, rounds: int) -> dict[str, Any]:
                 source,
                 directory / f"wall-{number}.out.jsonl",
                 lambda rows: llm.stream(rows, on_error="record"),
-                rows=RowOptions(sampling=params),
+                sampling=params,
             )
             ratios.append(batch_s / generate_s)
             times.append((generate_s, batch_s))

@@ -13,14 +13,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
+from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.log import OutputLostError, lost
@@ -28,8 +28,7 @@ from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowOptions, RowReader
-from nanoengine.jobs.source import Form
+from nanoengine.jobs.rows import RowReader
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.settings.config import EngineConfig
 
@@ -45,7 +44,7 @@ MOST_GRACE_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchArgs(EngineArgs):
+class BatchArgs(JobOptions, EngineArgs):
     """Answers files of rows: what is finished is never lost, and the same command resumes.
 
     examples:
@@ -55,52 +54,12 @@ class BatchArgs(EngineArgs):
       cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
-    """Files, globs, or - for stdin: .jsonl, .txt, .csv, packed or not, .parquet."""
-    output: str
-    """Where records go: .jsonl, .parquet, or - for stdout."""
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
-    input_format: Form | None = None
-    """What the inputs are, whatever they are called."""
-    prompt_column: str | None = None
-    """The column that is the prompt; other columns are data, and go into the record."""
-    template: str | None = None
-    """Jinja over the columns that makes the prompt."""
-    chat: bool = False
-    """A prompt is a user's message, and the model's chat template is applied."""
-    system: str | None = None
-    """System message before each; needs --chat."""
-    any_model: bool = False
-    """Say nothing of rows that ask for another model."""
-    ignore_unknown: bool = False
-    """Drop unknown fields of OpenAI bodies, in place of refusing the row."""
-    trust_row_templates: bool = False
-    """Run chat templates that come with rows: they are programs, which sandbox, time and memory
-    bound."""
-    errors: str | None = None
-    """Write error records to this file, apart from answers."""
-    in_order: bool = False
-    """Put the finished file into the order of the inputs."""
-    keep_input_order: bool = False
-    """Run rows in the order of the inputs; it changes no result, only the speed."""
-    strict: bool = False
-    """Refuse to start if a custom_id, or an id, stands twice."""
-    max_row_mib: float = 16.0
-    """A row above this is an error record [MiB]."""
-    max_errors: int | None = None
-    """Stop, with exit code 3, if more rows than this fail."""
     fail_fast: bool = False
     """Stop, with exit code 3, at the first row that fails."""
-    retry_errors: bool = False
-    """In a resumed job, run those rows again that have failed."""
-    restart: bool = False
-    """Begin anew; an earlier output is moved aside, as OUTPUT.1."""
     grace: float = 10.0
     """Time that running rows get after the first Ctrl-C or SIGTERM [s]."""
-    summary_json: Path | None = None
-    """Write the summary to this file, too."""
     replicas: int | None = None
     """Run this many engines, a process each: on a GPU each, or on a share of the cores each."""
     threads: int | None = None
@@ -134,14 +93,8 @@ class BatchArgs(EngineArgs):
 
 def job_options(args: BatchArgs) -> JobOptions:
     """What the command line asks of the job."""
-    names = {one.name for one in fields(JobOptions)} - {"rows", "max_errors"}
-    row_names = {one.name for one in fields(RowOptions)} - {"sampling"}
-    rows = {name: getattr(args, name) for name in row_names}
-    return JobOptions(
-        **{name: getattr(args, name) for name in names},
-        rows=RowOptions(sampling=sampling_fields(args.sampling), **rows),
-        max_errors=0 if args.fail_fast else args.max_errors,
-    )
+    asked = shared(JobOptions, args) | {"sampling": sampling_fields(args.sampling)}
+    return JobOptions(**asked | {"max_errors": 0 if args.fail_fast else args.max_errors})
 
 
 def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]]:
@@ -168,21 +121,14 @@ def main(args: BatchArgs) -> int:
         except OutputLostError as error:
             raise ConfigError(str(error)) from error
         try:
-            return _run_and_close(args, options, job)
+            with closing(job), Signals(args.grace) as signals, _engines(args, options) as llm:
+                return run(job, llm, args, signals)
+        except Stopped as stopped:  # while the model loaded; later `run` says more
+            print("interrupted before any row ran", file=sys.stderr)
+            return stopped.code
         except OutputLostError as error:
             print(f"error: {error.strerror}", file=sys.stderr)
             return SOME_FAILED
-
-
-def _run_and_close(args: BatchArgs, options: dict[str, Any], job: Job) -> int:
-    try:
-        with Signals(args.grace) as signals, _engines(args, options) as llm:
-            return run(job, llm, args.model, signals, args.summary_json, watch=args.watch)
-    except Stopped as stopped:  # while the model loaded; later `run` says more
-        print("interrupted before any row ran", file=sys.stderr)
-        return stopped.code
-    finally:
-        job.close()
 
 
 def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
@@ -204,25 +150,17 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     return engines
 
 
-def run(
-    job: Job,
-    llm: LLM | Replicas,
-    name: str,
-    signals: Signals,
-    summary_json: Path | None = None,
-    *,
-    watch: bool = False,
-) -> int:
+def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    reader = RowReader(job.options.rows, name, llm.info.generation_defaults)
-    work = job.work(reader, Recorder(name, job.created))
-    signals.on_first(work)
+    reader = RowReader(job.options, args.model, llm.info.generation_defaults)
+    work = job.work(reader, Recorder(args.model, job.created))
+    signals.work = work
     progress = Progress(work.counts, job.num_rows, job.num_done, llm.stats)
     from nanoengine.llm import LLM
 
     observers = llm.engine.observers if isinstance(llm, LLM) else llm.observers
     shown: Progress | Watch = progress
-    if watch:
+    if args.watch:
         from nanoengine.observe.watch import Watch
 
         shown = Watch(progress.line)
@@ -248,7 +186,7 @@ def run(
     except Stopped as stopped:
         code, ended = stopped.code, "interrupted"
     finally:
-        signals.on_first(None)
+        signals.work = None
         shown.close()
         observers.remove(shown)
     facts = summary(
@@ -262,11 +200,11 @@ def run(
     print(table(facts), file=sys.stderr)
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)
-    if summary_json is not None:
+    if args.summary_json is not None:
         try:
-            summary_json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            args.summary_json.write_text(json.dumps(facts) + "\n", encoding="utf-8")
         except OSError as error:
-            raise lost(summary_json, error) from error
+            raise lost(args.summary_json, error) from error
     return code
 
 
@@ -278,18 +216,22 @@ class Stopped(KeyboardInterrupt):
         self.code = 128 + number
 
 
+@dataclass
 class Signals:
     """Ctrl-C and SIGTERM while a job runs.
 
     The first one has `work` give out no more rows; those that run get `grace` seconds. The second
     one, or the end of the grace, raises `Stopped`, as does the first one while nothing runs.
+
+    Attributes:
+        work: what is to be stopped; None: nothing runs.
+        caught: number of the first signal.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self.caught: int | None = None
-        self._grace_s = grace_s
-        self._work: Work | None = None
-        self._before: dict[int, Any] = {}
+    grace_s: float
+    work: Work | None = None
+    caught: int | None = None
+    _before: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
@@ -301,21 +243,17 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def on_first(self, work: Work | None) -> None:
-        """What is to be stopped; None: nothing runs."""
-        self._work = work
-
     def _on_signal(self, number: int, frame: object) -> None:
-        if number == signal.SIGALRM or self.caught is not None or self._work is None:
+        if number == signal.SIGALRM or self.caught is not None or self.work is None:
             self.caught = self.caught or number
             raise Stopped(self.caught)
         self.caught = number
-        self._work.stop()
-        if not self._grace_s:
+        self.work.stop()
+        if not self.grace_s:
             raise Stopped(number)
-        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        signal.setitimer(signal.ITIMER_REAL, self.grace_s)
         print(
-            f"\nstopping: rows that run get {self._grace_s:g} s; once more to stop at once",
+            f"\nstopping: rows that run get {self.grace_s:g} s; once more to stop at once",
             file=sys.stderr,
         )
 

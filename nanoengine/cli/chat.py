@@ -12,9 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-from tyro.conf import Positional, arg
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError, NanoEngineError
@@ -38,8 +36,6 @@ class ChatArgs(EngineArgs):
       nanoengine chat Qwen/Qwen3-0.6B --quantization int4 --max-tokens 2000
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     system: str | None = None
     """System message at the beginning."""
@@ -61,32 +57,28 @@ def main(args: ChatArgs) -> int:
     return 0
 
 
+@dataclass
 class Chat:
     """One conversation.
 
-    Args:
+    Attributes:
         read: asks for a line; raises EOFError at the end.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        system: str | None = None,
-        read: Callable[[str], str] = input,
-    ) -> None:
-        self._llm = llm
-        self._params = params
-        self._system = system
-        self._read = read
-        self.messages: list[dict[str, Any]] = []
+    llm: LLM
+    params: SamplingParams
+    system: str | None = None
+    read: Callable[[str], str] = input
+    messages: list[dict[str, Any]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
         self._reset()
 
     def run(self) -> None:
         """Reads lines and answers them. Ctrl-C at the prompt clears the line."""
         while True:
             try:
-                line = self._read(PROMPT if sys.stdin.isatty() else "").strip()
+                line = self.read(PROMPT if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -104,7 +96,7 @@ class Chat:
         answer = ""
         try:
             prompt = {"messages": self.messages}
-            with closing(self._llm.stream(prompt, self._params, kind="delta")) as outputs:
+            with closing(self.llm.stream(prompt, self.params, kind="delta")) as outputs:
                 for output in outputs:
                     print(output.outputs[0].text, end="", flush=True)
                     answer += output.outputs[0].text
@@ -112,12 +104,11 @@ class Chat:
             print(" [stopped]", end="")
         except NanoEngineError as error:
             print(f"error: {error}", end="")
-            self.messages.pop()
             answer = ""
         print()
         if answer:
             self.messages.append({"role": "assistant", "content": answer})
-        elif self.messages and self.messages[-1]["role"] == "user":
+        else:
             self.messages.pop()
 
     # --- commands -------------------------------------------------------------------------------
@@ -125,7 +116,7 @@ class Chat:
     def _command(self, line: str) -> None:
         match line.split(maxsplit=1):
             case ["/system", *rest]:
-                self._system = rest[0] if rest else None
+                self.system = rest[0] if rest else None
                 self._reset()
             case ["/reset", *_]:
                 self._reset()
@@ -134,7 +125,7 @@ class Chat:
             case ["/save"]:
                 print("/save needs the name of a file")
             case ["/stats", *_]:
-                stats = self._llm.stats()
+                stats = self.llm.stats()
                 print(
                     f"{stats.prefill_tokens:,} prompt tokens computed, {stats.output_tokens:,}"
                     f" generated; {stats.cache_hit_rate:.0%} of prompt tokens were cache hits"
@@ -143,8 +134,8 @@ class Chat:
                 print(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
 
     def _reset(self) -> None:
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        self.messages[:] = system
+        system = self.system
+        self.messages[:] = [] if system is None else [{"role": "system", "content": system}]
 
     def _save(self, path: str) -> None:
         try:

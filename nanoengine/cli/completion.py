@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -57,9 +56,6 @@ def main(args: Sequence[str]) -> int:
     Raises:
         ConfigError: no shell, or an unknown one.
     """
-    if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
     if len(args) > 1 or args[0] not in get_args(Shell):
         given = " ".join(args)
         hint = nearest(given, get_args(Shell))
@@ -82,8 +78,5 @@ def main(args: Sequence[str]) -> int:
 
 def _options(command: str) -> type:
     """The options of a command; none where it reads its command line itself."""
-    options_class, _ = program.COMMANDS[command]
-    if options_class is None:
-        return dataclasses.make_dataclass(command, [])
-    module = importlib.import_module(f"nanoengine.cli.{command}")
-    return groups.grouped(getattr(module, options_class))
+    _, options_class = program.find_command(command)
+    return groups.grouped(options_class) if options_class else dataclasses.make_dataclass("_", [])

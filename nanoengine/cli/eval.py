@@ -24,9 +24,6 @@ Fields of EngineConfig go into --model_args; `lm-eval run --help` shows the othe
 
 def main(args: Sequence[str]) -> int:
     """Hands over to the harness; returns the exit status."""
-    if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
     model, *rest = args
     if model.startswith("-"):
         raise ConfigError(f"nanoengine eval MODEL ...: the model comes first, got {model!r}")

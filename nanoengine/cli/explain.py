@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from nanoengine.cli.options import TraceFile
 from nanoengine.errors import ConfigError
 
 
@@ -21,7 +18,7 @@ class ExplainArgs:
       nanoengine explain run.trace.gz --step 120
     """
 
-    recording: Annotated[Positional[Path], arg(metavar="TRACE")]
+    recording: TraceFile
     """File of --trace."""
     request: str | None = None
     """Tell the story of this request, from its arrival to its end."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import UseAppendAction
 
 from nanoengine.cli import batch
-from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
+from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.paths import STDOUT
 from nanoengine.jobs.records import Recorder
@@ -24,7 +24,6 @@ from nanoengine.jobs.source import STDIN, Input, Line, RowError
 from nanoengine.text.prompt_forms import Row
 
 if TYPE_CHECKING:
-    from nanoengine.llm import LLM
     from nanoengine.outputs import RequestOutput
 
 PROMPTS = Input(name="--prompt", form="txt")
@@ -40,8 +39,6 @@ class GenerateArgs(EngineArgs):
       nanoengine generate Qwen/Qwen3-0.6B --file prompts.txt --output answers.jsonl
     """
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
     """A prompt; may be given several times. Without any, and without a file, stdin has them."""
     file: Path | None = None
@@ -72,19 +69,28 @@ def main(args: GenerateArgs) -> int:
         batch.require_terminal()
     from nanoengine.llm import LLM
 
-    with LLM(**engine_options(args)) as llm:
+    with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
         reader = RowReader(rows, args.model, llm.info.generation_defaults)
         tasks = [
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
             for i, prompt in enumerate(args.prompt)
         ]
-        is_one = len(tasks) == 1 and tasks[0].params.n == 1
-        if to_a_terminal() and is_one and not args.watch:
-            return _show_growing(llm, tasks[0])
-        outputs = _outputs(llm, tasks, watch=args.watch)
-    recorder, shown = Recorder(args.model), to_a_terminal()
+        asked = [Row(t.prompt, sampling_params=t.params, key=t.key) for t in tasks]
+        if args.watch:
+            from nanoengine.observe.watch import Watch
+
+            shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(asked)} prompts are left")
+            stack.callback(shown.close)
+            llm.engine.observers.append(shown)
+        elif to_a_terminal() and len(tasks) == 1 and tasks[0].params.n == 1:
+            for growing in llm.stream(asked[0], kind="delta"):
+                print(growing.outputs[0].text, end="", flush=True)
+            print()
+            return 0
+        outputs = llm.generate(asked, use_tqdm=False, on_error="record")
+    recorder, is_read = Recorder(args.model), to_a_terminal()
     for task, output in zip(tasks, outputs, strict=True):
-        sys.stdout.write(_text(task, output) if shown else _record(recorder, task, output))
+        sys.stdout.write(_text(task, output) if is_read else _record(recorder, task, output))
     return int(any(output.error is not None for output in outputs))
 
 
@@ -99,26 +105,13 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
         raise ConfigError("no prompts: give --prompt TEXT or --file PATH, or lines on stdin")
     if args.file is None and args.output is not None:
         raise ConfigError("--output has the records of a file: give --file too")
-    shared = {one.name for one in fields(EngineArgs)} | {"sampling", "chat", "system", "watch"}
-    return batch.BatchArgs(
-        **{name: getattr(args, name) for name in shared},
-        inputs=(STDIN if args.file is None else str(args.file),),
-        input_format="txt" if args.file is None else None,
-        output=STDOUT if args.output is None else str(args.output),
-        in_order=args.output is not None,
-    )
-
-
-def _outputs(llm: LLM, tasks: list[Task], *, watch: bool) -> list[RequestOutput]:
-    rows = [Row(t.prompt, sampling_params=t.params, key=t.key) for t in tasks]
-    with contextlib.ExitStack() as stack:
-        if watch:
-            from nanoengine.observe.watch import Watch
-
-            shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(rows)} prompts are left")
-            stack.callback(shown.close)
-            llm.engine.observers.append(shown)
-        return llm.generate(rows, use_tqdm=False, on_error="record")
+    job = {
+        "inputs": (STDIN if args.file is None else str(args.file),),
+        "input_format": "txt" if args.file is None else None,
+        "output": STDOUT if args.output is None else str(args.output),
+        "in_order": args.output is not None,
+    }
+    return batch.BatchArgs(**shared(batch.BatchArgs, args) | job)
 
 
 def _record(recorder: Recorder, task: Task, output: RequestOutput) -> str:
@@ -132,11 +125,3 @@ def _text(task: Task, output: RequestOutput) -> str:
     for one in output.outputs:
         lines.append(f"    {one.text!r}" if one.error is None else f"    error: {one.error}")
     return "\n".join(lines) + "\n"
-
-
-def _show_growing(llm: LLM, task: Task) -> int:
-    row = Row(task.prompt, sampling_params=task.params, key=task.key)
-    for output in llm.stream(row, kind="delta"):
-        print(output.outputs[0].text, end="", flush=True)
-    print()
-    return 0

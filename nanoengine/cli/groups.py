@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -18,29 +18,29 @@ from nanoengine.settings.config import EngineConfig
 T = TypeVar("T")
 
 GROUPS = {
-    "input": """What is asked, and how rows are understood.
-        prompt file input_format prompt_column template chat system any_model ignore_unknown strict
-        max_row_mib dataset workload smoke num_requests input_len output_len prefix_len length_cap
-        temperature rounds""",
-    "output": """Where answers go, and what happens to rows without one.
-        output errors in_order summary_json max_errors fail_fast retry_errors restart grace json""",
-    "model": """What is loaded, and how it computes.
-        """ + " ".join(EngineConfig.__dataclass_fields__),
-    "memory": """The KV cache: its size, and where blocks are kept.
-        max_model_len block_size num_blocks num_kv_blocks kv_cache_gib memory_fraction
-        gpu_memory_utilization kv_cache_dtype enable_prefix_caching kv_tiers kv_host_gib kv_disk
-        kv_disk_gib""",
-    "scheduling": """What runs when, and on how many processes.
-        max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_threshold
-        watermark_frac admission preempt_above admit_below speculative overlap keep_input_order
-        replicas threads ray debug_checks""",
-    "watching": """What each step does.
-        watch trace trace_steps""",
+    "input": ("What is asked, and how rows are understood.",
+        """prompt file input_format prompt_column template chat system any_model ignore_unknown
+        strict max_row_mib dataset workload smoke num_requests input_len output_len prefix_len
+        length_cap temperature rounds"""),
+    "output": ("Where answers go, and what happens to rows without one.",
+        """output errors in_order max_errors fail_fast retry_errors restart grace summary_json
+        json"""),
+    "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
+    "memory": ("The KV cache: its size, and where blocks are kept.",
+        """max_model_len num_blocks block_size num_kv_blocks kv_cache_gib memory_fraction
+        gpu_memory_utilization enable_prefix_caching kv_tiers kv_cache_dtype kv_host_gib kv_disk
+        kv_disk_gib"""),
+    "scheduling": ("What runs when, and on how many processes.",
+        """max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_threshold
+        watermark_frac admission preempt_above admit_below speculative debug_checks overlap
+        keep_input_order replicas threads ray"""),
+    "watching": ("What each step does.", "trace trace_steps watch"),
 }  # fmt: skip
-"""A box of the help: what it says, and below the options in it. The last box that names one has it;
-an option that none of them names stands beside --help."""
+"""A box of the help: what it says, and the options in it, in their order. The last box that names
+one has it; an option that none of them names stands beside --help."""
 
-BOXES = {name: box for box, text in GROUPS.items() for name in text.split("\n", 1)[1].split()}
+POSITIONAL = tyro.conf.Positional[int].__metadata__[0]
+BOXES = {name: box for box, (_, names) in GROUPS.items() for name in names.split()}
 
 
 @functools.cache
@@ -50,23 +50,22 @@ def grouped(options_class: type) -> type:
     told, hints = field_docs(options_class), get_type_hints(options_class, include_extras=True)
     boxes: dict[str, list[Any]] = {"": [], **{box: [] for box in GROUPS}, "last": []}
     for one in dataclasses.fields(options_class):
-        hint = hints[one.name]
-        box = BOXES.get(one.name, "")
-        if get_origin(hint) is Annotated and tyro.conf.Positional[int].__metadata__[0] in (
-            hint.__metadata__
-        ):
+        hint, box = hints[one.name], BOXES.get(one.name, "")
+        if POSITIONAL in getattr(hint, "__metadata__", ()):
             box = ""
-        elif dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(hint):
             box = "last"
-        if one.name in told:
+        elif one.name in told:
             hint = Annotated[hint, tyro.conf.arg(help=told[one.name])]
         default = dataclasses.field(default=one.default, default_factory=one.default_factory)
         boxes[box].append((one.name, hint, default))
     root, last = boxes.pop(""), boxes.pop("last")
     for box, options in boxes.items():
         if options:
+            what, names = GROUPS[box]
+            options.sort(key=lambda one: names.split().index(one[0]))
             inner = dataclasses.make_dataclass(box, options, frozen=True, kw_only=True)
-            inner.__doc__ = GROUPS[box].split("\n")[0]
+            inner.__doc__ = what
             hint = Annotated[inner, tyro.conf.arg(name=box)]  # type: ignore[valid-type]
             root.append((f"{box}_group", hint, dataclasses.field()))  # An option may be `model`.
     cls = dataclasses.make_dataclass(options_class.__name__, [*root, *last], kw_only=True)

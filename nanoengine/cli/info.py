@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from tyro.conf import Positional, arg
-
-from nanoengine.cli.options import DEMO, EngineArgs, engine_options
+from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import versions
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
 
     from nanoengine.checkpoint.config import ModelConfig
 
+GIB = 2**30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoArgs(EngineArgs):
     """Shows versions, device, attention backends, and a model without loading its weights."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")] = DEMO
-    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
+    model: ModelName = DEMO
     load: bool = False
     """Load the model too, and show the memory plan that it runs with."""
 
@@ -62,17 +62,12 @@ def engine_lines(config: EngineConfig) -> Iterable[str]:
     """What the model takes, and the memory plan that it runs with."""
     from nanoengine.build import build_engine
 
-    engine = build_engine(config)
-    try:
+    with closing(build_engine(config)) as engine:
         info = engine.info
-        yield (
-            f"{info.num_parameters:,} parameters, loaded in {info.load_s:.2f} s,"
-            f" ready in {info.start_s:.2f} s"
-        )
-        yield f"max_model_len {info.max_model_len}"
-        yield from info.memory_plan.splitlines()
-    finally:
-        engine.close()
+    took = f"loaded in {info.load_s:.2f} s, ready in {info.start_s:.2f} s"
+    yield f"{info.num_parameters:,} parameters, {took}"
+    yield f"max_model_len {info.max_model_len}"
+    yield from info.memory_plan.splitlines()
 
 
 def device_lines(device: torch.device) -> list[str]:
@@ -82,15 +77,14 @@ def device_lines(device: torch.device) -> list[str]:
     from nanoengine.kernels.isa import CURRENT, available, cpu_features
     from nanoengine.runner.memory import free_cpu_bytes
 
-    gib = 2**30
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
         name = torch.cuda.get_device_name(device)
-        return [f"{device}: {name}, {free / gib:.1f} of {total / gib:.1f} GiB free"]
+        return [f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"]
     from nanoengine.kernels.threads import num_workers, why_so_many
 
     return [
-        f"cpu: {num_workers()} threads ({why_so_many()}), {free_cpu_bytes() / gib:.1f} GiB free,"
+        f"cpu: {num_workers()} threads ({why_so_many()}), {free_cpu_bytes() / GIB:.1f} GiB free,"
         f" {torch.backends.cpu.get_cpu_capability()}",
         f"kernels for {CURRENT}",
         f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}",
@@ -139,7 +133,7 @@ def model_lines(
         f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype},"
         f" runs in {_name(dtype)}, EOS {list(m.eos_token_ids)}",
         f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)},"
-        f" {2**30 // token_bytes:,} tokens a GiB",
+        f" {GIB // token_bytes:,} tokens a GiB",
     ]
     if windows:
         lines.append(f"sliding windows of {sorted(windows)} tokens")

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -37,13 +37,15 @@ COMMANDS = {
     "completion": (None, "print what completes these commands in bash, zsh or fish"),
 }
 """Command -> its options class in `nanoengine.cli.COMMAND`, and what it does. None: the command
-reads its command line itself."""
+reads its command line itself, and its help is `USAGE`."""
 
 IN_THE_REPOSITORY = {"gpu-report", "plot", "--gpu-report", "--ablate", "--compare", "--plot",
                      "--rate", "--shape", "--sweep"}  # fmt: skip
 MEASURES = (
     "measures nanoengine itself: run `python bench.py --help` in a checkout of its repository"
 )
+
+HELP = ("-h", "--help")
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -62,6 +64,13 @@ usage: nanoengine COMMAND [OPTIONS]
 {commands}
 
 nanoengine COMMAND --help shows the options of a command."""
+
+
+def find_command(name: str) -> tuple[Any, type | None]:
+    """The module of a command, and the class of its options if it has one."""
+    module = importlib.import_module(f"nanoengine.cli.{name}")
+    options_class = COMMANDS[name][0]
+    return module, options_class and getattr(module, options_class)
 
 
 def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
@@ -85,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for an error that has an explanation."""
     _open_standard_streams()
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args or args[0] in (*HELP, "help"):
         print(usage())
         return 0
     if args[0] in ("-V", "--version", "version"):
@@ -98,22 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{min(asked)} {MEASURES}")
         if name not in COMMANDS:
             raise ConfigError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
-        module = importlib.import_module(f"nanoengine.cli.{name}")
-        options_class = COMMANDS[name][0]
+        module, options_class = find_command(name)
         options: object = args[1:]
         if options_class is not None:
-            options = parse(getattr(module, options_class), f"nanoengine {name}", args[1:])
+            options = parse(options_class, f"nanoengine {name}", args[1:])
+        elif not args[1:] or args[1] in HELP:
+            print(module.USAGE)
+            return 0
         status = int(module.main(options) or 0)
         sys.stdout.flush()
         return status
-    except NanoEngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
-    except OSError as error:
-        _drop_output()
+    except (NanoEngineError, OSError) as error:
+        if isinstance(error, OSError):
+            _drop_output()
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

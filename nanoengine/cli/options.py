@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Suppress, UseAppendAction, arg
+from tyro.conf import Positional, Suppress, UseAppendAction, arg
 
+from nanoengine.cli.docs import field_docs
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings.config import EngineConfig, LogitsStage
 from nanoengine.settings.params import SamplingParams
@@ -28,10 +27,17 @@ MAX_TOKENS = (
 """Why not the class's own words: there None has a meaning, and here it means that none is given."""
 
 
+ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
+TraceFile = Annotated[Positional[Path], arg(metavar="TRACE")]
+"""What a command is about, without an option's name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs(EngineConfig):
     """The settings of the engine as options; `kv_tiers`, a list of objects, is made of three."""
 
+    model: ModelName
+    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     kv_tiers: Suppress[tuple[Tier, ...]] = ()
     """Made of the options below."""
     kv_host_gib: float | None = None
@@ -48,15 +54,18 @@ class EngineArgs(EngineConfig):
             raise ConfigError("--kv-disk PATH and --kv-disk-gib GIB go together: give both")
         if self.kv_disk is not None and self.kv_host_gib is None:
             raise ConfigError("blocks reach --kv-disk through host memory: give --kv-host-gib too")
-        tiers: list[Tier] = []
         if self.kv_host_gib is not None:
-            tiers.append(HostTier(gib=self.kv_host_gib))
-        if self.kv_disk is not None and self.kv_disk_gib is not None:
-            tiers.append(DiskTier(self.kv_disk, gib=self.kv_disk_gib))
-        if tiers:
-            object.__setattr__(self, "kv_tiers", tuple(tiers))
+            tiers: tuple[Tier, ...] = (HostTier(gib=self.kv_host_gib),)
+            if self.kv_disk is not None and self.kv_disk_gib is not None:
+                tiers += (DiskTier(self.kv_disk, gib=self.kv_disk_gib),)
+            object.__setattr__(self, "kv_tiers", tiers)
         # Why not super(): a dataclass with slots is another class than the one written here.
         EngineConfig.__post_init__(self)
+
+
+def shared(cls: type, args: object) -> dict[str, Any]:
+    """What a command's options say of the fields of a class."""
+    return {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
 
 
 def engine_options(args: EngineConfig) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def engine_options(args: EngineConfig) -> dict[str, Any]:
 
     The model `demo` is the small one that comes with the package.
     """
-    options = {field.name: getattr(args, field.name) for field in fields(EngineConfig)}
+    options = shared(EngineConfig, args)
     if args.model == DEMO:
         from nanoengine.assets import demo_model_path
 
@@ -96,9 +105,7 @@ def _sampling_options() -> list[tuple[str, Any, Any]]:
     Why no seed: --seed is the engine's, of which each row draws another one. Objects are for rows
     and programs.
     """
-    text = inspect.getdoc(SamplingParams) or ""
-    told = dict(re.findall(r"^    (\w+): ((?:.|\n {8})+)", text, re.MULTILINE))
-    told["max_tokens"] = MAX_TOKENS
+    told = field_docs(SamplingParams) | {"max_tokens": MAX_TOKENS}
     hints = typing.get_type_hints(SamplingParams)
     options: list[tuple[str, Any, Any]] = []
     for param in fields(SamplingParams):
@@ -112,8 +119,8 @@ def _sampling_options() -> list[tuple[str, Any, Any]]:
             kind, default = UseAppendAction[tuple[str, ...]], ()
         else:
             kind = (tuple[int, ...] if tuple[int, ...] in kinds else kind) | None
-        help_text = arg(help=" ".join(told[param.name].split()))
-        options.append((param.name, Annotated[kind, help_text], dataclasses.field(default=default)))
+        hint = Annotated[kind, arg(help=told[param.name])]
+        options.append((param.name, hint, dataclasses.field(default=default)))
     return options
 
 

@@ -15,14 +15,15 @@ from typing import Literal
 
 from nanoengine.bench.simulator import SimulationReport, TimeModel, make_scheduler, simulate
 from nanoengine.bench.workload import STANDARD, make_workload, require_positive
+from nanoengine.cli.options import shared
 from nanoengine.core.policies import make_policy
 from nanoengine.errors import ConfigError
 from nanoengine.observe.trace import Trace
 from nanoengine.settings.config import EngineConfig
 
 SCHEDULER_OPTIONS = (
-    "max_num_seqs", "max_num_batched_tokens", "long_prefill_threshold", "enable_prefix_caching",
-    "watermark_frac",
+    "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "long_prefill_threshold",
+    "enable_prefix_caching", "watermark_frac",
 )  # fmt: skip
 
 
@@ -76,8 +77,7 @@ class SimulateArgs:
 
     def engine_config(self) -> EngineConfig:
         """These settings as an engine's: the same names, so the same bounds and the same errors."""
-        names = EngineConfig.__dataclass_fields__.keys() & self.__dataclass_fields__.keys()
-        same = {name: getattr(self, name) for name in names}
+        same = shared(EngineConfig, self)
         return EngineConfig(model="none", num_kv_blocks=self.num_blocks, **same)
 
 
@@ -90,12 +90,9 @@ def main(args: SimulateArgs) -> None:
     rows = args.num_requests or (sys.maxsize if Path(args.workload).suffix else 256)
     scale = STANDARD._replace(num_requests=rows)
     items = make_workload(args.workload, scale, args.prefix_len, args.seed, _no_text)
-    scheduler = make_scheduler(
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        policy=make_policy(args.admission, args.preempt_above, args.admit_below),
-        **{name: getattr(args, name) for name in SCHEDULER_OPTIONS},
-    )
+    policy = make_policy(args.admission, args.preempt_above, args.admit_below)
+    options = {name: getattr(args, name) for name in SCHEDULER_OPTIONS}
+    scheduler = make_scheduler(policy=policy, **options)
     model = load_time_model(args.fit) if args.fit else None
     steps = args.engine_config().steps_traced()
     with Trace(args.trace, scheduler, steps=steps) if args.trace else nullcontext() as trace:

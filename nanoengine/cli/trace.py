@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from tyro.conf import Positional, arg
+from nanoengine.cli.options import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class TraceArgs:
       nanoengine trace run.trace.gz --to chrome --output /dev/stdout | gzip > run.json.gz
     """
 
-    recording: Annotated[Positional[Path], arg(metavar="TRACE")]
+    recording: TraceFile
     """File of --trace."""
     to: Literal["chrome"] = "chrome"
     """chrome: steps with their parts, a track a row, requests as flows, counters."""
@@ -39,11 +40,8 @@ def main(args: TraceArgs) -> None:
     from nanoengine.observe.trace_reader import read_trace
 
     events = chrome_events(read_trace(args.recording))
-    sink = sys.stdout if args.output is None else open(args.output, "w", encoding="utf-8")  # noqa: SIM115
-    try:
+    file = args.output and open(args.output, "w", encoding="utf-8")  # noqa: SIM115
+    with file or nullcontext(sys.stdout) as sink:
         sink.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         sink.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in events))
         sink.write("\n]}\n")
-    finally:
-        if args.output is not None:
-            sink.close()

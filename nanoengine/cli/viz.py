@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
+from nanoengine.cli.options import TraceFile
 from nanoengine.errors import ConfigError
 from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.observe.viewer.page import page
@@ -23,7 +24,7 @@ from nanoengine.settings.config import EngineConfig
 class VizArgs:
     """Writes a page that shows a trace: steps, requests and blocks, to play and to step through."""
 
-    recording: Annotated[Positional[Path], arg(metavar="TRACE")]
+    recording: TraceFile
     """File of --trace."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """The page; None: beside the trace, as .html."""

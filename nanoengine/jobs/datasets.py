@@ -83,7 +83,7 @@ def run_job(
     """Runs a job from file to file, resuming what is there."""
     config = answering.config
     job = Job(
-        JobOptions(inputs=(source,), output=output, rows=options),
+        JobOptions(inputs=(source,), output=output, **vars(options)),
         lambda: describe_engine(config, answering.directory(), config.model),
     )
     try:

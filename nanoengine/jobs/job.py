@@ -17,7 +17,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,17 +53,31 @@ MOST_ROW_MIB = 1024
 SNIFFED_ROWS = 1000
 """Rows that are looked at for one that can be read."""
 
-NO_RESULT = ("any_model", "trust_row_templates")
-"""Options of rows on which no answer depends."""
+ROW_OPTIONS = {one.name for one in fields(RowOptions)} - {"any_model", "trust_row_templates"}
+"""Options of rows on which answers depend."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """What a job is asked to do; docs/batch.md says what each means."""
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(RowOptions):
+    """What a job is asked to do; docs/batch.md is the manual.
+
+    Attributes:
+        inputs: Files, globs, or - for stdin: .jsonl, .txt, .csv, packed or not, .parquet.
+        output: Where records go: .jsonl, .parquet, or - for stdout.
+        input_format: What the inputs are, whatever they are called.
+        errors: Write error records to this file, apart from answers.
+        in_order: Put the finished file into the order of the inputs.
+        strict: Refuse to start if a custom_id, or an id, stands twice.
+        restart: Begin anew; an earlier output is moved aside, as OUTPUT.1.
+        retry_errors: In a resumed job, run those rows again that have failed.
+        keep_input_order: Run rows in the order of the inputs; it changes no result, only the speed.
+        max_errors: Stop, with exit code 3, if more rows than this fail.
+        max_row_mib: A row above this is an error record [MiB].
+        summary_json: Write the summary to this file, too.
+    """
 
     inputs: tuple[str, ...]
     output: str
-    rows: RowOptions = field(default_factory=RowOptions)
     input_format: Form | None = None
     errors: str | None = None
     in_order: bool = False
@@ -99,7 +113,7 @@ class Job:
 
     def __init__(self, options: JobOptions, facts: Callable[[], Mapping[str, Any]]) -> None:
         self.options = options
-        RowReader(options.rows)  # Why: a template or a value that is wrong is told now.
+        RowReader(options)  # Why: a template or a value that is wrong is told now.
         self._paths = Paths(options.output, options.errors, options.summary_json)
         self.inputs = find_inputs(options.inputs, options.input_format, self._paths.is_own)
         self._check()
@@ -214,7 +228,7 @@ class Job:
             "format": manifests.FORMAT,
             "nanoengine": __version__,
             **facts(),
-            "rows": {k: v for k, v in asdict(options.rows).items() if k not in NO_RESULT},
+            "rows": {k: v for k, v in asdict(options).items() if k in ROW_OPTIONS},
             "max_row_mib": options.max_row_mib,
             "errors": options.errors,
             "stdin": any(one.name == STDIN for one in self.inputs),
@@ -330,7 +344,7 @@ class Job:
     def _kind_of(self, first: Line) -> Kind:
         """The form of an input: that of the first row that can be read."""
         one = first.input
-        if one.form != "jsonl" or self.options.rows.columns_alone:
+        if one.form != "jsonl" or self.options.columns_alone:
             return "simple"
         lines = [first] if one.name == STDIN else read_lines([one], self._max_row_bytes)
         for line in itertools.islice(lines, SNIFFED_ROWS):

@@ -118,15 +118,21 @@ class Task:
     error: RowError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RowOptions:
     """How rows are understood; the same for all of a job, and part of its manifest.
 
     Attributes:
-        sampling: fields of `SamplingParams` for rows that don't set them.
-        prompt_column, template: the prompt of rows that are columns; no column is a parameter then.
-        chat, system: a text is a user's message, behind this system message.
-        trust_row_templates: a row may bring a chat template, which is a program.
+        sampling: Fields of `SamplingParams` for rows that don't set them.
+        prompt_column: The column that is the prompt; other columns are data, and go into the
+            record.
+        template: Jinja over the columns that makes the prompt.
+        chat: A prompt is a user's message, and the model's chat template is applied.
+        system: System message before each; needs --chat.
+        any_model: Say nothing of rows that ask for another model.
+        ignore_unknown: Drop unknown fields of OpenAI bodies, in place of refusing the row.
+        trust_row_templates: Run chat templates that come with rows: they are programs, which
+            sandbox, time and memory bound.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
