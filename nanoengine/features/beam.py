@@ -7,8 +7,8 @@
 
 A `BeamSearch` is the `TokenChooser` of one request, whose sequences are the beams: they share the
 blocks of their common past and copy the last one when they write. The Scheduler calls it; it knows
-neither blocks nor tensors nor text. `search_all` is the loop of `LLM.beam_search`: it runs the
-searches of many prompts side by side.
+neither blocks nor tensors nor text. `beam_search` is `LLM.beam_search`, which runs the searches of
+many prompts side by side.
 
 Source: the settings and their meaning are those of transformers' `generate(num_beams=...)`.
 """
@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from nanoengine.core.engine_stats import EngineInfo
@@ -34,7 +34,7 @@ from nanoengine.settings.vllm_names import BEAM_SEARCH_PARAMS, translate
 from nanoengine.text.prompt_forms import Row, prompt_list
 from nanoengine.text.prompts import CheckedPrompt, PromptReader
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.turns import Call, Calls
+from nanoengine.turns import Calls
 
 
 @checked(RequestError, functools.partial(translate, table=BEAM_SEARCH_PARAMS, error=RequestError))
@@ -121,42 +121,29 @@ class Candidate(NamedTuple):
     token_id: int
 
 
-class Hypothesis(NamedTuple):
-    """A finished sequence."""
-
-    score: float
-    logprob: float
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
-
-
+@dataclass(eq=False)
 class BeamSearch:
     """The search for one prompt; a `TokenChooser`.
 
-    Args:
+    Attributes:
         max_tokens: of a sequence, the model's context considered.
         eos_token_ids: those that end a sequence; none to ignore them.
         vocab_size: bounds the continuations of a beam.
-
-    Attributes:
-        hypotheses: the finished sequences so far, at most beam_width, best first.
+        hypotheses: the finished sequences so far, at most beam_width, best first; without texts.
     """
 
-    def __init__(
-        self,
-        params: BeamSearchParams,
-        *,
-        max_tokens: int,
-        eos_token_ids: SequenceOf[int],
-        vocab_size: int,
-    ) -> None:
-        self.params = params
-        self.max_tokens = max_tokens
-        self.eos_token_ids = frozenset(eos_token_ids)
-        # Why so many: if all beams can end, beam_width continuations that don't are still there.
-        self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * params.beam_width
-        self.num_offered = min(self.num_candidates, vocab_size)
-        self.hypotheses: list[Hypothesis] = []
+    params: BeamSearchParams
+    _: KW_ONLY
+    max_tokens: int
+    eos_token_ids: SequenceOf[int]
+    vocab_size: int
+    hypotheses: list[BeamSequence] = field(default_factory=list, init=False)
+
+    @property
+    def num_candidates(self) -> int:
+        """Continuations that are looked at in a step. Why so many: if all beams can end, beam_width
+        continuations that don't are still there."""
+        return max(2, 1 + len(set(self.eos_token_ids))) * self.params.beam_width
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -165,7 +152,7 @@ class BeamSearch:
             temperature=0,
             max_tokens=self.max_tokens,
             ignore_eos=True,
-            logprobs=self.num_offered,
+            logprobs=min(self.num_candidates, self.vocab_size),
             detokenize=False,
         )
 
@@ -211,11 +198,12 @@ class BeamSearch:
             if self._ends(candidate, length):
                 is_eos = candidate.token_id in self.eos_token_ids
                 self.hypotheses.append(
-                    Hypothesis(
-                        self._score(candidate.logprob, length),
-                        candidate.logprob,
-                        [*candidate.beam.output_token_ids, candidate.token_id],
-                        "stop" if is_eos else "length",
+                    BeamSequence(
+                        token_ids=[*candidate.beam.output_token_ids, candidate.token_id],
+                        text="",
+                        cumulative_logprob=candidate.logprob,
+                        score=self._score(candidate.logprob, length),
+                        finish_reason="stop" if is_eos else "length",
                     )
                 )
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
@@ -288,48 +276,23 @@ def beam_search(
         )
     shared = make_search(params, calls.engine.info, 0).sampling_params
     read = reader.read_all(given, shared, None, "raise")
-    call = calls.begin()
-    with bar(call.engine, len(read)), call:
-        return search_all(
-            call,
-            [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
-            params,
-            room=room,
-            request_ids=reader.request_ids,
-            tokenizer=tokenizer,
-        )
-
-
-def search_all(
-    call: Call,
-    prompts: SequenceOf[CheckedPrompt],
-    params: BeamSearchParams,
-    *,
-    room: int,
-    request_ids: Iterator[str],
-    tokenizer: Tokenizer | None,
-) -> list[BeamSearchOutput]:
-    """Runs a search for each prompt; their outputs, in order.
-
-    Args:
-        prompts: checked with the `sampling_params` of a search.
-        room: searches that run at once: more would only wait for rows.
-        tokenizer: None leaves all texts empty.
-    """
-    waiting = list(prompts)[::-1]
+    waiting = [prompt for prompt in reversed(read) if isinstance(prompt, CheckedPrompt)]
     running: dict[str, tuple[CheckedPrompt, BeamSearch, Request]] = {}
     outputs: dict[int, BeamSearchOutput] = {}
-    while waiting or running:
-        with call.turn() as engine:
-            while waiting and len(running) < room:
-                prompt = waiting[-1]
-                search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
-                request = engine.queue(next(request_ids), prompt.request, chooser=search)
-                running[request.request_id] = (waiting.pop(), search, request)
-            for request_id in call.step(running):
-                prompt, search, request = running.pop(request_id)
-                outputs[prompt.index] = _output(prompt, search, request, tokenizer)
-    return [outputs[prompt.index] for prompt in prompts]
+    call = calls.begin()
+    with bar(call.engine, len(read)), call:
+        while waiting or running:
+            with call.turn() as engine:
+                while waiting and len(running) < room:  # Why: more would only wait for rows.
+                    prompt = waiting[-1]
+                    search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
+                    ident = next(reader.request_ids)
+                    request = engine.queue(ident, prompt.request, chooser=search)
+                    running[request.request_id] = (waiting.pop(), search, request)
+                for request_id in call.step(running):
+                    prompt, search, request = running.pop(request_id)
+                    outputs[prompt.index] = _output(prompt, search, request, tokenizer)
+    return [outputs[index] for index in sorted(outputs)]
 
 
 def _output(
@@ -338,27 +301,19 @@ def _output(
     error, token_ids = request.error, prompt.request.prompt_token_ids
     if any(seq.finish_reason == "abort" for seq in request.sequences):
         error = "the search was aborted"
-    sequences = [
-        BeamSequence(
-            token_ids=found.token_ids,
-            text=tokenizer.output_text(
-                found.token_ids,
-                prompt.request.params,
-                prompt_token_ids=token_ids,
-                end_ids=search.eos_token_ids,
-            )
-            if tokenizer is not None
-            else "",
-            cumulative_logprob=found.logprob,
-            score=found.score,
-            finish_reason=found.finish_reason,
+    sequences = [] if error else search.hypotheses
+    if tokenizer is not None:
+        text_of = functools.partial(
+            tokenizer.output_text,
+            params=prompt.request.params,
+            prompt_token_ids=token_ids,
+            end_ids=search.eos_token_ids,
         )
-        for found in search.hypotheses
-    ]
+        sequences = [replace(found, text=text_of(found.token_ids)) for found in sequences]
     return BeamSearchOutput(
         index=prompt.index,
         prompt=prompt.text,
         prompt_token_ids=token_ids,
-        sequences=[] if error else sequences,
+        sequences=sequences,
         error=error,
     )

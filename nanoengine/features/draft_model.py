@@ -27,7 +27,7 @@ from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.drafting import Guess
+from nanoengine.features.drafting import Drafter, Guess
 from nanoengine.runner import kv_cache
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.step import LaunchedStep
@@ -215,7 +215,7 @@ def _vocabulary(directory: Path) -> object:
     return json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("vocab")
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """The drafter over a DraftedRunner.
 
     Args:
@@ -258,6 +258,3 @@ class DraftModel:
         first = max(seq.num_computed_tokens // rows.block_size - 1, 0)
         rows.block_tables[0, seq.row, first : len(table)] = table[first:]
         return True
-
-    def forget_ended(self) -> None:
-        """Nothing is held: rows are the runner's."""

@@ -16,13 +16,15 @@ A `Proposer` and an `Observer` of the engine. Which tokens to draft a `Drafter` 
 
 from __future__ import annotations
 
+import operator
 import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import NamedTuple
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.sequence import Sequence
@@ -55,24 +57,30 @@ class Guess(NamedTuple):
     kind: int
 
 
-class Drafter(Protocol):
-    """Knows what may come next. `priors`: for each kind, how often its guesses are right at first.
+NO_GUESS = Guess(0, 0)
+
+
+class Drafter:
+    """Knows what may come next; this one never does. `priors`: for each kind, how often its guesses
+    are right at first.
 
     `always`: it must be asked before each step, and be told all tokens. `only_for`: rows that it
     could guess for, None meaning all; while there are none, nothing need be asked or measured.
     """
 
-    priors: SequenceOf[float]
-    always: bool
-    only_for: Collection[int] | None
+    priors: tuple[float, ...] = ()
+    always: bool = False
+    only_for: Collection[int] | None = ()
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """What it could draft for each sequence."""
+        return [NO_GUESS] * len(sequences)
 
     def draft(
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
     ) -> list[tuple[int, ...]]:
         """At most `counts` tokens for each of the sequences it has just looked at."""
+        return [()] * len(sequences)
 
     def forget_ended(self) -> None:
         """Gives back what it holds of sequences that have ended."""
@@ -143,7 +151,9 @@ class StepCost:
             reached = max(reached, size)
         return reached + max(1, reached // 8)
 
-    def seconds(self, size: int, *, start: tuple[int, float], slope: float) -> float:
+    def seconds(
+        self, size: int, *, start: tuple[int, float] = (0, 0.0), slope: float = 0.0
+    ) -> float:
         """What `size` costs, no less than at `start`, (size, seconds), where the curve begins.
 
         Behind the last measurement it goes on with `slope` seconds more a size, or half as steeply
@@ -209,8 +219,8 @@ class Tracked:
     """What is known of one sequence's drafts. `kind` is that of the last guess."""
 
     seq: Sequence
-    acceptance: Acceptance
     patience: int
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(weight=3, window=16))
     kind: int = 0
     idle: int = 0  # guesses let pass since the last draft
     nap: int = 0  # steps for which it is passed over
@@ -229,7 +239,7 @@ class Drafting:
     drafter: Drafter
     overlapped: bool = False
     clock: Callable[[], float] = time.perf_counter
-    overall: Acceptance = field(init=False)
+    overall: Acceptance = field(default_factory=lambda: Acceptance(weight=4, window=200))
     _plain: StepCost = field(default_factory=StepCost)  # steps without drafts, by rows
     _drafted: StepCost = field(default_factory=StepCost)  # steps with drafts, by rows
     _drafter: StepCost = field(default_factory=StepCost)  # the drafter, by its longest draft
@@ -239,9 +249,6 @@ class Drafting:
     _num_without: int = 0  # steps in a row that had no draft
     _patience: int = FIRST_PATIENCE  # with which sequences begin
     _num_idle: int = 0  # guesses of all sequences let pass since the last try
-
-    def __post_init__(self) -> None:
-        self.overall = Acceptance(weight=4, window=200)
 
     # --- the Proposer -------------------------------------------------------------------------
 
@@ -258,16 +265,14 @@ class Drafting:
     def propose(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
         """The drafts that are expected to pay, for each sequence."""
         self._asked.clear()
-        drafts: list[tuple[int, ...]] = [()] * len(sequences)
-        awake = [i for i, seq in enumerate(sequences) if self._is_awake(seq)]
-        asked = [sequences[i] for i in awake]
-        counts = self._counts(asked, self.drafter.look(asked), len(sequences))
-        if any(counts):
-            started = self.clock()
-            for i, found in zip(awake, self.drafter.draft(asked, counts), strict=True):
-                drafts[i] = found
-            self._drafter.add(max(counts), self.clock() - started)
-        return drafts
+        awake = [seq for seq in sequences if self._is_awake(seq)]
+        counts = self._counts(awake, self.drafter.look(awake), len(sequences))
+        if not any(counts):
+            return [()] * len(sequences)
+        started = self.clock()
+        found = dict(zip(awake, self.drafter.draft(awake, counts), strict=True))
+        self._drafter.add(max(counts), self.clock() - started)
+        return [found.get(seq, ()) for seq in sequences]
 
     @property
     def _is_asleep(self) -> bool:
@@ -286,8 +291,7 @@ class Drafting:
     ) -> list[int]:
         """How many tokens to draft for each sequence, in a step of `num_rows` in all."""
         counts = [0] * len(sequences)
-        plain_s = self._plain_seconds(num_rows)
-        if plain_s is None or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
+        if not self._plain or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
             self._num_drafted_steps = 0
             return counts
         guessed, gains = [], []
@@ -304,36 +308,31 @@ class Drafting:
                     priors = [self.drafter.priors[guess.kind]] * MOST_DRAFTS
                     assumed[guess.kind] = self.overall.rates(guess.kind, priors)
                 rates = one.acceptance.rates(guess.kind, assumed[guess.kind])
-                gains.append(_gains(rates[: min(guess.count, left)]))
+                chances = accumulate(rates[: min(guess.count, left)], operator.mul)
+                gains.append([chance for chance in chances if chance >= FEWEST_GAIN])
         if not guessed:
             return counts
-        best = best_counts(
-            gains,
-            num_rows,
-            lambda number, longest: self._seconds(num_rows, plain_s, number, longest),
-            self._drafted.limit(num_rows) - num_rows,
-        )
+        most = self._drafted.limit(num_rows) - num_rows
+        best = best_counts(gains, num_rows, self._seconds_of(num_rows), most)
         for i, count, of_one in zip(guessed, best, gains, strict=True):
             counts[i] = self._pays_or_retries(self._asked[sequences[i].row], count, num_rows)
             if 0 < count < len(of_one) and self._num_drafted_steps % ONE_MORE_EVERY == 1:
                 counts[i] += 1
         return counts
 
-    def _plain_seconds(self, num_rows: int) -> float | None:
-        """Seconds of a step without drafts; None: none was measured."""
-        if not self._plain:
-            return None
-        return self._plain.seconds(num_rows, start=(0, 0.0), slope=0.0)
-
-    def _seconds(self, num_rows: int, plain_s: float, num_drafts: int, longest: int) -> float:
-        """Seconds of a step with drafts, those of the drafter included."""
-        if not num_drafts:
-            return plain_s
+    def _seconds_of(self, num_rows: int) -> Callable[[int, int], float]:
+        """What a step of so many rows takes with drafts, those who draft included [s]."""
+        plain_s = self._plain.seconds(num_rows)
         slope = plain_s * min(ASSUMED_ROW_COST, 1 / num_rows)
-        step_s = self._drafted.seconds(
-            num_rows + num_drafts, start=(num_rows, plain_s), slope=slope
-        )
-        return step_s + self._drafter.seconds(longest, start=(0, 0.0), slope=0.0)
+
+        def seconds(num_drafts: int, longest: int) -> float:
+            if not num_drafts:
+                return plain_s
+            size, start = num_rows + num_drafts, (num_rows, plain_s)
+            step_s = self._drafted.seconds(size, start=start, slope=slope)
+            return step_s + self._drafter.seconds(longest)
+
+        return seconds
 
     def _pays_or_retries(self, one: Tracked, count: int, num_rows: int) -> int:
         """`count`, or now and then one draft where none would pay: text and machine change.
@@ -355,9 +354,7 @@ class Drafting:
     def _track(self, seq: Sequence) -> Tracked:
         one = self._tracked.get(seq.seq_id)
         if one is None:
-            acceptance = Acceptance(weight=3, window=16)
-            one = Tracked(seq=seq, acceptance=acceptance, patience=self._patience)
-            self._tracked[seq.seq_id] = one
+            one = self._tracked[seq.seq_id] = Tracked(seq=seq, patience=self._patience)
         return one
 
     # --- the Observer -------------------------------------------------------------------------
@@ -390,14 +387,3 @@ class Drafting:
             self._patience = max(self._patience // 2, FIRST_PATIENCE)
         elif one.patience > FIRST_PATIENCE:  # a try that failed
             self._patience = min(4 * self._patience, MOST_PATIENCE)
-
-
-def _gains(rates: SequenceOf[float]) -> list[float]:
-    """Expected tokens of the first, second, ... draft: the chance that all up to it are right."""
-    gains, chance = [], 1.0
-    for rate in rates:
-        chance *= rate
-        if chance < FEWEST_GAIN:
-            break
-        gains.append(chance)
-    return gains

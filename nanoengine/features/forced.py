@@ -15,28 +15,7 @@ from nanoengine.features.drafting import Drafter, Guess
 from nanoengine.runner.sampler import Sampler
 
 
-class NoDrafter:
-    """Never has a guess."""
-
-    priors = ()
-    always = False
-    only_for = ()
-
-    def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
-        """Nothing for anybody."""
-        return [Guess(0, 0)] * len(sequences)
-
-    def draft(
-        self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
-    ) -> list[tuple[int, ...]]:
-        """The same."""
-        return [()] * len(sequences)
-
-    def forget_ended(self) -> None:
-        """Nothing is held here."""
-
-
-class ForcedTokens:
+class ForcedTokens(Drafter):
     """Drafts what must come next, and where that is not known what another drafter guesses.
 
     Args:
@@ -53,13 +32,9 @@ class ForcedTokens:
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """What is forced on each sequence, else the other drafter's guess."""
-        forcing = self.sampler.forcing
-        found = {
-            seq.row: tuple(self.sampler.forced_tokens(seq.row))
-            for seq in sequences
-            if seq.row in forcing
-        }
-        self._found = {row: forced for row, forced in found.items() if forced}
+        rows = self.sampler.forcing & {seq.row for seq in sequences}
+        found = ((row, tuple(self.sampler.forced_tokens(row))) for row in rows)
+        self._found = {row: forced for row, forced in found if forced}
         guesses = iter(self.other.look(self._others(sequences)))
         kind = len(self.priors) - 1
         return [

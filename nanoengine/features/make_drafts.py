@@ -18,7 +18,7 @@ from nanoengine.core.block_manager import BlockManager
 from nanoengine.errors import ConfigError
 from nanoengine.features.draft_model import DraftedRunner, DraftModel
 from nanoengine.features.drafting import Drafter, Drafting
-from nanoengine.features.forced import ForcedTokens, NoDrafter
+from nanoengine.features.forced import ForcedTokens
 from nanoengine.features.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.settings.config import EngineConfig
@@ -70,17 +70,14 @@ def _require_no_states(model_config: ModelConfig, what: str) -> None:
 
 
 def make_drafting(
-    config: EngineConfig,
-    runner: Any,
-    manager: BlockManager,
-    overlap: bool,
+    config: EngineConfig, runner: Any, manager: BlockManager, overlap: bool
 ) -> Drafting | None:
     """Who drafts, and decides when."""
     drafts = parse_speculative(config.speculative) if config.speculative else None
     # Why not where steps overlap: to ask what a grammar forces, each would wait for the last one.
     if drafts is None and (overlap or runner.model_config.states is not None):
         return None
-    drafter: Drafter = NoDrafter()
+    drafter = Drafter()
     if isinstance(drafts, NgramDrafts):
         drafter = NgramDrafter(drafts)
     elif isinstance(runner, DraftedRunner):
@@ -88,4 +85,6 @@ def make_drafting(
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # ranks keep what they know of grammars to themselves
         drafter = ForcedTokens(runner.need_special().sampler, drafter)
-    return None if isinstance(drafter, NoDrafter) else Drafting(drafter=drafter, overlapped=overlap)
+    elif drafts is None:
+        return None
+    return Drafting(drafter=drafter, overlapped=overlap)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.features.drafting import Guess
+from nanoengine.features.drafting import NO_GUESS, Drafter, Guess
 from nanoengine.settings.drafts import NgramDrafts
 
 TOKEN_BITS = 20
@@ -72,7 +72,7 @@ class NgramIndex:
         return None
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts from each sequence's own prompt and output.
 
     Args:
@@ -81,7 +81,6 @@ class NgramDrafter:
             drafts until others have ended.
     """
 
-    always = False
     only_for = None
     priors = (0.1, 0.3, 0.55, 0.75, 0.9)
     """Acceptance to begin with, by kind: matches of 1, 2, 4, 8, 16 tokens and more."""
@@ -91,8 +90,8 @@ class NgramDrafter:
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._prompts: dict[Request, NgramIndex] = {}
-        self._outputs: dict[int, tuple[Sequence, NgramIndex]] = {}
-        self._found: dict[int, int] = {}
+        self._outputs: dict[Sequence, NgramIndex] = {}
+        self._found: dict[Sequence, int] = {}
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[Guess]:
         """Finds each sequence's last tokens in what stands before them."""
@@ -100,19 +99,15 @@ class NgramDrafter:
         return [self._look(seq) for seq in sequences]
 
     def _look(self, seq: Sequence) -> Guess:
-        held = self._outputs.get(seq.seq_id)
-        if held is None:
-            index = self._make_index(seq)
-            if index is None:
-                return Guess(0, 0)
-        else:
-            index = held[1]
+        index = self._outputs.get(seq) or self._make_index(seq)
+        if index is None:
+            return NO_GUESS
         self.num_tokens += index.extend(seq.token_ids)
         found = index.find()
         if found is None:
-            return Guess(0, 0)
+            return NO_GUESS
         length, position = found
-        self._found[seq.seq_id] = position
+        self._found[seq] = position
         if length == self.options.max:
             length = match_length(seq.token_ids, position, length)
         return Guess(self.options.k, length.bit_length() - 1)
@@ -127,8 +122,7 @@ class NgramDrafter:
         if prompt is None:
             prompt = self._prompts[seq.request] = NgramIndex(self.options.min, self.options.max)
             self.num_tokens += prompt.extend(seq.request.prompt_token_ids)
-        index = NgramIndex(self.options.min, self.options.max, prompt)
-        self._outputs[seq.seq_id] = (seq, index)
+        index = self._outputs[seq] = NgramIndex(self.options.min, self.options.max, prompt)
         return index
 
     def draft(
@@ -136,22 +130,18 @@ class NgramDrafter:
     ) -> list[tuple[int, ...]]:
         """What followed; a place close to the end goes on with its own drafts."""
         return [
-            continuation(seq.token_ids, self._found[seq.seq_id], count) if count else ()
+            continuation(seq.token_ids, self._found[seq], count) if count else ()
             for seq, count in zip(sequences, counts, strict=True)
         ]
 
     def forget_ended(self) -> None:
         """Gives back the indices of sequences that have ended."""
-        self._outputs = {
-            seq_id: (seq, index)
-            for seq_id, (seq, index) in self._outputs.items()
-            if not seq.is_finished
-        }
-        live = {seq.request for seq, _ in self._outputs.values()}
-        self._prompts = {r: index for r, index in self._prompts.items() if r in live}
-        self.num_tokens = sum(index.num_tokens for index in self._prompts.values()) + sum(
-            index.num_tokens - seq.num_prompt_tokens for seq, index in self._outputs.values()
-        )
+        live = {seq: index for seq, index in self._outputs.items() if not seq.is_finished}
+        requests = {seq.request for seq in live}
+        self._outputs = live
+        self._prompts = {r: index for r, index in self._prompts.items() if r in requests}
+        own = sum(index.num_tokens - seq.num_prompt_tokens for seq, index in live.items())
+        self.num_tokens = own + sum(index.num_tokens for index in self._prompts.values())
 
 
 def match_length(token_ids: SequenceOf[int], position: int, length: int) -> int:
