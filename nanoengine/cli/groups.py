@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 
 from nanoengine.cli.docs import field_docs
+from nanoengine.cli.options import OBJECTS
 from nanoengine.settings.config import EngineConfig
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ GROUPS = {
     "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
     "memory": ("The KV cache: its size, and where blocks are kept.",
         """max_model_len num_blocks block_size num_kv_blocks kv_cache_gib memory_fraction
-        gpu_memory_utilization enable_prefix_caching kv_tiers kv_cache_dtype kv_host_gib kv_disk
+        gpu_memory_utilization enable_prefix_caching kv_cache_dtype kv_host_gib kv_disk
         kv_disk_gib"""),
     "scheduling": ("What runs when, and on how many processes.",
         """max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_threshold
@@ -50,6 +51,8 @@ def grouped(options_class: type) -> type:
     told, hints = field_docs(options_class), get_type_hints(options_class, include_extras=True)
     boxes: dict[str, list[Any]] = {"": [], **{box: [] for box in GROUPS}, "last": []}
     for one in dataclasses.fields(options_class):
+        if one.name in OBJECTS:
+            continue
         hint, box = hints[one.name], BOXES.get(one.name, "")
         if POSITIONAL in getattr(hint, "__metadata__", ()):
             box = ""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, Suppress, UseAppendAction, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from nanoengine.cli.docs import field_docs
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.settings.config import EngineConfig, LogitsStage
+from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
-OBJECTS = ("structured_outputs", "logits_processors", "extra_args")
+OBJECTS = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
+"""Settings that are no options: objects are for rows and programs."""
 MAX_TOKENS = (
     "most tokens to generate. Without it: what the row says, else the model's own default, else"
     " 256. In OpenAI's form these are 16 in a completion and all of the context in a chat, in"
@@ -38,14 +38,10 @@ class EngineArgs(EngineConfig):
 
     model: ModelName
     """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
-    kv_tiers: Suppress[tuple[Tier, ...]] = ()
-    """Made of the options below."""
     kv_host_gib: float | None = None
     """Keep full KV blocks in this much host memory [GiB] too, for when the device has no room."""
     kv_disk: Path | None = None
     """Keep them in this directory as well, where they outlive the process; needs both sizes."""
-    logits_processors: Suppress[tuple[Callable[..., Any] | LogitsStage, ...]] = ()
-    """Functions: for programs."""
     kv_disk_gib: float | None = None
     """Most that the directory holds for this model [GiB]."""
 
@@ -102,8 +98,7 @@ def sampling_fields(args: object) -> dict[str, Any]:
 def _sampling_options() -> list[tuple[str, Any, Any]]:
     """Name, type and default of each field of SamplingParams; one that is not given has None.
 
-    Why no seed: --seed is the engine's, of which each row draws another one. Objects are for rows
-    and programs.
+    Why no seed: --seed is the engine's, of which each row draws another one.
     """
     told = field_docs(SamplingParams) | {"max_tokens": MAX_TOKENS}
     hints = typing.get_type_hints(SamplingParams)

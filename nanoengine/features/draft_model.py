@@ -14,13 +14,11 @@ right in both caches.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.layout import KVGroup, KVLayout
@@ -34,6 +32,21 @@ from nanoengine.runner.step import LaunchedStep
 from nanoengine.settings.params import SamplingParams
 
 
+@dataclass(slots=True)
+class DraftedRow:
+    """What the draft model has of a row.
+
+    Attributes:
+        num_computed: of the row's known tokens, how many it has computed.
+        num_admitted: tokens that the row came with.
+        guessed: drafts that it has computed behind the known tokens.
+    """
+
+    num_computed: int
+    num_admitted: int
+    guessed: tuple[int, ...] = ()
+
+
 class DraftedRunner(ModelRunner):
     """A ModelRunner with a second one beside it, which follows its plans.
 
@@ -43,16 +56,13 @@ class DraftedRunner(ModelRunner):
 
     Attributes:
         draft: the draft model's runner.
-        num_computed: of each row, how many of its tokens the draft model has computed.
+        drafted: what that has of each row.
     """
 
     def __init__(self, *args: Any, draft: ModelRunner, **options: Any) -> None:
         super().__init__(*args, **options)
         self.draft = draft
-        rows = self.config.max_num_seqs
-        self.num_computed = np.zeros(rows, np.int64)
-        self._num_admitted = np.zeros(rows, np.int64)  # tokens that a row came with
-        self._guessed: dict[int, tuple[int, ...]] = {}  # by row: computed behind the known tokens
+        self.drafted: dict[int, DraftedRow] = {}
 
     def start(self) -> KVLayout:
         """Starts both; the memory plan counts the draft model's weights and blocks too.
@@ -77,22 +87,18 @@ class DraftedRunner(ModelRunner):
             num_layers=model.num_hidden_layers,
             dtype=draft.kv_dtype,
         )
-        layout = super().start()
-        if model.max_position_embeddings < self.memory.max_model_len:
+        layout, memory = super().start(), self.memory
+        if model.max_position_embeddings < memory.max_model_len:
             raise ConfigError(
                 f"speculative: the draft model's context of {model.max_position_embeddings} tokens"
-                f" is shorter than max_model_len={self.memory.max_model_len}: lower that"
+                f" is shorter than max_model_len={memory.max_model_len}: lower that"
             )
-        draft.config = dataclasses.replace(
-            draft.config,
-            num_kv_blocks=self.memory.num_blocks,
-            max_model_len=self.memory.max_model_len,
+        draft.config = replace(
+            draft.config, num_kv_blocks=memory.num_blocks, max_model_len=memory.max_model_len
         )
         draft.start()
         draft.rows.token_ids = self.rows.token_ids  # Why one: what is sampled is known to both.
-        self.memory = dataclasses.replace(
-            self.memory, weight_bytes=self.weight_bytes + draft.weight_bytes
-        )
+        self.memory = replace(memory, weight_bytes=self.weight_bytes + draft.weight_bytes)
         return layout
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -117,43 +123,39 @@ class DraftedRunner(ModelRunner):
             table_updates=plan.table_updates,
             block_copies=plan.block_copies,
         )
+        drafted = self.drafted
         for new in plan.admitted:
-            self.num_computed[new.row] = new.num_cached_tokens
-            self._num_admitted[new.row] = len(new.token_ids)
-            self._guessed.pop(new.row, None)
+            drafted[new.row] = DraftedRow(new.num_cached_tokens, len(new.token_ids))
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         for fork in plan.forks:
+            parent = drafted[fork.parent_row]
             # Why the least: the parent's drafts may lie behind what the two share.
-            self.num_computed[fork.row] = min(
-                self.num_computed[fork.parent_row], starts.get(fork.row, 0)
-            )
-            self._num_admitted[fork.row] = self._num_admitted[fork.parent_row]
-            self._guessed.pop(fork.row, None)
+            num_shared = min(parent.num_computed, starts.get(fork.row, 0))
+            drafted[fork.row] = DraftedRow(num_shared, parent.num_admitted)
         for row, start, count in zip(
             plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
         ):
             end = start + count - len(plan.draft_token_ids.get(row, ()))
-            is_prompt = start < self._num_admitted[row]
+            is_prompt = start < drafted[row].num_admitted
             begin = start if is_prompt else self.count_computed(row, end)
             if count and (is_prompt or end // self.block_size > begin // self.block_size):
                 followed.add(row, begin, end - begin, num_logits=0)
-                self.num_computed[row] = end
+                drafted[row].num_computed = end
         for fork in plan.forks:  # of this step: they share what it computes
             if fork.row in plan.rows and not plan.num_scheduled_tokens[plan.rows.index(fork.row)]:
-                self.num_computed[fork.row] = self.num_computed[fork.parent_row]
+                drafted[fork.row].num_computed = drafted[fork.parent_row].num_computed
         return followed
 
     def count_computed(self, row: int, num_known: int) -> int:
         """How many of a row's known tokens the draft model has computed, right drafts included."""
-        count = int(self.num_computed[row])
-        if count >= num_known:
-            return count
-        for token_id in self._guessed.pop(row, ()):
-            if count >= num_known or self.rows.token_ids[row, count] != token_id:
-                break
-            count += 1
-        self.num_computed[row] = count
-        return count
+        one, known = self.drafted[row], self.rows.token_ids[row]
+        if one.num_computed < num_known:
+            guessed, one.guessed = one.guessed, ()
+            for token_id in guessed[: num_known - one.num_computed]:
+                if known[one.num_computed] != token_id:
+                    break
+                one.num_computed += 1
+        return one.num_computed
 
     def propose(self, wanted: dict[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
         """Drafts by the draft model, which has the blocks for them.
@@ -175,8 +177,8 @@ class DraftedRunner(ModelRunner):
             for row, tokens in zip(rows, step.result().token_ids, strict=True):
                 found[row] += tokens
         for row, (num_known, _) in wanted.items():
-            self.num_computed[row] = num_known
-            self._guessed[row] = tuple(found[row][:-1])
+            one = self.drafted[row]
+            one.num_computed, one.guessed = num_known, tuple(found[row][:-1])
         return {row: tuple(tokens) for row, tokens in found.items()}
 
     def shutdown(self) -> None:
