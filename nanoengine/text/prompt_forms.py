@@ -197,7 +197,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
         check_text(name, value)
     ids, messages = prompt.get("prompt_token_ids"), prompt.get("messages")
     if messages is not None:
-        from nanoengine.text.conversations import parse_messages
+        from nanoengine.text.chats import parse_messages
 
         messages = parse_messages(messages)
     return PromptInput(
