@@ -37,7 +37,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_executor import EOS, FakeExecutor, expected_output, make_engine, make_layout
 from tools.loc import measure
 
-MOST_LINES = 588
+MOST_LINES = 585
 NUM_WORKLOADS = 300
 BLOCK_SIZE = 4
 
