@@ -69,11 +69,21 @@ def tried(model_type: str, architecture: str) -> str:
 
 
 def table(rows: dict[str, tuple[str, str]]) -> str:
-    """Markdown of model type -> (architecture, result)."""
-    lines = ["| model type | architecture | result |", "|---|---|---|"]
-    lines += [
-        f"| `{kind}` | {architecture} | {result} |" for kind, (architecture, result) in rows.items()
+    """Markdown of model type -> (architecture, result): those that are equal in one table, what
+    became of the others in a second one. Where their architecture is unknown, their names will do.
+    """
+    equal = [
+        f"| `{kind}` | {architecture} |"
+        for kind, (architecture, result) in rows.items()
+        if result == "equal"
     ]
+    others: dict[str, list[str]] = {}
+    for kind, (architecture, result) in rows.items():
+        if result != "equal":
+            others.setdefault(result.removesuffix(f" '{architecture}'"), []).append(f"`{kind}`")
+    lines = ["| equal: model type | architecture |", "|---|---|", *equal, ""]
+    lines += ["| others | model types |", "|---|---|"]
+    lines += [f"| {result} | {', '.join(kinds)} |" for result, kinds in others.items()]
     return "\n".join(lines)
 
 
