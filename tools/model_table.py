@@ -69,22 +69,15 @@ def tried(model_type: str, architecture: str) -> str:
 
 
 def table(rows: dict[str, tuple[str, str]]) -> str:
-    """Markdown of model type -> (architecture, result): those that are equal in one table, what
-    became of the others in a second one. Where their architecture is unknown, their names will do.
+    """Markdown of model type -> (architecture, result): the types of each result. An architecture
+    is named where a type is equal; that of an unsupported one is left out of its result.
     """
-    equal = [
-        f"| `{kind}` | {architecture} |"
-        for kind, (architecture, result) in rows.items()
-        if result == "equal"
-    ]
-    others: dict[str, list[str]] = {}
+    types: dict[str, list[str]] = {"equal": []}
     for kind, (architecture, result) in rows.items():
-        if result != "equal":
-            others.setdefault(result.removesuffix(f" '{architecture}'"), []).append(f"`{kind}`")
-    lines = ["| equal: model type | architecture |", "|---|---|", *equal, ""]
-    lines += ["| others | model types |", "|---|---|"]
-    lines += [f"| {result} | {', '.join(kinds)} |" for result, kinds in others.items()]
-    return "\n".join(lines)
+        name = f"`{kind}` {architecture}" if result == "equal" else f"`{kind}`"
+        types.setdefault(result.removesuffix(f" '{architecture}'"), []).append(name)
+    lines = [f"| {result} | {', '.join(names)} |" for result, names in types.items()]
+    return "\n".join(["| result | model types |", "|---|---|", *lines])
 
 
 def main() -> None:
