@@ -217,7 +217,7 @@ def run(
     reader = RowReader(job.options.rows, name, llm.info.generation_defaults)
     work = job.work(reader, Recorder(name, job.created))
     signals.on_first(work)
-    progress = Progress(work.counts, job.num_rows, job.num_done, llm.stats)
+    progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM
 
     observers = llm.engine.observers if isinstance(llm, LLM) else llm.observers
@@ -251,14 +251,7 @@ def run(
         signals.on_first(None)
         shown.close()
         observers.remove(shown)
-    facts = summary(
-        work.counts,
-        num_rows=job.num_rows,
-        num_resumed=job.num_done,
-        num_failed_before=job.num_failed,
-        elapsed_s=time.perf_counter() - started,
-        ended=ended,
-    )
+    facts = summary(job, work.counts, time.perf_counter() - started, ended)
     print(table(facts), file=sys.stderr)
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.log import replacing
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.records import Recorder, json_line
@@ -100,10 +101,8 @@ def answers(
     done: list[tuple[int, dict[str, Any]]] = []
 
     def finish(task: Task, result: RequestOutput | RowError) -> None:
-        failed = isinstance(result, RowError)
         columns, task.columns = task.columns, {}  # Why: they need not be anything that JSON has.
-        line = recorder.failure(task, result) if failed else recorder.answer(task, result)  # type: ignore[arg-type]
-        record = json.loads(line)
+        record = json.loads(recorder.record(task, result))
         new = {name: record.get(name) for name in NEW_COLUMNS}
         done.append((task.row, {**columns, **new}))
 
@@ -139,14 +138,12 @@ def _resumable(
 ) -> Iterator[dict[str, Any]]:
     """The same by way of a file: the rows beside the output are the input of a job."""
     source = output.with_name(output.name + ".rows.jsonl")
-    beside = source.with_name(source.name + ".tmp")
     kept = []
-    with beside.open("wb") as file:
+    with replacing(source) as file:
         for row in rows:
             value = _as_dict(row)
             kept.append(value)
             file.write(json_line(value))
-    os.replace(beside, source)
     run_job(answering, str(source), str(output), reader, options)
     found: dict[int, dict[str, Any]] = {}
     is_table = output.suffix == ".parquet"

@@ -15,6 +15,7 @@ that the third death names one row.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import re
 import sys
@@ -48,13 +49,13 @@ class Deaths:
 
     def __init__(self, path: Path, done: Bitmap) -> None:
         self.path = path
-        self.counts = _count(path, done)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, os.O_WRONLY | flags, 0o666)
+            self._fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise lost(path, error) from error
         try:
+            self.counts = _count(path, done)
             self._write(f"\nrun {os.getpid()} {done.count}\n")  # the line before may be torn
         except OSError:
             os.close(self._fd)
@@ -99,24 +100,16 @@ def last_process(path: Path) -> str:
 def _count(path: Path, done: Bitmap) -> Counter[int]:
     counts: Counter[int] = Counter()
     rows: list[int] = []
-    num_before = 0
-    crashed = False
-
-    def close(num_after: int) -> None:
-        if crashed or num_after <= num_before:
-            counts.update(row for row in rows if row not in done)
-
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                if begun := RUN.fullmatch(line):
-                    close(int(begun[2]))
-                    rows, num_before, crashed = [], int(begun[2]), False
-                elif ROW.fullmatch(line):
-                    rows.append(int(line))
-                elif line.startswith(b"Fatal Python error"):
-                    crashed = True
-    except FileNotFoundError:
-        return counts
-    close(done.count)
+    num_before, crashed = 0, False
+    with open(path, "rb") as file:
+        for line in itertools.chain(file, [b"run 0 %d\n" % done.count]):  # that which begins now
+            if begun := RUN.fullmatch(line):
+                num_after = int(begun[2])
+                if crashed or num_after <= num_before:
+                    counts.update(row for row in rows if row not in done)
+                rows, num_before, crashed = [], num_after, False
+            elif ROW.fullmatch(line):
+                rows.append(int(line))
+            elif line.startswith(b"Fatal Python error"):
+                crashed = True
     return counts

@@ -297,10 +297,8 @@ class Job:
 
         def finish(task: Task, result: RequestOutput | RowError) -> None:
             self.done.add(task.row)
-            if isinstance(result, RowError):
-                self._error_log.append(recorder.failure(task, result))
-            else:
-                self._log.append(recorder.answer(task, result))
+            log = self._error_log if isinstance(result, RowError) else self._log
+            log.append(recorder.record(task, result))
 
         tasks = self._tasks(reader, lambda row: row not in counts)
         suspects = self._tasks(reader, counts.__contains__) if counts else ()
