@@ -38,8 +38,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.engine import LLMEngine
 from nanoengine.jobs.job import Job, JobOptions
-from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.rows import RowOptions
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import Row
@@ -110,7 +109,7 @@ def run_job(
     """Runs a job to its end; returns its time [s], opening it included."""
     start = clock()
     job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), dict)
-    work = job.work(RowReader(job.options.rows, "demo"), Recorder("demo", job.created))
+    work = job.work("demo")
     work.run(stream)
     job.complete()
     job.close()

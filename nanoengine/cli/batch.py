@@ -27,8 +27,7 @@ from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
-from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.rows import RowOptions
 from nanoengine.jobs.source import Form
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.settings.config import EngineConfig
@@ -214,8 +213,7 @@ def run(
     watch: bool = False,
 ) -> int:
     """Answers the rows that are left; returns the exit code."""
-    reader = RowReader(job.options.rows, name, llm.info.generation_defaults)
-    work = job.work(reader, Recorder(name, job.created))
+    work = job.work(name, llm.info.generation_defaults)
     signals.on_first(work)
     progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM

@@ -7,8 +7,8 @@ Reading in the engine's thread would keep rows that run waiting for rows that ar
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -30,43 +30,36 @@ class Ahead:
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines
-        self._found: deque[Line] = deque()
+        self._found: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
         self._num_bytes = 0
-        self._has_ended = False
-        self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[Line | Pause]:
         # Why a daemon: nobody can end a read of a pipe on which nothing comes.
         threading.Thread(target=self._read, daemon=True).start()
         while True:
+            try:
+                found = self._found.get(timeout=SOON_S)
+            except queue.Empty:
+                yield PAUSE
+                continue
+            if found is None:
+                return
+            if isinstance(found, BaseException):
+                raise found
             with self._changed:
-                if not self._found and not self._has_ended:
-                    self._changed.wait(SOON_S)
-                if self._found:
-                    line = self._found.popleft()
-                    self._num_bytes -= size_of(line.content)
-                    self._changed.notify()
-                elif self._error is not None:
-                    raise self._error
-                elif self._has_ended:
-                    return
-                else:
-                    line = None
-            yield PAUSE if line is None else line
+                self._num_bytes -= size_of(found.content)
+                self._changed.notify()
+            yield found
 
     def _read(self) -> None:
+        end = None
         try:
             for line in self._lines:
                 with self._changed:
-                    while self._num_bytes > WAITING_BYTES:
-                        self._changed.wait()
-                    self._found.append(line)
+                    self._changed.wait_for(lambda: self._num_bytes <= WAITING_BYTES)
                     self._num_bytes += size_of(line.content)
-                    self._changed.notify()
+                self._found.put(line)
         except BaseException as error:
-            self._error = error
-        finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify()
+            end = error
+        self._found.put(end)

@@ -10,14 +10,16 @@ does not use.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
 from nanoengine.jobs.log import replacing
@@ -38,60 +40,54 @@ ROWS = Input(name="dataset", form="jsonl")
 NEW_COLUMNS = ("outputs", "usage", "error")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """What answers rows: the engine's stream, and what a manifest says of it."""
-
-    stream: Stream
-    config: EngineConfig
-    directory: Callable[[], Path]
-    defaults: Mapping[str, Any]
-
-
 def generate_dataset(
-    answering: Answering,
     source: Any,
     output: str | os.PathLike[str] | None,
     params: SamplingParams | None,
     row_options: Mapping[str, Any],
+    *,
+    stream: Stream,
+    config: EngineConfig,
+    defaults: Mapping[str, Any],
 ) -> Any:
-    """Answers each row of a source; see `LLM.generate_dataset`."""
+    """Answers each row of a source; see `LLM.generate_dataset`.
+
+    Args:
+        stream: the engine's, which answers rows.
+        defaults: sampling parameters of the model's own.
+    """
     if params is not None and not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
-    sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
-    options = RowOptions(sampling=sampling, **row_options)
-    defaults = answering.defaults if params is None else {}
-    reader = RowReader(options, answering.config.model, defaults)
+    if params is None:
+        options = RowOptions(**row_options)
+    else:
+        sampling, defaults = {f.name: getattr(params, f.name) for f in fields(params)}, {}
+        options = RowOptions(sampling=sampling, **row_options)
+    reader = RowReader(options, config.model, defaults)
+
+    def run_job(path: str, output: str) -> None:
+        """Runs a job from file to file, resuming what is there."""
+        job = Job(
+            JobOptions(inputs=(path,), output=output, rows=options),
+            lambda: describe_engine(config, resolve_model(config), config.model),
+        )
+        with contextlib.closing(job):
+            job.work(config.model, defaults).run(stream)
+            job.complete()
+
     if isinstance(source, str | os.PathLike):
         if output is None:
             raise RequestError("a file's answers go to a file: give output=...")
-        run_job(answering, os.fspath(source), os.fspath(output), reader, options)
+        run_job(os.fspath(source), os.fspath(output))
         return Path(output)
     rows, rebuild = _taken_apart(source)
 
     def answer() -> Iterator[dict[str, Any]]:
         if output is not None:
-            return _resumable(answering, rows, Path(output), reader, options)
-        recorder = Recorder(answering.config.model)
-        return _in_order(answers(rows, answering.stream, reader, recorder))
+            return _resumable(rows, Path(output), run_job)
+        return _in_order(answers(rows, stream, reader, Recorder(config.model)))
 
     return rebuild(answer)
-
-
-def run_job(
-    answering: Answering, source: str, output: str, reader: RowReader, options: RowOptions
-) -> None:
-    """Runs a job from file to file, resuming what is there."""
-    config = answering.config
-    job = Job(
-        JobOptions(inputs=(source,), output=output, rows=options),
-        lambda: describe_engine(config, answering.directory(), config.model),
-    )
-    try:
-        job.work(reader, Recorder(config.model, job.created)).run(answering.stream)
-        job.complete()
-    finally:
-        job.close()
 
 
 def answers(
@@ -134,7 +130,7 @@ def _in_order(found: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[dict[str,
 
 
 def _resumable(
-    answering: Answering, rows: Iterable[Any], output: Path, reader: RowReader, options: RowOptions
+    rows: Iterable[Any], output: Path, run_job: Callable[[str, str], None]
 ) -> Iterator[dict[str, Any]]:
     """The same by way of a file: the rows beside the output are the input of a job."""
     source = output.with_name(output.name + ".rows.jsonl")
@@ -144,7 +140,7 @@ def _resumable(
             value = _as_dict(row)
             kept.append(value)
             file.write(json_line(value))
-    run_job(answering, str(source), str(output), reader, options)
+    run_job(str(source), str(output))
     found: dict[int, dict[str, Any]] = {}
     is_table = output.suffix == ".parquet"
     log = output.with_name(output.name + ".job.jsonl") if is_table else output

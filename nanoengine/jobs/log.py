@@ -282,7 +282,7 @@ class PipeLog:
     def sync(self) -> None:
         """A pipe holds nothing back."""
 
-    def close(self) -> None:
+    def close(self, *, drop_empty: bool = False) -> None:
         """Tells who reads that this was all; standard output stays the process's."""
         if self._fd > 2:
             fd, self._fd = self._fd, -1

@@ -12,7 +12,6 @@ A field is obeyed or refused by name. What a name may hold is said once: by `Sam
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import warnings
@@ -63,11 +62,15 @@ OPENAI: Table = {
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that ask nothing of an answer."""
 
-BODY = {
-    "chat": ("model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "top_logprobs"),
-    "completion": ("model", "prompt", "cache_salt"),
+_SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
+_PARAMS = frozenset((*_SIMPLE_PARAMS, *OPENAI))
+_COMMON = (*SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
+_CHAT = ("model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "top_logprobs")
+BODY: dict[Kind, dict[str, None]] = {
+    "chat": dict.fromkeys((*_CHAT, *_COMMON)),
+    "completion": dict.fromkeys(("model", "prompt", "cache_salt", *_COMMON)),
 }
-"""Fields of a body beside those of `SamplingParams`, OPENAI and NOTES."""
+"""Fields of a body, in the order in which a message names them."""
 
 MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 256}
 """Where neither row, job nor model say it: what OpenAI's API has, None being all of the context."""
@@ -223,14 +226,14 @@ class RowReader:
         return str(row[name])
 
     def _as_chat(self, prompt: Any) -> Any:
-        options = self._options
-        if not options.chat or not isinstance(prompt, str):
-            return prompt
-        return {"messages": [*self._system(), {"role": "user", "content": prompt}]}
+        is_text = self._options.chat and isinstance(prompt, str)
+        return self._conversation(prompt) if is_text else prompt
 
-    def _system(self) -> list[dict[str, str]]:
-        system = self._options.system
-        return [] if system is None else [{"role": "system", "content": system}]
+    def _conversation(self, text: str) -> dict[str, Any]:
+        """A user's first message, behind the system message."""
+        said = [("system", self._options.system), ("user", text)]
+        messages = [{"role": role, "content": one} for role, one in said if one is not None]
+        return {"messages": messages}
 
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
         given = {name: plain(row[name]) for name in PROMPT_KEYS if row.get(name) is not None}
@@ -250,9 +253,7 @@ class RowReader:
         if not given.keys().isdisjoint(CONTENT_KEYS):
             raise RequestError("'turns' stands beside another prompt: give one of them")
         task.turns = turns[1:]
-        task.prompt = {
-            **given, "messages": [*self._system(), {"role": "user", "content": turns[0]}]
-        }  # fmt: skip
+        task.prompt = {**given, **self._conversation(turns[0])}
 
     # --- OpenAI rows ----------------------------------------------------------------------------
 
@@ -280,8 +281,8 @@ class RowReader:
             task.prompt = _completion_prompt(body)
             task.params = self._params_for(body, known)
 
-    def _check_names(self, body: dict[str, Any], kind: str) -> None:
-        names = _body_names(kind)
+    def _check_names(self, body: dict[str, Any], kind: Kind) -> None:
+        names = BODY[kind]
         for name in body.keys() - names.keys():
             if not self._options.ignore_unknown:
                 raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")
@@ -357,15 +358,6 @@ class RowReader:
         if isinstance(biases, dict):
             own["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
-
-
-_PARAMS = frozenset((*SAMPLING, *SAMPLING_PARAMS, *OPENAI))
-_SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
-
-
-@functools.cache
-def _body_names(kind: str) -> dict[str, None]:
-    return dict.fromkeys((*BODY[kind], *SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS))
 
 
 def _token_id(name: object) -> object:

@@ -106,9 +106,8 @@ def find_inputs(
     if not names:
         raise ConfigError("no input: name files, globs, or - for stdin")
     for name in names:
-        is_glob = name != STDIN and not os.path.exists(name) and glob.has_magic(name)
         matches = [name]
-        if is_glob:
+        if name != STDIN and not os.path.exists(name) and glob.has_magic(name):
             matches = sorted(one for one in glob.glob(name, recursive=True) if not is_own(one))
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
@@ -125,14 +124,13 @@ def _input(name: str, form: Form | None) -> Input:
     if name == STDIN:
         return Input(name=name, form=form or "jsonl")
     path = Path(name)
-    if not path.exists():
-        raise ConfigError(f"input {name!r} does not exist")
-    if path.is_dir():
-        raise ConfigError(f"input {name!r} is a directory: give its files, or a glob")
-    if not path.is_file():
-        raise ConfigError(
-            f"input {name!r} is no file, and inputs are read more than once: pipe it in, as -"
-        )
+    for is_so, told in (
+        (not path.exists(), "does not exist"),
+        (path.is_dir(), "is a directory: give its files, or a glob"),
+        (not path.is_file(), "is no file, and inputs are read more than once: pipe it in, as -"),
+    ):
+        if is_so:
+            raise ConfigError(f"input {name!r} {told}")
     try:
         path.open("rb").close()
     except OSError as error:
@@ -309,29 +307,26 @@ def _csv_rows(
     while True:
         first = number + 1
         try:
-            cells = next(reader, None)
-            if cells is None:
-                return
-            if not cells:
-                continue
+            cells = next(reader)
             "".join(cells).encode()
-            if not names:
-                if twice := [name for name in cells if cells.count(name) > 1]:
-                    raise RowError("unreadable_row", f"column {twice[0]!r} stands twice")
-                names = cells
-                continue
-            if len(cells) != len(names):
-                raise RowError(
-                    "unreadable_row", f"the row has {len(cells)} cells, the first has {len(names)}"
-                )
-            yield first, dict(zip(names, cells, strict=True))
-            continue
+            if twice := [name for name in cells if not names and cells.count(name) > 1]:
+                raise RowError("unreadable_row", f"column {twice[0]!r} stands twice")
+            if names and cells and len(cells) != len(names):
+                told = f"the row has {len(cells)} cells, the first has {len(names)}"
+                raise RowError("unreadable_row", told)
+        except StopIteration:
+            return
         except RowError as error:
             failure = error
         except UnicodeEncodeError:
             failure = RowError("unreadable_row", "the row is not UTF-8")
         except csv.Error as error:
             failure = RowError("unreadable_row", f"the row is no CSV: {error}")
+        else:
+            if names and cells:
+                yield first, dict(zip(names, cells, strict=True))
+            names = names or cells
+            continue
         if not names:  # Why the end: another row would be taken for the names.
             yield first, RowError("unreadable_input", f"the names of the columns: {failure}")
             return

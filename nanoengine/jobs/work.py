@@ -77,6 +77,9 @@ class Work:
         finish: writes the record of a row: its outputs, of all turns, or its error.
         note: told of each row before it runs.
         max_errors: how many rows may fail.
+
+    Attributes:
+        is_stopping: rows are left behind on purpose.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Work:
         finish: Callable[[Task, RequestOutput | RowError], None],
         *,
         suspects: Iterable[tuple[Task, int]] = (),
-        note: Callable[[int], None] = lambda row: None,
+        note: Callable[[Task], None] = lambda task: None,
         max_errors: int | None = None,
     ) -> None:
         self.counts = Counts()
@@ -94,7 +97,7 @@ class Work:
         self._note = note
         self._max_errors = max_errors
         self._lock = threading.RLock()
-        self._is_stopping = False
+        self.is_stopping = False
         self._turns: deque[Task | Pause] = deque()  # conversations that go on
         self._deaths: Counter[int] = Counter()
         self._suspects: list[Task] = []
@@ -103,12 +106,7 @@ class Work:
 
     def stop(self) -> None:
         """No row is given out any more; those that run go on."""
-        self._is_stopping = True
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether rows are left behind on purpose."""
-        return self._is_stopping
+        self.is_stopping = True
 
     def run(self, stream: Stream) -> None:
         """Answers rows until none is left.
@@ -124,7 +122,7 @@ class Work:
 
     def steps(self, stream: Stream) -> Iterator[None]:
         """The same, one output after the other."""
-        while not self._is_stopping and (group := self._next_group()):
+        while not self.is_stopping and (group := self._next_group()):
             yield from self._pump(stream, group)
 
     def _next_group(self) -> Iterator[Task | Pause] | None:
@@ -136,9 +134,7 @@ class Work:
                 group = same[: GROUPS[deaths]]
                 self._suspects = [task for task in self._suspects if task not in group]
                 return iter(group)
-            if self._turns:
-                return self._rest()
-            first = next(self._tasks, None)
+            first = next(self._rest(), None)
             if first is None:
                 return None
             self._turns.appendleft(first)
@@ -159,7 +155,7 @@ class Work:
         def rows() -> Iterator[Row | Pause]:
             index = 0
             for task in tasks:
-                if self._is_stopping:
+                if self.is_stopping:
                     return
                 if task is PAUSE:
                     if running:
@@ -170,7 +166,7 @@ class Work:
                 if task.error is not None:
                     self._fail(task, task.error)
                     continue
-                self._note(task.row)
+                self._note(task)
                 running[index] = task
                 index += 1
                 key = f"{task.key}/{len(task.outputs)}" if task.outputs else task.key
@@ -183,7 +179,7 @@ class Work:
                 except EngineDeadError as error:
                     # Why two: each costs a replica's whole time, so the next one names the row.
                     least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
-                    if not self._is_stopping:
+                    if not self.is_stopping:
                         for task in running.values():
                             deaths = max(least, self._deaths[task.row] + 1)
                             self.suspect(task, deaths, str(error))

@@ -15,7 +15,7 @@ class Feed(Generic[T]):
     """A queue as an iterator for `LLM.stream`: it pauses while rows run, and waits while none does.
 
     Why: a stream steps only between two pulls, so one that waited for a row would keep those that
-    run waiting too. An `end` ends one stream; the next one goes on behind it.
+    run waiting too. None ends one stream; the next one goes on behind it.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,9 @@ class Feed(Generic[T]):
         self._num_running = 0
         self._has_ended = False
 
-    def put(self, row: T) -> None:
-        """Adds a row, from any thread."""
+    def put(self, row: T | None) -> None:
+        """Adds a row, from any thread; None ends the stream that pulls, behind those before it."""
         self._queue.put(row)
-
-    def end(self) -> None:
-        """Ends the stream that pulls, behind the rows that are there."""
-        self._queue.put(None)
 
     def finished(self) -> None:
         """The stream has answered a row."""

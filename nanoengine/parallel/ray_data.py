@@ -100,10 +100,9 @@ class Generate:
                 f"batch_format must be 'numpy' or 'pyarrow', got batches of {type(batch).__name__}"
             )
         rows = batch.to_pylist() if is_table else _rows(batch)
-        loop = asyncio.get_running_loop()
-        answers = [loop.create_future() for _ in rows]
+        answers = [asyncio.get_running_loop().create_future() for _ in rows]
         for row, answer in zip(rows, answers, strict=True):
-            self._tasks.put(row, self._key(row), loop, answer)
+            self._tasks.put(row, self._key(row), answer)
         columns: dict[str, list[Any]] = {"outputs": [], "usage": [], ERROR_COLUMN: []}
         for answer in answers:
             for name, value in zip(columns, await answer, strict=True):
@@ -135,28 +134,21 @@ class _Tasks(Iterator["Task | Pause"]):
     """The rows of all batches, as tasks of one `Work` that never ends."""
 
     def __init__(self, reader: RowReader, attempts: Attempts) -> None:
-        self.work = Work(self, self._finish, note=self._note)
+        self.work = Work(self, self._finish, note=lambda task: attempts.begin(task.key))
         self._reader = reader
         self._attempts = attempts
         self._feed: Feed[Task] = Feed()
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self._keys: dict[int, str] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._num_rows = 0
 
-    def put(
-        self,
-        row: dict[str, Any],
-        key: str,
-        loop: asyncio.AbstractEventLoop,
-        answer: asyncio.Future[Any],
-    ) -> None:
+    def put(self, row: dict[str, Any], key: str, answer: asyncio.Future[Any]) -> None:
         """Has a row answered; from the loop's thread."""
         number, self._num_rows = self._num_rows, self._num_rows + 1
         task = self._reader.task(Line(number, ROWS, number + 1, row))
         task.key = key
         if task.params.logprobs is not None or task.params.prompt_logprobs is not None:
             task.error = RowError("invalid_row", "logprobs make no column: run `nanoengine batch`")
-        self._waiting[number], self._keys[number] = (loop, answer), key
+        self._waiting[number] = answer
         self._feed.put(task)
 
     def __next__(self) -> Task | Pause:
@@ -167,17 +159,13 @@ class _Tasks(Iterator["Task | Pause"]):
             raise StopIteration
         return task
 
-    def _note(self, row: int) -> None:
-        self._attempts.begin(self._keys[row])
-
     def _finish(self, task: Task, result: RequestOutput | RowError) -> None:
         self._feed.finished()
-        self._attempts.end(self._keys.pop(task.row))
-        loop, answer = self._waiting.pop(task.row)
-        found = (
-            _failed(result) if isinstance(result, RowError) else _answer([*task.outputs, result])
-        )
-        loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+        self._attempts.end(task.key)
+        answer = self._waiting.pop(task.row)
+        failed = isinstance(result, RowError)
+        found = _failed(result) if failed else _answer([*task.outputs, result])
+        answer.get_loop().call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
 
 
 Answer = tuple[list[dict[str, Any]], dict[str, int], str]

@@ -32,7 +32,6 @@ from nanoengine.jobs.deaths import MOST_DEATHS
 from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
-from nanoengine.parallel.replica import Failed, ReplicaRefused, Started
 from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
@@ -115,11 +114,10 @@ class Replica:
             found = self._pipe.recv()
         except (OSError, EOFError):
             self._died("while it started")
-        if isinstance(found, ReplicaRefused):
-            raise found.error
-        assert isinstance(found, Started)
-        self.info, self.stats, self.pid = found.info, found.stats, found.pid
-        return found.info
+        if isinstance(found, NanoEngineError):
+            raise found
+        self.info, self.stats, self.pid = found
+        return self.info
 
     def serve(self, work: Work, window: int) -> None:
         """Answers rows until none is left or the replica is lost, starting it again when it dies,
@@ -177,10 +175,9 @@ class Replica:
                 self.stats = found
                 self.on_stats()
             else:
-                assert isinstance(found, Failed)
                 if has_more:
                     self._while_watched(self._pipe.send, None)
-                raise RuntimeError(found.told)
+                raise found
 
     def _while_watched(self, call: Callable[..., Any], *message: object) -> Any:
         """Sends or receives, which lasts until `look` ends it where the process hangs."""
