@@ -30,8 +30,8 @@ MOST_DEATHS = 3
 RUN, ROW = re.compile(rb"run (\d{1,18}) (\d{1,18})\n"), re.compile(rb"\d{1,18}\n")
 """Whole lines; what a power cut has left of others tells nothing."""
 
-GROUPS = {1: 16, 2: 1}
-"""Deaths of a row -> how many of such rows run at once."""
+GROUPS = {2: 1, 1: 16}
+"""Deaths of a row -> how many of such rows run at once; those with the most go first."""
 
 
 class Deaths:

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -172,7 +172,7 @@ class RowReader:
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
         self._other_models: set[str] = set()
-        self._render = _compiled(options.template) if options.template is not None else None
+        self._names = _names_in(options.template) if options.template is not None else []
         try:
             self._make_params({}, "simple")
         except RequestError as error:
@@ -216,8 +216,13 @@ class RowReader:
     # --- simple rows ----------------------------------------------------------------------------
 
     def _from_columns(self, row: Mapping[str, Any]) -> str:
-        if self._render is not None:
-            return self._render(row)
+        template = self._options.template
+        if template is not None:
+            columns = {name: row[name] for name in self._names if name in row}
+            try:
+                return TEMPLATES.render(template, columns)
+            except Exception as error:  # Why: templates are programs, and raise anything.
+                raise RequestError(f"the template refused the row: {error}") from error
         name = self._options.prompt_column or ""
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
@@ -460,21 +465,13 @@ def _finite(text: str) -> float:
 JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
-def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """A template over columns.
+def _names_in(template: str) -> list[str]:
+    """The columns that a template asks for.
 
     Raises:
         ConfigError: it is no Jinja.
     """
     try:
-        names = TEMPLATES.render(source, None).split()
+        return TEMPLATES.render(template, None).split()
     except (ValueError, TimeoutError, MemoryError) as error:
         raise ConfigError(f"--template is no Jinja: {error}") from error
-
-    def render(row: Mapping[str, Any]) -> str:
-        try:
-            return TEMPLATES.render(source, {name: row[name] for name in names if name in row})
-        except Exception as error:  # Why: templates are programs, and raise anything.
-            raise RequestError(f"the template refused the row: {error}") from error
-
-    return render

@@ -67,11 +67,6 @@ class Input:
     packing: str | None = None
     num_bytes: int | None = None
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether rows that are appended leave the earlier ones as they are."""
-        return self.packing is None and self.form != "parquet"
-
 
 class Line(NamedTuple):
     """A row before it is understood.

@@ -100,7 +100,7 @@ class Work:
         self.is_stopping = False
         self._turns: deque[Task | Pause] = deque()  # conversations that go on
         self._deaths: Counter[int] = Counter()
-        self._suspects: list[Task] = []
+        self._suspects: dict[int, list[Task]] = {deaths: [] for deaths in GROUPS}
         for task, deaths in suspects:
             self.suspect(task, deaths)
 
@@ -128,12 +128,10 @@ class Work:
     def _next_group(self) -> Iterator[Task | Pause] | None:
         """Rows that may run together: suspects apart from all others."""
         with self._lock:
-            if self._suspects:
-                deaths = max(self._deaths[task.row] for task in self._suspects)
-                same = [t for t in self._suspects if self._deaths[t.row] == deaths]
-                group = same[: GROUPS[deaths]]
-                self._suspects = [task for task in self._suspects if task not in group]
-                return iter(group)
+            for deaths, most in GROUPS.items():
+                if group := self._suspects[deaths][:most]:
+                    del self._suspects[deaths][:most]
+                    return iter(group)
             first = next(self._rest(), None)
             if first is None:
                 return None
@@ -206,7 +204,7 @@ class Work:
                 told = f"{why}, as each time that this row ran"
                 self._fail(task, RowError("poison", told))
             else:
-                self._suspects.append(task)
+                self._suspects[deaths].append(task)
 
     def _take(self, task: Task, output: RequestOutput) -> None:
         with self._lock:
