@@ -54,15 +54,12 @@ def generate_dataset(
 
     Args:
         stream: the engine's, which answers rows.
-        defaults: sampling parameters of the model's own.
+        defaults: sampling parameters of the model's own, for rows that `params` leave them to.
     """
     if params is not None and not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
-    if params is None:
-        options = RowOptions(**row_options)
-    else:
-        sampling, defaults = {f.name: getattr(params, f.name) for f in fields(params)}, {}
-        options = RowOptions(sampling=sampling, **row_options)
+    sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
+    options = RowOptions(sampling=sampling, **row_options)
     reader = RowReader(options, config.model, defaults)
 
     def run_job(path: str, output: str) -> None:

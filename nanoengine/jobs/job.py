@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
-from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.deaths import Deaths, last_process
+from nanoengine.jobs.feed import Ahead
 from nanoengine.jobs.log import Bitmap, Log, PipeLog
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import STDOUT, Paths, real_path
@@ -216,12 +216,12 @@ class Job:
             self._open_logs()
         before = manifests.load(paths.manifest, created=int, inputs=list)
         has_records = any(log.num_bytes for log in self._files())
-        if before is None and has_records:
-            raise ConfigError(
-                f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
-                f" what job it is of: {manifests.ASIDE}"
-            )
-        if before is not None and has_records:
+        if has_records:
+            if before is None:
+                raise ConfigError(
+                    f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
+                    f" what job it is of: {manifests.ASIDE}"
+                )
             if now["stdin"]:
                 raise ConfigError(
                     "a job that reads stdin can't be resumed, as nobody knows what came then: give"

@@ -15,13 +15,14 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.jobs.feed import size_of
 from nanoengine.jobs.source import Input, Line, RowError, own_id
-from nanoengine.settings.checks import nearest, plain, shown
+from nanoengine.settings.checks import check_value, nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
@@ -81,10 +82,6 @@ KNOWN_CHARS = 1 << 15
 """Parameters that are made of more are not remembered: a row's may be of any size."""
 
 MOST_DEPTH = 100
-ITEM_BYTES = 56
-"""What a value of JSON takes in memory beside its text: 50,000 strings of 8 letters take 3 MB."""
-
-
 DEFAULT = SamplingParams()
 
 TEMPLATES = Renderer("row")
@@ -188,21 +185,19 @@ class RowReader:
         task.key, task.size = str(line.row), size_of(line.content)
         try:
             self._fill(task, value(line))
-        except RowError as error:
-            task.error = error
         except RequestError as error:
-            task.error = RowError("invalid_row", str(error))
+            is_told = isinstance(error, RowError)
+            task.error = error if is_told else RowError("invalid_row", str(error))
         except Exception as error:  # Why: what a row holds is its own fault.
             task.error = RowError("invalid_row", f"{type(error).__name__}: {error}")
         return task
 
     def _fill(self, task: Task, row: Any) -> None:
-        is_simple = task.kind == "simple"
         if not isinstance(row, dict):
-            if self._options.columns_alone or not is_simple:
+            if self._options.columns_alone or task.kind != "simple":
                 raise RequestError(f"the row must be an object, got {shown(row)}")
             row = {"prompt_token_ids" if isinstance(row, list) else "prompt": row}
-        if not is_simple:
+        if task.kind != "simple":
             self._fill_openai(task, row)
             return
         task.columns = row
@@ -226,9 +221,7 @@ class RowReader:
         name = self._options.prompt_column or ""
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
-        if not isinstance(row[name], str):
-            raise RequestError(f"column {name!r} must be a string, got {shown(row[name])}")
-        return str(row[name])
+        return str(check_value(row[name], str, f"column {name!r}", RequestError))
 
     def _as_chat(self, prompt: Any) -> Any:
         is_text = self._options.chat and isinstance(prompt, str)
@@ -241,11 +234,9 @@ class RowReader:
         return {"messages": messages}
 
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
-        given = {name: plain(row[name]) for name in PROMPT_KEYS if row.get(name) is not None}
+        given = _given(row, PROMPT_KEYS)
         self._check_template(given)
-        task.params = self._params_for(
-            {name: row[name] for name in _SIMPLE_PARAMS if row.get(name) is not None}, "simple"
-        )
+        task.params = self._params_for(_given(row, _SIMPLE_PARAMS), "simple")
         turns = plain(row.get("turns"))
         if turns is None:
             alone = given.keys() == {"prompt"}
@@ -265,14 +256,11 @@ class RowReader:
     def _fill_openai(self, task: Task, row: Mapping[str, Any]) -> None:
         known = KINDS.get(row["url"]) if isinstance(row.get("url"), str) else None
         task.kind = known or "chat"
-        if isinstance(row.get("custom_id"), str):
-            task.custom_id = task.key = row["custom_id"]
-        else:
-            raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
+        custom_id = check_value(row.get("custom_id"), str, "custom_id", RequestError)
+        task.custom_id = task.key = custom_id
         if known is None:
-            raise RowError(
-                "unknown_url", f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
-            )
+            told = f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
+            raise RowError("unknown_url", told)
         if row.get("method", "POST") != "POST":
             raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
         if not isinstance(row.get("body"), dict):
@@ -297,8 +285,7 @@ class RowReader:
         """A row of another model is answered by this one, which is said once."""
         if model is None or self._options.any_model:
             return
-        if not isinstance(model, str):
-            raise RequestError(f"model must be a string, got {shown(model)}")
+        model = check_value(model, str, "model", RequestError)
         if model == self._model or model in self._other_models:
             return
         if len(self._other_models) < KNOWN_PARAMS:
@@ -319,9 +306,7 @@ class RowReader:
     def _fill_chat(self, task: Task, body: dict[str, Any]) -> None:
         if "messages" not in body:
             raise RequestError("the body has no messages")
-        prompt = {
-            name: body[name] for name in ("messages", *TEMPLATE_KEYS, "cache_salt") if name in body
-        }
+        prompt = _given(body, ("messages", *TEMPLATE_KEYS, "cache_salt"))
         self._check_template(prompt)
         if body.get("tool_choice") == "none":
             prompt.pop("tools", None)
@@ -363,6 +348,11 @@ class RowReader:
         if isinstance(biases, dict):
             own["logit_bias"] = {_token_id(name): bias for name, bias in biases.items()}
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
+
+
+def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What a row holds by these names; null is nothing."""
+    return {name: plain(row[name]) for name in names if row.get(name) is not None}
 
 
 def _token_id(name: object) -> object:
@@ -429,15 +419,6 @@ def value(line: Line) -> Any:
         raise RowError("unreadable_row", f"the line is not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
-
-
-def size_of(content: object) -> int:
-    """Of all that a row holds once it is read, near enough [bytes]."""
-    try:
-        text: Any = content if isinstance(content, bytes) else str(content)
-        return len(text) + ITEM_BYTES * text.count(b"," if text is content else ",")
-    except Exception:  # Why: a caller's row in memory may be too deep, or code that raises.
-        return 0
 
 
 def _check_depth(value: Any) -> None:

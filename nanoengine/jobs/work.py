@@ -178,33 +178,34 @@ class Work:
                     # Why two: each costs a replica's whole time, so the next one names the row.
                     least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
                     if not self.is_stopping:
-                        for task in running.values():
-                            deaths = max(least, self._deaths[task.row] + 1)
-                            self.suspect(task, deaths, str(error))
+                        self._suspect_all(running.values(), str(error), least)
                     raise
                 except (NanoEngineError, OSError):
                     raise
                 except Exception as error:
                     if not running:
                         raise
-                    for task in running.values():
-                        told = f"the step failed: {type(error).__name__}: {error}"
-                        self.suspect(task, self._deaths[task.row] + 1, told)
+                    told = f"the step failed: {type(error).__name__}: {error}"
+                    self._suspect_all(running.values(), told)
                     return
                 if output is None:
                     return
                 self._take(running.pop(output.index), output)
                 yield
 
+    def _suspect_all(self, tasks: Iterable[Task], why: str, least: int = 1) -> None:
+        """Counts one more death of each, but as many as `least`."""
+        for task in tasks:
+            self.suspect(task, max(least, self._deaths[task.row] + 1), why)
+
     def suspect(self, task: Task, deaths: int, why: str = "the process died") -> None:
         """Has a row that ran at so many deaths run apart from others, or no more."""
         with self._lock:
             self._deaths[task.row] = deaths
-            if deaths >= MOST_DEATHS:
-                told = f"{why}, as each time that this row ran"
-                self._fail(task, RowError("poison", told))
-            else:
+            if deaths < MOST_DEATHS:
                 self._suspects[deaths].append(task)
+            else:
+                self._fail(task, RowError("poison", f"{why}, as each time that this row ran"))
 
     def _take(self, task: Task, output: RequestOutput) -> None:
         with self._lock:
@@ -213,10 +214,8 @@ class Work:
             counts.cached_tokens += output.num_cached_tokens
             counts.output_tokens += sum(len(one.token_ids) for one in output.outputs)
             if output.error is not None:
-                ran = output.metrics.e2e_s is not None
-                self._fail(
-                    task, RowError("request_failed" if ran else "invalid_request", output.error)
-                )
+                code = "invalid_request" if output.metrics.e2e_s is None else "request_failed"
+                self._fail(task, RowError(code, output.error))
             elif task.turns:
                 self._go_on(task, output)
             else:

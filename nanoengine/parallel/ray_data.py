@@ -17,6 +17,7 @@ third death a row is poison and gets an error (`Attempts`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -32,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from nanoengine.errors import RequestError
+from nanoengine.jobs.feed import Feed
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line, RowError
 from nanoengine.jobs.work import Work
-from nanoengine.parallel.feed import Feed
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
@@ -74,13 +75,11 @@ class Generate:
         from nanoengine.llm import LLM
 
         params = sampling_params
-        sampling = (
-            {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
-        )
+        given = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
         self._llm = LLM(model, **options)
-        defaults = self._llm.info.generation_defaults if params is None else {}
-        rows = RowOptions(sampling=sampling, **(special_rows or {}))
-        self._tasks = _Tasks(RowReader(rows, model, defaults), Attempts(_beside()))
+        rows = RowOptions(sampling=given, **(special_rows or {}))
+        reader = RowReader(rows, model, self._llm.info.generation_defaults)
+        self._tasks = _Tasks(reader, Attempts(_beside()))
         self._key_column = key_column
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -244,49 +243,35 @@ class Attempts:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.deaths = _deaths(path)
-        self._num_running = 0
+        self._running: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):  # torn, as the disk was full
+                self._take(*json.loads(line))
         self._write("run", os.getpid())
 
     def begin(self, key: str) -> None:
         """A row is about to run."""
-        self._num_running += 1
         self._write("begin", key)
 
     def end(self, key: str) -> None:
         """It has been answered, or never ran. Where nothing is left to tell, no file is left."""
-        self._num_running = max(0, self._num_running - 1)
-        self.deaths.pop(key, None)
-        if self._num_running or self.deaths:
-            self._write("end", key)
-        else:
+        self._write("end", key)
+        if not self._running and not self.deaths:
             self._path.unlink(missing_ok=True)
 
-    def _write(self, what: str, value: object) -> None:
+    def _write(self, what: str, value: Any) -> None:
+        self._take(what, value)
         with open(self._path, "ab", buffering=0) as file:
             file.write(json.dumps([what, value]).encode() + b"\n")
 
-
-def _deaths(path: Path) -> Counter[str]:
-    """Counts what earlier lives have left; each of them died under the rows that had not ended."""
-    deaths: Counter[str] = Counter()
-    running: set[str] = set()
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return deaths
-    for line in lines:
-        try:
-            what, value = json.loads(line)
-        except ValueError:  # torn, as the disk was full
-            continue
+    def _take(self, what: str, value: Any) -> None:
         if what == "begin":
-            running.add(value)
+            self._running[value] += 1
         elif what == "end":
-            running.discard(value)
-            deaths.pop(value, None)
-        else:
-            deaths.update(running)
-            running.clear()
-    deaths.update(running)
-    return deaths
+            if (count := self._running.pop(value, 0)) > 1:
+                self._running[value] = count - 1
+            self.deaths.pop(value, None)
+        else:  # the life before ended under what ran
+            self.deaths.update(self._running.keys())
+            self._running.clear()

@@ -82,7 +82,6 @@ class Replica:
     on_stats: Callable[[], None]
     is_lost: bool = False
     pid: int = 0
-    info: EngineInfo | None = None
     stats: EngineStats | None = None
     past: list[EngineStats] = field(default_factory=list)
     _process: Process | None = None
@@ -116,8 +115,8 @@ class Replica:
             self._died("while it started")
         if isinstance(found, NanoEngineError):
             raise found
-        self.info, self.stats, self.pid = found
-        return self.info
+        info, self.stats, self.pid = found
+        return info
 
     def serve(self, work: Work, window: int) -> None:
         """Answers rows until none is left or the replica is lost, starting it again when it dies,
