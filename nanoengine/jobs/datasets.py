@@ -200,11 +200,8 @@ def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
 
 def _columns(rows: Iterator[dict[str, Any]]) -> dict[str, list[Any]]:
     """The new columns of all rows."""
-    found: dict[str, list[Any]] = {name: [] for name in NEW_COLUMNS}
-    for row in rows:
-        for name, column in found.items():
-            column.append(row[name])
-    return found
+    found = [[row[name] for name in NEW_COLUMNS] for row in rows]
+    return {name: [row[i] for row in found] for i, name in enumerate(NEW_COLUMNS)}
 
 
 def _join_dataset(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
@@ -220,12 +217,17 @@ def _join_polars(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> 
     return source.with_columns(found.get_columns())
 
 
-def _join_arrow(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
+def join_arrow(source: Any, columns: list[Any], new: Mapping[str, Any], **types: Any) -> Any:
+    """An Arrow table of these columns with new ones, in the place of those of their names.
+
+    Args:
+        types: of new columns; one of none has that of its values.
+    """
     import pyarrow  # type: ignore[import-untyped]
 
     source = source.drop_columns([name for name in columns if name in new])
     for name, column in new.items():
-        source = source.append_column(name, pyarrow.array(column))
+        source = source.append_column(name, pyarrow.array(column, types.get(name)))
     return source
 
 
@@ -245,7 +247,7 @@ _TABLES: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Iterable[An
     "pyarrow.Table": (
         lambda table: table.column_names,
         lambda table: (row for batch in table.to_batches() for row in batch.to_pylist()),
-        _join_arrow,
+        join_arrow,
     ),
 }
 """Class -> names of its columns, its rows, and it with new columns."""

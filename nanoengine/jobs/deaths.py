@@ -27,7 +27,8 @@ from nanoengine.jobs.log import Bitmap, lost
 MOST_DEATHS = 3
 """With so many a row is poison."""
 
-RUN, ROW = re.compile(rb"run (\d{1,18}) (\d{1,18})\n"), re.compile(rb"\d{1,18}\n")
+RUN = re.compile(rb"^run (\d{1,18}) (\d{1,18})\n", re.MULTILINE)
+ROW = re.compile(rb"\d{1,18}\n")
 """Whole lines; what a power cut has left of others tells nothing."""
 
 GROUPS = {2: 1, 1: 16}
@@ -90,11 +91,10 @@ class Deaths:
 def last_process(path: Path) -> str:
     """Who began last, for a message; empty if nobody tells."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        runs = RUN.findall(path.read_bytes())
     except OSError:
         return ""
-    runs = [found[1].decode() for found in map(RUN.fullmatch, lines) if found]
-    return f", pid {runs[-1]}" if runs else ""
+    return f", pid {runs[-1][0].decode()}" if runs else ""
 
 
 def _count(path: Path, done: Bitmap) -> Counter[int]:

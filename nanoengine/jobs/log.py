@@ -125,8 +125,7 @@ class Log:
                 os.close(self._fd)
                 self._fd = self._open(path)
         except OSError as error:
-            why = error.strerror
-            raise ConfigError(f"output {str(path)!r} can't be written: {why}") from error
+            raise ConfigError(f"output {str(path)!r} can't be written: {error.strerror}") from error
         self._end = self._find_end()  # size of the file, once it is mended, if nobody else writes
 
     def _open(self, path: Path, flags: int = 0) -> int:
@@ -206,7 +205,7 @@ class Log:
         while end:
             start = max(0, end - BUFFER_BYTES)
             newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            end = start + newline + 1 if newline >= 0 else start
+            end = start + newline + 1
             if newline >= 0:
                 break
         last = os.pread(self._fd, size - end, end)

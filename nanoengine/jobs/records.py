@@ -16,15 +16,13 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.jobs.log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
     from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-
-OWN_COLUMNS = ("_row", "outputs", "usage", "error")
-"""What a simple record adds; a row's columns of these names are replaced."""
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity; the number is OpenAI's."""
@@ -88,8 +86,8 @@ class Recorder:
 
 
 def _simple_record(task: Task, outputs: object, usage: object, error: object) -> dict[str, Any]:
-    """The row's columns with what the job adds."""
-    columns = {name: value for name, value in task.columns.items() if name not in OWN_COLUMNS}
+    """The row's columns with what the job adds, which replaces columns of these names."""
+    columns = {name: value for name, value in task.columns.items() if name not in SIMPLE_FIELDS}
     return {"_row": task.row, **columns, "outputs": outputs, "usage": usage, "error": error}
 
 

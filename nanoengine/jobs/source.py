@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,7 @@ def find_inputs(
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
         found += [_input(match, form) for match in matches]
-    twice = {one.name for one in found if sum(one.name == other.name for other in found) > 1}
-    if twice:
+    if twice := [name for name, n in Counter(one.name for one in found).items() if n > 1]:
         raise ConfigError(f"input {min(twice)!r} is given twice")
     if any(one.form == "parquet" or one.packing == "zstd" for one in found):
         require_pyarrow("Parquet and zstd")
@@ -330,7 +330,6 @@ def _csv_rows(
 
 def _table_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
     """Each row; one whose line of JSON would be too long is an error."""
-    require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
@@ -407,26 +406,23 @@ def survey(inputs: Iterable[Input], max_row_bytes: int) -> Survey:
     """Counts rows, and finds equal ids by 8 bytes a row."""
     import numpy as np
 
-    num_rows, hashes = 0, bytearray()
+    hashes = bytearray()
     files = [one for one in inputs if one.name != STDIN]
     for one in files:
         if one.form == "parquet":
-            num_rows += _num_table_rows(one.name)
-            hashes += bytes(8 * (num_rows - len(hashes) // 8))
+            hashes += bytes(8 * _num_table_rows(one.name))
             continue
         for _, content in _read(one, max_row_bytes):
-            num_rows += 1
             found = _line_id(content) if one.form != "txt" else None
             hashes += xxhash.xxh3_64_digest(_bytes(" ".join(found))) if found else bytes(8)
     ids = np.frombuffer(hashes, "<u8")
     order = np.argsort(ids, kind="stable")
     later = np.flatnonzero((ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0))
     pairs = [(int(order[i]), int(order[i + 1])) for i in later[:MOST_DUPLICATES]]
-    return Survey(num_rows, _described(files, pairs, len(later), max_row_bytes))
+    return Survey(len(ids), _described(files, pairs, len(later), max_row_bytes))
 
 
 def _num_table_rows(path: str) -> int:
-    import pyarrow
     import pyarrow.parquet
 
     try:

@@ -33,9 +33,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from nanoengine.errors import RequestError
+from nanoengine.jobs.datasets import ROWS, join_arrow
 from nanoengine.jobs.feed import Feed
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
-from nanoengine.jobs.source import Input, Line, RowError
+from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Work
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 ERROR_COLUMN = "__inference_error__"
 """Why a row has no answer, or "". Source: the name is that of Ray's own LLM module."""
-
-ROWS = Input(name="dataset", form="jsonl")
 
 
 class Generate:
@@ -102,10 +101,9 @@ class Generate:
         answers = [asyncio.get_running_loop().create_future() for _ in rows]
         for row, answer in zip(rows, answers, strict=True):
             self._tasks.put(row, self._key(row), answer)
-        columns: dict[str, list[Any]] = {"outputs": [], "usage": [], ERROR_COLUMN: []}
-        for answer in answers:
-            for name, value in zip(columns, await answer, strict=True):
-                columns[name].append(value)
+        found = [await answer for answer in answers]
+        names = ("outputs", "usage", ERROR_COLUMN)
+        columns = {name: [values[i] for values in found] for i, name in enumerate(names)}
         if not is_table:
             import numpy as np
 
@@ -113,12 +111,7 @@ class Generate:
             for name, column in columns.items():
                 added[name][:] = column
             return {**batch, **added}
-        import pyarrow
-
-        batch = batch.drop_columns([name for name in batch.column_names if name in columns])
-        for name, column in columns.items():
-            batch = batch.append_column(name, pyarrow.array(column, type=_arrow_type(name)))
-        return batch
+        return join_arrow(batch, batch.column_names, columns, **_arrow_types())
 
     def _key(self, row: Mapping[str, Any]) -> str:
         if self._key_column is None:
@@ -188,15 +181,13 @@ def _failed(error: RowError) -> Answer:
     return [], {"prompt_tokens": 0, "completion_tokens": 0}, f"{error.code}: {error}"
 
 
-def _arrow_type(name: str) -> Any:
+def _arrow_types() -> dict[str, Any]:
     import pyarrow as pa
 
-    if name == ERROR_COLUMN:
-        return pa.string()
-    if name == "usage":
-        return pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
+    usage = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
     output = [("text", pa.string()), ("token_ids", pa.list_(pa.int64()))]
-    return pa.list_(pa.struct([*output, ("finish_reason", pa.string())]))
+    outputs = pa.list_(pa.struct([*output, ("finish_reason", pa.string())]))
+    return {"outputs": outputs, "usage": usage, ERROR_COLUMN: pa.string()}
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:

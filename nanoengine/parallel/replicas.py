@@ -349,11 +349,11 @@ def local_replicas(options: dict[str, Any], count: int, threads: int | None = No
     if config.device.startswith("cuda:"):
         raise ConfigError(f"replicas have a GPU each: say --device cuda, got {config.device!r}")
     gpus = _gpus(config)
-    if gpus and threads is not None:
+    if not gpus:
+        return Replicas(options, _on_cores(count, threads))
+    if threads is not None:
         raise ConfigError("--threads is for replicas on a CPU, and these have a GPU each")
-    if gpus:
-        return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
-    return Replicas(options, _on_cores(count, threads))
+    return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
 
 
 def _gpus(config: EngineConfig) -> list[str]:
