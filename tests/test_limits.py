@@ -28,7 +28,7 @@ ROOMS = {
     "cli": 1130,
     "core": 2970,
     "features": 1860,
-    "jobs": 2190,
+    "jobs": 2195,
     "kernels": 3810,
     "layers": 2310,
     "models": 1070,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.feed import size_of
 from nanoengine.jobs.source import Input, Line, RowError, own_id
-from nanoengine.settings.checks import check_value, nearest, plain, shown
+from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Table, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
@@ -221,7 +221,9 @@ class RowReader:
         name = self._options.prompt_column or ""
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
-        return str(check_value(row[name], str, f"column {name!r}", RequestError))
+        if not isinstance(row[name], str):
+            raise RequestError(f"column {name!r} must be a string, got {shown(row[name])}")
+        return str(row[name])
 
     def _as_chat(self, prompt: Any) -> Any:
         is_text = self._options.chat and isinstance(prompt, str)
@@ -256,8 +258,9 @@ class RowReader:
     def _fill_openai(self, task: Task, row: Mapping[str, Any]) -> None:
         known = KINDS.get(row["url"]) if isinstance(row.get("url"), str) else None
         task.kind = known or "chat"
-        custom_id = check_value(row.get("custom_id"), str, "custom_id", RequestError)
-        task.custom_id = task.key = custom_id
+        if not isinstance(row.get("custom_id"), str):
+            raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
+        task.custom_id = task.key = row["custom_id"]
         if known is None:
             told = f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
             raise RowError("unknown_url", told)
@@ -285,7 +288,8 @@ class RowReader:
         """A row of another model is answered by this one, which is said once."""
         if model is None or self._options.any_model:
             return
-        model = check_value(model, str, "model", RequestError)
+        if not isinstance(model, str):
+            raise RequestError(f"model must be a string, got {shown(model)}")
         if model == self._model or model in self._other_models:
             return
         if len(self._other_models) < KNOWN_PARAMS:
