@@ -38,8 +38,6 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
 from nanoengine.engine import LLMEngine
 from nanoengine.jobs.job import Job, JobOptions
-from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowReader
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import Row
@@ -110,7 +108,7 @@ def run_job(
     """Runs a job to its end; returns its time [s], opening it included."""
     start = clock()
     job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), dict)
-    work = job.work(RowReader(job.options, "demo"), Recorder("demo", job.created))
+    work = job.work("demo")
     work.run(stream)
     job.complete()
     job.close()

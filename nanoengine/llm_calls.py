@@ -170,15 +170,8 @@ class OtherCalls:
         Raises:
             RequestError, ConfigError: the source is of no such kind; `output` is of another job.
         """
-        from nanoengine.checkpoint.find import resolve_model
-        from nanoengine.jobs.datasets import Answering, generate_dataset
+        from nanoengine.jobs.datasets import generate_dataset
 
-        answering = Answering(
-            stream=lambda rows: self.stream(rows, on_error="record"),
-            config=self.config,
-            directory=lambda: resolve_model(self.config),
-            defaults=self.info.generation_defaults,
-        )
         options = {
             "prompt_column": prompt_column,
             "template": template,
@@ -186,7 +179,15 @@ class OtherCalls:
             "system": system,
             "trust_row_templates": trust_row_templates,
         }
-        return generate_dataset(answering, source, output, sampling_params, options)
+        return generate_dataset(
+            source,
+            output,
+            sampling_params,
+            options,
+            stream=functools.partial(self.stream, on_error="record"),
+            config=self.config,
+            defaults=self.info.generation_defaults,
+        )
 
     def beam_search(
         self,

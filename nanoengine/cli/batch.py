@@ -27,8 +27,6 @@ from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
-from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowReader
 from nanoengine.jobs.work import TooManyErrorsError, Work
 from nanoengine.settings.config import EngineConfig
 
@@ -152,10 +150,9 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    reader = RowReader(job.options, args.model, llm.info.generation_defaults)
-    work = job.work(reader, Recorder(args.model, job.created))
+    work = job.work(args.model, llm.info.generation_defaults)
     signals.work = work
-    progress = Progress(work.counts, job.num_rows, job.num_done, llm.stats)
+    progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM
 
     observers = llm.engine.observers if isinstance(llm, LLM) else llm.observers
@@ -189,14 +186,7 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         signals.work = None
         shown.close()
         observers.remove(shown)
-    facts = summary(
-        work.counts,
-        num_rows=job.num_rows,
-        num_resumed=job.num_done,
-        num_failed_before=job.num_failed,
-        elapsed_s=time.perf_counter() - started,
-        ended=ended,
-    )
+    facts = summary(job, work.counts, time.perf_counter() - started, ended)
     print(table(facts), file=sys.stderr)
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)

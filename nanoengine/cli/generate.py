@@ -115,9 +115,8 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
 
 
 def _record(recorder: Recorder, task: Task, output: RequestOutput) -> str:
-    if output.error is None:
-        return recorder.answer(task, output).decode()
-    return recorder.failure(task, RowError("invalid_request", output.error)).decode()
+    failed = RowError("invalid_request", output.error) if output.error is not None else None
+    return recorder.record(task, failed or output).decode()
 
 
 def _text(task: Task, output: RequestOutput) -> str:

@@ -1,6 +1,7 @@
 """Jobs: files of rows in, a file of records out, resumable at any moment.
 
     source     files to lines: JSON lines, text, CSV, Parquet; gzip, zstd, globs, stdin
+    feed       rows that another thread brings: of stdin, of a parent
     rows       a line to a task: prompt, sampling parameters, what the record repeats of the row
     order      which task is next: common prefixes together, the longest first at the end
     work       tasks to engines, outputs to records: the loop

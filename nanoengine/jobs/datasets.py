@@ -10,16 +10,19 @@ does not use.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
 from nanoengine.jobs.job import Job, JobOptions
+from nanoengine.jobs.log import replacing
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.records import Recorder, json_line
@@ -37,60 +40,51 @@ ROWS = Input(name="dataset", form="jsonl")
 NEW_COLUMNS = ("outputs", "usage", "error")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """What answers rows: the engine's stream, and what a manifest says of it."""
-
-    stream: Stream
-    config: EngineConfig
-    directory: Callable[[], Path]
-    defaults: Mapping[str, Any]
-
-
 def generate_dataset(
-    answering: Answering,
     source: Any,
     output: str | os.PathLike[str] | None,
     params: SamplingParams | None,
     row_options: Mapping[str, Any],
+    *,
+    stream: Stream,
+    config: EngineConfig,
+    defaults: Mapping[str, Any],
 ) -> Any:
-    """Answers each row of a source; see `LLM.generate_dataset`."""
+    """Answers each row of a source; see `LLM.generate_dataset`.
+
+    Args:
+        stream: the engine's, which answers rows.
+        defaults: sampling parameters of the model's own, for rows that `params` leave them to.
+    """
     if params is not None and not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be SamplingParams or None, got {shown(params)}")
     sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
     options = RowOptions(sampling=sampling, **row_options)
-    defaults = answering.defaults if params is None else {}
-    reader = RowReader(options, answering.config.model, defaults)
+    reader = RowReader(options, config.model, defaults)
+
+    def run_job(path: str, output: str) -> None:
+        """Runs a job from file to file, resuming what is there."""
+        job = Job(
+            JobOptions(inputs=(path,), output=output, **vars(options)),
+            lambda: describe_engine(config, resolve_model(config), config.model),
+        )
+        with contextlib.closing(job):
+            job.work(config.model, defaults).run(stream)
+            job.complete()
+
     if isinstance(source, str | os.PathLike):
         if output is None:
             raise RequestError("a file's answers go to a file: give output=...")
-        run_job(answering, os.fspath(source), os.fspath(output), reader, options)
+        run_job(os.fspath(source), os.fspath(output))
         return Path(output)
     rows, rebuild = _taken_apart(source)
 
     def answer() -> Iterator[dict[str, Any]]:
         if output is not None:
-            return _resumable(answering, rows, Path(output), reader, options)
-        recorder = Recorder(answering.config.model)
-        return _in_order(answers(rows, answering.stream, reader, recorder))
+            return _resumable(rows, Path(output), run_job)
+        return _in_order(answers(rows, stream, reader, Recorder(config.model)))
 
     return rebuild(answer)
-
-
-def run_job(
-    answering: Answering, source: str, output: str, reader: RowReader, options: RowOptions
-) -> None:
-    """Runs a job from file to file, resuming what is there."""
-    config = answering.config
-    job = Job(
-        JobOptions(inputs=(source,), output=output, **vars(options)),
-        lambda: describe_engine(config, answering.directory(), config.model),
-    )
-    try:
-        job.work(reader, Recorder(config.model, job.created)).run(answering.stream)
-        job.complete()
-    finally:
-        job.close()
 
 
 def answers(
@@ -100,10 +94,8 @@ def answers(
     done: list[tuple[int, dict[str, Any]]] = []
 
     def finish(task: Task, result: RequestOutput | RowError) -> None:
-        failed = isinstance(result, RowError)
         columns, task.columns = task.columns, {}  # Why: they need not be anything that JSON has.
-        line = recorder.failure(task, result) if failed else recorder.answer(task, result)  # type: ignore[arg-type]
-        record = json.loads(line)
+        record = json.loads(recorder.record(task, result))
         new = {name: record.get(name) for name in NEW_COLUMNS}
         done.append((task.row, {**columns, **new}))
 
@@ -135,19 +127,17 @@ def _in_order(found: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[dict[str,
 
 
 def _resumable(
-    answering: Answering, rows: Iterable[Any], output: Path, reader: RowReader, options: RowOptions
+    rows: Iterable[Any], output: Path, run_job: Callable[[str, str], None]
 ) -> Iterator[dict[str, Any]]:
     """The same by way of a file: the rows beside the output are the input of a job."""
     source = output.with_name(output.name + ".rows.jsonl")
-    beside = source.with_name(source.name + ".tmp")
     kept = []
-    with beside.open("wb") as file:
+    with replacing(source) as file:
         for row in rows:
             value = _as_dict(row)
             kept.append(value)
             file.write(json_line(value))
-    os.replace(beside, source)
-    run_job(answering, str(source), str(output), reader, options)
+    run_job(str(source), str(output))
     found: dict[int, dict[str, Any]] = {}
     is_table = output.suffix == ".parquet"
     log = output.with_name(output.name + ".job.jsonl") if is_table else output
@@ -210,11 +200,8 @@ def _taken_apart(source: Any) -> tuple[Iterable[Any], Rebuild]:
 
 def _columns(rows: Iterator[dict[str, Any]]) -> dict[str, list[Any]]:
     """The new columns of all rows."""
-    found: dict[str, list[Any]] = {name: [] for name in NEW_COLUMNS}
-    for row in rows:
-        for name, column in found.items():
-            column.append(row[name])
-    return found
+    found = [[row[name] for name in NEW_COLUMNS] for row in rows]
+    return {name: [row[i] for row in found] for i, name in enumerate(NEW_COLUMNS)}
 
 
 def _join_dataset(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
@@ -230,12 +217,17 @@ def _join_polars(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> 
     return source.with_columns(found.get_columns())
 
 
-def _join_arrow(source: Any, columns: list[Any], new: dict[str, list[Any]]) -> Any:
+def join_arrow(source: Any, columns: list[Any], new: Mapping[str, Any], **types: Any) -> Any:
+    """An Arrow table of these columns with new ones, in the place of those of their names.
+
+    Args:
+        types: of new columns; one of none has that of its values.
+    """
     import pyarrow  # type: ignore[import-untyped]
 
     source = source.drop_columns([name for name in columns if name in new])
     for name, column in new.items():
-        source = source.append_column(name, pyarrow.array(column))
+        source = source.append_column(name, pyarrow.array(column, types.get(name)))
     return source
 
 
@@ -255,7 +247,7 @@ _TABLES: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Iterable[An
     "pyarrow.Table": (
         lambda table: table.column_names,
         lambda table: (row for batch in table.to_batches() for row in batch.to_pylist()),
-        _join_arrow,
+        join_arrow,
     ),
 }
 """Class -> names of its columns, its rows, and it with new columns."""

@@ -15,6 +15,7 @@ that the third death names one row.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import re
 import sys
@@ -26,11 +27,12 @@ from nanoengine.jobs.log import Bitmap, lost
 MOST_DEATHS = 3
 """With so many a row is poison."""
 
-RUN, ROW = re.compile(rb"run (\d{1,18}) (\d{1,18})\n"), re.compile(rb"\d{1,18}\n")
+RUN = re.compile(rb"^run (\d{1,18}) (\d{1,18})\n", re.MULTILINE)
+ROW = re.compile(rb"\d{1,18}\n")
 """Whole lines; what a power cut has left of others tells nothing."""
 
-GROUPS = {1: 16, 2: 1}
-"""Deaths of a row -> how many of such rows run at once."""
+GROUPS = {2: 1, 1: 16}
+"""Deaths of a row -> how many of such rows run at once; those with the most go first."""
 
 
 class Deaths:
@@ -48,13 +50,13 @@ class Deaths:
 
     def __init__(self, path: Path, done: Bitmap) -> None:
         self.path = path
-        self.counts = _count(path, done)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, os.O_WRONLY | flags, 0o666)
+            self._fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise lost(path, error) from error
         try:
+            self.counts = _count(path, done)
             self._write(f"\nrun {os.getpid()} {done.count}\n")  # the line before may be torn
         except OSError:
             os.close(self._fd)
@@ -89,34 +91,25 @@ class Deaths:
 def last_process(path: Path) -> str:
     """Who began last, for a message; empty if nobody tells."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        runs = RUN.findall(path.read_bytes())
     except OSError:
         return ""
-    runs = [found[1].decode() for found in map(RUN.fullmatch, lines) if found]
-    return f", pid {runs[-1]}" if runs else ""
+    return f", pid {runs[-1][0].decode()}" if runs else ""
 
 
 def _count(path: Path, done: Bitmap) -> Counter[int]:
     counts: Counter[int] = Counter()
     rows: list[int] = []
-    num_before = 0
-    crashed = False
-
-    def close(num_after: int) -> None:
-        if crashed or num_after <= num_before:
-            counts.update(row for row in rows if row not in done)
-
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                if begun := RUN.fullmatch(line):
-                    close(int(begun[2]))
-                    rows, num_before, crashed = [], int(begun[2]), False
-                elif ROW.fullmatch(line):
-                    rows.append(int(line))
-                elif line.startswith(b"Fatal Python error"):
-                    crashed = True
-    except FileNotFoundError:
-        return counts
-    close(done.count)
+    num_before, crashed = 0, False
+    with open(path, "rb") as file:
+        for line in itertools.chain(file, [b"run 0 %d\n" % done.count]):  # that which begins now
+            if begun := RUN.fullmatch(line):
+                num_after = int(begun[2])
+                if crashed or num_after <= num_before:
+                    counts.update(row for row in rows if row not in done)
+                rows, num_before, crashed = [], num_after, False
+            elif ROW.fullmatch(line):
+                rows.append(int(line))
+            elif line.startswith(b"Fatal Python error"):
+                crashed = True
     return counts

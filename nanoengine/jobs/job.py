@@ -12,7 +12,6 @@ import fcntl
 import itertools
 import json
 import os
-import stat
 import time
 import warnings
 from array import array
@@ -23,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
-from nanoengine.jobs.ahead import Ahead
 from nanoengine.jobs.deaths import Deaths, last_process
+from nanoengine.jobs.feed import Ahead
 from nanoengine.jobs.log import Bitmap, Log, PipeLog
 from nanoengine.jobs.order import ordered
 from nanoengine.jobs.paths import STDOUT, Paths, real_path
@@ -103,7 +102,6 @@ class Job:
             themselves: a job that is refused reads no weights.
 
     Attributes:
-        is_resumed: records were there already.
         num_rows: of all inputs, as far as they can be counted; None with stdin.
         num_done, num_failed: rows that have a record, and those among them that failed.
 
@@ -116,6 +114,7 @@ class Job:
         RowReader(options)  # Why: a template or a value that is wrong is told now.
         self._paths = Paths(options.output, options.errors, options.summary_json)
         self.inputs = find_inputs(options.inputs, options.input_format, self._paths.is_own)
+        self._has_stdin = any(one.name == STDIN for one in self.inputs)
         self._check()
         self._paths.check(self.inputs)
         self._max_row_bytes = int(options.max_row_mib * MIB)
@@ -124,16 +123,14 @@ class Job:
         self.created = int(time.time())
         self.deaths: Deaths | None = None
         self._is_complete = False
-        self._logs: list[Log] = []  # those that are files
-        self._pipes: list[PipeLog] = []
+        self._logs: list[Log | PipeLog] = []
         try:
-            self._log = self._open_log(options.output)
-            self._error_log = self._open_error_log()
+            self._open_logs()
             self._inputs_at_start = manifests.describe_inputs(self.inputs)
             self.num_rows = self._survey()
             if isinstance(self._log, Log):
                 self._resume(facts)
-            elif any(log.num_bytes for log in self._logs):
+            elif any(log.num_bytes for log in self._files()):
                 raise ConfigError(
                     f"--errors {options.errors!r} exists, and beside an output that can't be read"
                     " again nobody can tell what job it is of: name another file"
@@ -141,89 +138,79 @@ class Job:
         except BaseException:
             self._close_logs(drop_empty=True)
             raise
-        self.is_resumed = self.done.count > 0
         self.num_done = self.done.count
 
     def _check(self) -> None:
         options = self.options
-        has_stdin = any(one.name == STDIN for one in self.inputs)
-        rules = (
-            (
-                0 < options.max_row_mib <= MOST_ROW_MIB,
-                f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}",
+        has_size = 0 < options.max_row_mib <= MOST_ROW_MIB
+        is_stdout = options.output == STDOUT
+        refused = {
+            f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}": not has_size,
+            "--errors has lines of JSON: give a .jsonl file": (
+                (options.errors or "").endswith(".parquet")
             ),
-            (
-                not (options.errors or "").endswith(".parquet"),
-                "--errors has lines of JSON: give a .jsonl file",
+            "--max-errors must be at least 0": (options.max_errors or 0) < 0,
+            "--strict reads all rows before any runs, and stdin comes once: give a file": (
+                options.strict and self._has_stdin
             ),
-            (
-                options.max_errors is None or options.max_errors >= 0,
-                "--max-errors must be at least 0",
+            "--in-order and --retry-errors need an --output that can be read again, not -": (
+                is_stdout and (options.in_order or options.retry_errors)
             ),
-            (
-                not (options.strict and has_stdin),
-                "--strict reads all rows before any runs, and stdin comes once: give a file",
-            ),
-            (
-                options.output != STDOUT or not (options.in_order or options.retry_errors),
-                "--in-order and --retry-errors need an --output that can be read again, not -",
-            ),
-            (
-                options.output != STDOUT or _is_writable(1),
-                "--output - writes to stdout, which is closed",
-            ),
-        )
-        for holds, message in rules:
-            if not holds:
+            "--output - writes to stdout, which is closed": is_stdout and not _is_writable(1),
+        }
+        for message, is_so in refused.items():
+            if is_so:
                 raise ConfigError(message)
         if options.output.endswith(".parquet"):
             require_pyarrow("Parquet files")
 
     # --- the output -----------------------------------------------------------------------------
 
-    def _open_log(self, name: str) -> Log | PipeLog:
-        if name == STDOUT:
-            return PipeLog(1)
-        path = Path(name)
-        if path.exists() and not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
-            try:
-                self._pipes.append(PipeLog(os.open(path, os.O_WRONLY)))
-                return self._pipes[-1]
-            except OSError as error:
-                raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
-        is_table = path.suffix == ".parquet"
-        log = Log(
-            self._paths.table_log if is_table else real_path(name),
-            lambda: last_process(self._paths.runs),
-        )
-        self._logs.append(log)
-        return log
-
-    def _open_error_log(self) -> Log | PipeLog:
+    def _open_logs(self) -> None:
+        """Opens the output, and the file of errors if that is another one."""
+        self._log = self._error_log = self._open_log(self.options.output)
         name, path = self.options.errors, self._paths.errors_manifest
         if name is None or path is None:
-            return self._log
-        log = self._open_log(name)
-        owner = manifests.load(path, errors_of=str) if isinstance(log, Log) else None
+            return
+        self._error_log = self._open_log(name)
+        owner = manifests.load(path, errors_of=str) if isinstance(self._error_log, Log) else None
         # Why: of two jobs that shared one, each took the other's rows for its own.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
+
+    def _open_log(self, name: str) -> Log | PipeLog:
+        log: Log | PipeLog
+        path = Path(name)
+        if name == STDOUT:
+            log = PipeLog(1)
+        elif path.exists() and not path.is_dir() and not path.is_file():
+            try:
+                log = PipeLog(os.open(path, os.O_WRONLY))
+            except OSError as error:
+                raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
+        else:
+            path = self._paths.table_log if path.suffix == ".parquet" else real_path(name)
+            log = Log(path, lambda: last_process(self._paths.runs))
+        self._logs.append(log)
         return log
 
+    def _files(self) -> list[Log]:
+        """The logs that can be read again."""
+        return [log for log in self._logs if isinstance(log, Log)]
+
     def _survey(self) -> int | None:
-        if self.options.strict or all(one.name != STDIN for one in self.inputs):
-            found = survey(self.inputs, self._max_row_bytes)
-            if found.duplicates and self.options.strict:
-                raise ConfigError("--strict: " + "; ".join(found.duplicates))
-            for told in found.duplicates:
-                warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
-            return found.num_rows
-        return None
+        if self._has_stdin:
+            return None
+        found = survey(self.inputs, self._max_row_bytes)
+        if found.duplicates and self.options.strict:
+            raise ConfigError("--strict: " + "; ".join(found.duplicates))
+        for told in found.duplicates:
+            warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
+        return found.num_rows
 
     def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Compares with the earlier job, if there is one, and reads back what it has done."""
-        paths = self._paths
-        options = self.options
+        paths, options = self._paths, self.options
         now = {
             "format": manifests.FORMAT,
             "nanoengine": __version__,
@@ -231,21 +218,24 @@ class Job:
             "rows": {k: v for k, v in asdict(options).items() if k in ROW_OPTIONS},
             "max_row_mib": options.max_row_mib,
             "errors": options.errors,
-            "stdin": any(one.name == STDIN for one in self.inputs),
+            "stdin": self._has_stdin,
             "created": self.created,
             "inputs": self._inputs_at_start,
         }
         now = json.loads(json.dumps(now))  # as it will be read back
         if options.restart:
-            self._move_aside()
+            # Why locked until they have a number: no process may take them for its own meanwhile.
+            paths.move_aside()
+            self._close_logs()
+            self._open_logs()
         before = manifests.load(paths.manifest, created=int, inputs=list)
-        has_records = any(log.num_bytes for log in self._logs)
-        if before is None and has_records:
-            raise ConfigError(
-                f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
-                f" what job it is of: {manifests.ASIDE}"
-            )
-        if before is not None and has_records:
+        has_records = any(log.num_bytes for log in self._files())
+        if has_records:
+            if before is None:
+                raise ConfigError(
+                    f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
+                    f" what job it is of: {manifests.ASIDE}"
+                )
             if now["stdin"]:
                 raise ConfigError(
                     "a job that reads stdin can't be resumed, as nobody knows what came then: give"
@@ -258,7 +248,7 @@ class Job:
             now["created"] = self.created = before["created"]
         else:
             paths.runs.unlink(missing_ok=True)  # of another job
-        if len(self._logs) > 1 and not paths.errors_manifest.exists():
+        if len(self._files()) > 1 and not paths.errors_manifest.exists():
             owner = {"format": manifests.FORMAT, "errors_of": paths.errors_of}
             manifests.save(paths.errors_manifest, owner)
         if before != now:
@@ -267,18 +257,9 @@ class Job:
             paths.runs.unlink(missing_ok=True)
         self.deaths = Deaths(paths.runs, self.done)
 
-    def _move_aside(self) -> None:
-        """Old files get a number. They are locked until they have it: no other process may take
-        them for its own meanwhile."""
-        self._paths.move_aside()
-        self._close_logs()
-        self._logs.clear()
-        self._log = self._open_log(self.options.output)
-        self._error_log = self._open_error_log()
-
     def _read_back(self) -> None:
         """Rows with a record are done; with `retry_errors` those that failed are not."""
-        for log in self._logs:
+        for log in self._files():
             kept, num_bad, num_dropped = array("q"), 0, 0
             for record in log.records(self.num_rows):
                 if record is None or record.row in self.done:
@@ -305,41 +286,43 @@ class Job:
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(self, reader: RowReader, recorder: Recorder) -> Work:
-        """What is left to do."""
-        counts = self.deaths.counts if self.deaths is not None else {}
+    def work(self, model: str, defaults: Mapping[str, Any] | None = None) -> Work:
+        """What is left to do.
+
+        Args:
+            model: name of the loaded one.
+            defaults: sampling parameters of the model's own.
+        """
+        options, deaths = self.options, self.deaths
+        reader = RowReader(options, model, defaults)
+        recorder = Recorder(model, self.created)
+        counts = deaths.counts if deaths is not None else {}
 
         def finish(task: Task, result: RequestOutput | RowError) -> None:
             self.done.add(task.row)
-            if isinstance(result, RowError):
-                self._error_log.append(recorder.failure(task, result))
-            else:
-                self._log.append(recorder.answer(task, result))
+            log = self._error_log if isinstance(result, RowError) else self._log
+            log.append(recorder.record(task, result))
 
         tasks = self._tasks(reader, lambda row: row not in counts)
         suspects = self._tasks(reader, counts.__contains__) if counts else ()
         return Work(
-            tasks if self.options.keep_input_order else ordered(tasks),
+            tasks if options.keep_input_order else ordered(tasks),
             finish,
             suspects=[(task, counts[task.row]) for task in suspects],
-            note=self.deaths.note if self.deaths is not None else lambda row: None,
-            max_errors=self.options.max_errors,
+            note=lambda task: deaths.note(task.row) if deaths is not None else None,
+            max_errors=options.max_errors,
         )
 
     def _tasks(self, reader: RowReader, wanted: Any) -> Iterator[Task | Pause]:
         kinds: dict[Input, Kind] = {}
         lines: Iterable[Line | Pause] = read_lines(self.inputs, self._max_row_bytes)
-        if any(one.name == STDIN for one in self.inputs):
-            lines = Ahead(lines)
-        for line in lines:
+        for line in Ahead(lines) if self._has_stdin else lines:
             if line is PAUSE:
                 yield PAUSE
-                continue
-            if line.row in self.done or not wanted(line.row):
-                continue
-            if line.input not in kinds:
-                kinds[line.input] = self._kind_of(line)
-            yield reader.task(line, kinds[line.input])
+            elif line.row not in self.done and wanted(line.row):
+                if line.input not in kinds:
+                    kinds[line.input] = self._kind_of(line)
+                yield reader.task(line, kinds[line.input])
 
     def _kind_of(self, first: Line) -> Kind:
         """The form of an input: that of the first row that can be read."""
@@ -369,7 +352,7 @@ class Job:
 
             write_parquet(self._log, _in_order(self._log), self._paths.output)
         elif self.options.in_order:
-            for log in self._logs:
+            for log in self._files():
                 log.rewrite(_in_order(log))
         self._is_complete = True
 
@@ -397,10 +380,8 @@ class Job:
 
     def _close_logs(self, *, drop_empty: bool = False) -> None:
         with contextlib.ExitStack() as stack:
-            for pipe in self._pipes:
-                stack.callback(pipe.close)
-            for log in self._logs:
-                stack.callback(log.close, drop_empty=drop_empty)
+            while self._logs:
+                stack.callback(self._logs.pop().close, drop_empty=drop_empty)
 
 
 def _is_writable(fd: int) -> bool:

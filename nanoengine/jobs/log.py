@@ -12,6 +12,7 @@ row of the job. How it is spaced, and in which order its fields stand, is left t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from nanoengine.errors import ConfigError
 
@@ -124,8 +125,7 @@ class Log:
                 os.close(self._fd)
                 self._fd = self._open(path)
         except OSError as error:
-            why = error.strerror
-            raise ConfigError(f"output {str(path)!r} can't be written: {why}") from error
+            raise ConfigError(f"output {str(path)!r} can't be written: {error.strerror}") from error
         self._end = self._find_end()  # size of the file, once it is mended, if nobody else writes
 
     def _open(self, path: Path, flags: int = 0) -> int:
@@ -152,8 +152,6 @@ class Log:
                 written += os.write(self._fd, line[written:])
             if written < len(line):
                 raise OSError("it took a part of a record")
-        except BrokenPipeError:
-            raise
         except OSError as error:
             if self.num_bytes > self._end:
                 os.ftruncate(self._fd, self._end)
@@ -207,7 +205,7 @@ class Log:
         while end:
             start = max(0, end - BUFFER_BYTES)
             newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            end = start + newline + 1 if newline >= 0 else start
+            end = start + newline + 1
             if newline >= 0:
                 break
         last = os.pread(self._fd, size - end, end)
@@ -234,27 +232,15 @@ class Log:
 
     def rewrite(self, offsets: Iterable[int]) -> None:
         """Puts the lines at these offsets in the place of all."""
-        beside = self.path.with_name(self.path.name + ".tmp")
+        old = self._fd
         try:
-            beside.unlink(missing_ok=True)
-            fd = self._open(beside, os.O_EXCL)  # Why: a link that lies there is not followed.
-        except OSError as error:
-            raise lost(self.path, error) from error
-        try:
-            with open(fd, "wb", buffering=BUFFER_BYTES, closefd=False) as file:
+            with replacing(self.path, lambda name, _: self._open(Path(name), os.O_EXCL)) as file:
                 file.writelines(self.lines(offsets))
-            os.fsync(fd)
-            os.replace(beside, self.path)
-        except BaseException as error:
-            os.close(fd)
-            beside.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise lost(self.path, error) from error
-            raise
-        old, self._fd = self._fd, fd
-        os.close(old)
+                self._fd = os.dup(file.fileno())  # Why: it stays locked.
+        finally:
+            if self._fd != old:
+                os.close(old)
         self._end = self.num_bytes
-        sync_directory(self.path)
 
     def lines(self, offsets: Iterable[int]) -> Iterator[bytes]:
         """The lines that begin there."""
@@ -295,19 +281,37 @@ class PipeLog:
     def sync(self) -> None:
         """A pipe holds nothing back."""
 
-    def close(self) -> None:
+    def close(self, *, drop_empty: bool = False) -> None:
         """Tells who reads that this was all; standard output stays the process's."""
         if self._fd > 2:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
-def sync_directory(path: Path) -> None:
-    """Has the disk hold the names in a file's directory."""
-    fd = os.open(path.parent, os.O_RDONLY)
+@contextlib.contextmanager
+def replacing(path: Path, opener: Callable[[str, int], int] | None = None) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place when it is whole and on the disk, else is removed.
+
+    Raises:
+        OutputLostError: it can't be written.
+    """
+    beside = path.with_name(path.name + ".tmp")
     try:
-        os.fsync(fd)
-    except OSError as error:
-        raise lost(path, error) from error
-    finally:
-        os.close(fd)
+        beside.unlink(missing_ok=True)
+        # Why x: a link that lies there is not followed.
+        with open(beside, "xb", BUFFER_BYTES, opener=opener) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the names in it
+        finally:
+            os.close(directory)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise lost(path, error) from error
+        raise

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.log import lost, sync_directory
+from nanoengine.jobs.log import replacing
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.config import EngineConfig
 
@@ -86,20 +86,9 @@ def save(path: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         OutputLostError: it can't be written.
     """
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.unlink(missing_ok=True)
-        # Why x: a link that lies there is not followed.
-        with open(beside, "x", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(manifest, file, ensure_ascii=False, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise lost(path, error) from error
-    sync_directory(path)
+    text = json.dumps(manifest, ensure_ascii=False, indent=1)
+    with replacing(path) as file:
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def load(path: Path, **types: type) -> dict[str, Any] | None:
@@ -172,7 +161,8 @@ def _differing_inputs(
 def _has_grown(old: dict[str, Any], new: dict[str, Any], one: Input) -> bool:
     """Whether lines were added behind the old ones, which are all there."""
     size = int(old["bytes"])
-    if not one.may_grow or new["bytes"] <= size or digest(one.name, size) != old["xxh3"]:
+    may_grow = one.packing is None and one.form != "parquet"
+    if not may_grow or new["bytes"] <= size or digest(one.name, size) != old["xxh3"]:
         return False
     with open(one.name, "rb") as file:
         file.seek(max(size - 1, 0))

@@ -71,10 +71,10 @@ def ordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
         if not is_last:
             yield from (task for _, _, task in rows)
             continue
-        groups = [
-            sorted(group, key=lambda row: -_work(row)) for group in _groups(rows)
-        ]  # fmt: skip
-        for group in sorted(groups, key=lambda group: -_work(group[0])):
+        # Neighbours that begin alike stay together.
+        neighbours = itertools.groupby(rows, key=lambda row: row[0][:MIN_PREFIX])
+        groups = [sorted(group, key=_work, reverse=True) for _, group in neighbours]
+        for group in sorted(groups, key=lambda group: _work(group[0]), reverse=True):
             yield from (task for _, _, task in group)
 
 
@@ -84,13 +84,3 @@ def _work(row: tuple[str, int, Task]) -> float:
     most = task.params.max_tokens
     # Why //: a row may ask for more tokens than a float can hold.
     return math.inf if most is None else len(text) // CHARS_PER_TOKEN + most
-
-
-def _groups(rows: list[tuple[str, int, Task]]) -> Iterator[list[tuple[str, int, Task]]]:
-    """Neighbours of sorted rows that begin alike."""
-    starts = [0]
-    for i, ((one, *_), (other, *_)) in enumerate(itertools.pairwise(rows), start=1):
-        if one[:MIN_PREFIX] != other[:MIN_PREFIX]:
-            starts.append(i)
-    for start, end in itertools.pairwise([*starts, len(rows)]):
-        yield rows[start:end]

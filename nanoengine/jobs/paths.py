@@ -88,8 +88,8 @@ class Paths:
             files.append(self.errors_manifest)
         own = [*files, *(path.with_name(f"{path.name}.tmp") for path in files)]
         number = next(filter(str.isdecimal, Path(name).name.split(".")[::-1]), None)
-        if number is not None and _numbered(self.manifest, self.output, number).exists():
-            own += [_numbered(path, self.output, number) for path in files]
+        if number is not None and self._numbered(self.manifest, number).exists():
+            own += [self._numbered(path, number) for path in files]
         return os.path.realpath(name) in map(os.path.realpath, own)
 
     def _files(self) -> list[Path]:
@@ -101,16 +101,12 @@ class Paths:
         """Gives the files of an earlier job a number that none has."""
         old = [path for path in self._files() if path.exists() and path.stat().st_size]
         numbers = map(str, itertools.count(1))
-        number = next(
-            n for n in numbers if not any(_numbered(p, self.output, n).exists() for p in old)
-        )
+        number = next(n for n in numbers if not any(self._numbered(p, n).exists() for p in old))
         for path in old:
-            os.replace(path, _numbered(path, self.output, number))
+            os.replace(path, self._numbered(path, number))
 
-
-def _numbered(path: Path, output: Path, number: str) -> Path:
-    """out.jsonl.job.json as out.1.jsonl.job.json: the old job goes on under that name."""
-    stem, suffix = (output.stem, output.suffix) if path.name.startswith(output.name) else (
-        path.stem, path.suffix)  # fmt: skip
-    rest = path.name.removeprefix(stem + suffix)
-    return path.with_name(f"{stem}.{number}{suffix}{rest}")
+    def _numbered(self, path: Path, number: str) -> Path:
+        """out.jsonl.job.json as out.1.jsonl.job.json: the old job goes on under that name."""
+        base = self.output if path.name.startswith(self.output.name) else path
+        rest = path.name.removeprefix(base.name)
+        return path.with_name(f"{base.stem}.{number}{base.suffix}{rest}")

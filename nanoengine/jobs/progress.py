@@ -8,64 +8,48 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.jobs.work import Counts
 
 if TYPE_CHECKING:
     from nanoengine.core.engine_stats import EngineStats
+    from nanoengine.jobs.job import Job
 
 LIVE_S, LOGGED_S = 0.25, 30.0
 
 
 class Progress:
-    """The state of a job in one line.
+    """The state of a job in one line; a terminal has its line rewritten.
 
     Args:
         counts: those of this process, read as they change.
-        num_rows: of the whole job; None: unknown.
-        num_resumed: rows that were done before.
         stats: the engine's.
-        out: where to; a terminal has its line rewritten.
     """
 
-    def __init__(
-        self,
-        counts: Counts,
-        num_rows: int | None,
-        num_resumed: int,
-        stats: Callable[[], EngineStats],
-        *,
-        out: TextIO | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._counts = counts
-        self._num_rows = num_rows
-        self._num_resumed = num_resumed
-        self._stats = stats
-        self._out = out or sys.stderr
-        self._clock = clock
-        self._is_live = self._out.isatty()
+    def __init__(self, job: Job, counts: Counts, stats: Callable[[], EngineStats]) -> None:
+        self._job, self._counts, self._stats = job, counts, stats
+        self._is_live = sys.stderr.isatty()
         self._tokens_before = stats().output_tokens
-        self._started = self._shown = clock()
+        self._started = self._shown = time.perf_counter()
         self._width = 0
 
     def on_step(self, plan: object, result: object, scheduler: object) -> None:
         """Shows the new numbers, now and then."""
-        now = self._clock()
+        now = time.perf_counter()
         if now - self._shown >= (LIVE_S if self._is_live else LOGGED_S):
             self._shown = now
             self._show(self.line())
 
     def line(self) -> str:
         """Rows, speed, time left, and the engine's state."""
-        counts, stats = self._counts, self._stats()
+        job, counts, stats = self._job, self._counts, self._stats()
         num_tokens = stats.output_tokens - self._tokens_before
-        speed = num_tokens / max(self._clock() - self._started, 1e-9)
-        total = "" if self._num_rows is None else f"/{self._num_rows:,}"
-        words = [f"{self._num_resumed + counts.answered + counts.failed:,}{total} rows"]
+        speed = num_tokens / max(time.perf_counter() - self._started, 1e-9)
+        total = "" if job.num_rows is None else f"/{job.num_rows:,}"
+        words = [f"{job.num_done + counts.answered + counts.failed:,}{total} rows"]
         words += [f"{counts.failed:,} failed"] if counts.failed else []
-        words += [f"{self._num_resumed:,} resumed"] if self._num_resumed else []
+        words += [f"{job.num_done:,} resumed"] if job.num_done else []
         words.append(f"{speed:,.0f} output tok/s")
         left_s = self._left_s(num_tokens - counts.output_tokens, speed)
         words += [f"{_clock_time(left_s)} left"] if left_s is not None else []
@@ -77,26 +61,24 @@ class Progress:
 
     def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
         """Time for the tokens that are to come, if rows have as many as those that have ended."""
-        counts = self._counts
-        if self._num_rows is None or not counts.answered or not speed:
+        job, counts = self._job, self._counts
+        if job.num_rows is None or not counts.answered or not speed:
             return None
-        left = self._num_rows - self._num_resumed - counts.answered - counts.failed
+        left = job.num_rows - job.num_done - counts.answered - counts.failed
         tokens = left * counts.output_tokens / counts.answered - num_running_tokens
         return max(tokens, 0.0) / speed
 
     def _show(self, line: str) -> None:
         if self._is_live:
-            self._out.write("\r" + line.ljust(self._width))
-            self._width = len(line)
+            line, self._width = "\r" + line.ljust(self._width), len(line)
         else:
-            self._out.write(line + "\n")
-        self._out.flush()
+            line += "\n"
+        print(line, end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Takes the live line away."""
-        if self._is_live and self._width:
-            self._out.write("\r" + " " * self._width + "\r")
-            self._out.flush()
+        if self._width:
+            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
 
 def _clock_time(seconds: float) -> str:
@@ -105,24 +87,16 @@ def _clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def summary(
-    counts: Counts,
-    *,
-    num_rows: int | None,
-    num_resumed: int,
-    num_failed_before: int,
-    elapsed_s: float,
-    ended: str,
-) -> dict[str, Any]:
+def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str, Any]:
     """What a job came to; `--summary-json` writes it."""
     prompt = counts.prompt_tokens
     return {
         "ended": ended,
-        "rows": num_rows,
-        "resumed": num_resumed,
+        "rows": job.num_rows,
+        "resumed": job.num_done,
         "answered": counts.answered,
         "failed": counts.failed,
-        "failed_before": num_failed_before,
+        "failed_before": job.num_failed,
         "prompt_tokens": prompt,
         "cached_tokens": counts.cached_tokens,
         "output_tokens": counts.output_tokens,
@@ -136,8 +110,7 @@ def table(facts: dict[str, Any]) -> str:
     """The summary for people."""
     lines = []
     for name, value in facts.items():
-        if value is None:
-            continue
-        shown = f"{value:,}" if isinstance(value, int | float) else str(value)
-        lines.append(f"  {name.replace('_', ' '):<20} {shown:>14}")
+        if value is not None:
+            shown = value if isinstance(value, str) else f"{value:,}"
+            lines.append(f"  {name.replace('_', ' '):<20} {shown:>14}")
     return "\n".join(lines)

@@ -16,15 +16,13 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.jobs.log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
     from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-
-OWN_COLUMNS = ("_row", "outputs", "usage", "error")
-"""What a simple record adds; a row's columns of these names are replaced."""
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity; the number is OpenAI's."""
@@ -42,18 +40,23 @@ class Recorder:
         self._model = model
         self._created = int(time.time()) if created is None else created
 
-    def answer(self, task: Task, output: RequestOutput) -> bytes:
+    def record(self, task: Task, result: RequestOutput | RowError) -> bytes:
+        """The record of a row, of its last output or of its error."""
+        if isinstance(result, RowError):
+            return self._failure(task, result)
+        return self._answer(task, result)
+
+    def _answer(self, task: Task, output: RequestOutput) -> bytes:
         """The record of a row that ran; `task.outputs` are those of its earlier turns."""
         outputs = [*task.outputs, output]
         usage = _usage(outputs)
         if task.kind == "simple":
-            several = len(outputs) > 1
             texts = [
-                _completion(one, completion, turn if several else None)
+                _completion(one, completion, {"turn": turn} if task.outputs else {})
                 for turn, one in enumerate(outputs)
                 for completion in one.outputs
             ]
-            return json_line(simple_record(task, texts, usage, None))
+            return json_line(_simple_record(task, texts, usage, None))
         is_chat = task.kind == "chat"
         choose = functools.partial(_chat_choice, task.params.logprobs) if is_chat else _text_choice
         body: dict[str, Any] = {
@@ -69,33 +72,28 @@ class Recorder:
         response = {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
         return json_line(_openai_record(task, response, None))
 
-    def failure(self, task: Task, error: RowError) -> bytes:
+    def _failure(self, task: Task, error: RowError) -> bytes:
         """The record of a row that has no answer."""
         told = {"code": error.code, "message": str(error)}
         told |= {"line": task.number, "file": task.input.name}
-        if task.kind == "simple":
-            try:
-                return json_line(simple_record(task, [], None, told))
-            except RecursionError:  # Why here: what could be read may be too deep to be written.
-                return json_line({"_row": task.row, "outputs": [], "usage": None, "error": told})
-        return json_line(_openai_record(task, None, told))
+        if task.kind != "simple":
+            return json_line(_openai_record(task, None, told))
+        try:
+            return json_line(_simple_record(task, [], None, told))
+        except RecursionError:  # Why here: what could be read may be too deep to be written.
+            task.columns = {}
+            return json_line(_simple_record(task, [], None, told))
 
 
-def simple_record(
-    task: Task, outputs: list[dict[str, Any]], usage: object, error: object
-) -> dict[str, Any]:
-    """The row's columns with what the job adds."""
-    columns = {name: value for name, value in task.columns.items() if name not in OWN_COLUMNS}
+def _simple_record(task: Task, outputs: object, usage: object, error: object) -> dict[str, Any]:
+    """The row's columns with what the job adds, which replaces columns of these names."""
+    columns = {name: value for name, value in task.columns.items() if name not in SIMPLE_FIELDS}
     return {"_row": task.row, **columns, "outputs": outputs, "usage": usage, "error": error}
 
 
 def _openai_record(task: Task, response: object, error: object) -> dict[str, Any]:
-    return {
-        "id": f"batch_req_{task.row}",
-        "custom_id": task.custom_id,
-        "response": response,
-        "error": error,
-    }
+    own = {"id": f"batch_req_{task.row}", "custom_id": task.custom_id}
+    return {**own, "response": response, "error": error}
 
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -127,23 +125,18 @@ def _plain(value: Any) -> Any:
 def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return {**counts, "total_tokens": prompt + completion}
 
 
 def _completion(
-    output: RequestOutput, completion: CompletionOutput, turn: int | None
+    output: RequestOutput, completion: CompletionOutput, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """A completion of a simple row; ids stand where there is no text."""
-    record: dict[str, Any] = {} if turn is None else {"turn": turn}
+    """`record` with a completion of a simple row; ids stand where there is no text."""
     record["text"] = completion.text
     if not completion.text:
         record["token_ids"] = completion.token_ids
-    record["finish_reason"] = completion.finish_reason
-    record["stop_reason"] = completion.stop_reason
+    record |= _ending(completion)
     if completion.logprobs is not None:
         record["logprobs"] = [_by_token(entry) for entry in completion.logprobs]
     if output.prompt_logprobs is not None and completion.index == 0:
@@ -151,18 +144,18 @@ def _completion(
     return record
 
 
+def _ending(completion: CompletionOutput) -> dict[str, Any]:
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
 def _chat_choice(num_top: int | None, completion: CompletionOutput) -> dict[str, Any]:
+    message = {"role": "assistant", "content": completion.text, "refusal": None}
     logprobs = None
     if completion.logprobs is not None:
         content = [_position(entry, num_top) for entry in completion.logprobs]
         logprobs = {"content": content, "refusal": None}
-    return {
-        "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    choice = {"index": completion.index, "message": message, "logprobs": logprobs}
+    return choice | _ending(completion)
 
 
 def _position(entry: dict[int, Logprob], num_top: int | None) -> dict[str, Any]:
@@ -178,40 +171,32 @@ def _position(entry: dict[int, Logprob], num_top: int | None) -> dict[str, Any]:
 
 
 def _candidate(token_id: int, one: Logprob) -> dict[str, Any]:
-    text = _token(token_id, one)
-    return {
-        "token": text,
-        "logprob": max(one.logprob, LEAST_LOGPROB),
-        "bytes": list(text.encode(errors="replace")),
-    }
+    text, logprob = _token(token_id, one)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
-def _token(token_id: int, one: Logprob) -> str:
-    return one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"
+def _token(token_id: int, one: Logprob) -> tuple[str, float]:
+    text = one.decoded_token if one.decoded_token is not None else f"token_id:{token_id}"
+    return text, max(one.logprob, LEAST_LOGPROB)
 
 
 def _text_choice(completion: CompletionOutput) -> dict[str, Any]:
     logprobs = None
     if completion.logprobs is not None:
-        sampled = [next(iter(entry.items())) for entry in completion.logprobs]
-        tokens = [_token(*one) for one in sampled]
+        sampled = [_token(*next(iter(entry.items()))) for entry in completion.logprobs]
+        tokens = [text for text, _ in sampled]
         logprobs = {
             "tokens": tokens,
-            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for _, one in sampled],
+            "token_logprobs": [logprob for _, logprob in sampled],
             "top_logprobs": [_by_token(entry) for entry in completion.logprobs],
             "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
         }
-    return {
-        "index": completion.index,
-        "text": completion.text,
-        "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    choice = {"index": completion.index, "text": completion.text, "logprobs": logprobs}
+    return choice | _ending(completion)
 
 
 def _by_token(entry: dict[int, Logprob]) -> dict[str, float]:
-    return {_token(*one): max(one[1].logprob, LEAST_LOGPROB) for one in entry.items()}
+    return dict(_token(*one) for one in entry.items())
 
 
 def _prompt_logprobs(output: RequestOutput) -> list[dict[str, float] | None]:

@@ -12,15 +12,15 @@ A field is obeyed or refused by name. What a name may hold is said once: by `Sam
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.jobs.feed import size_of
 from nanoengine.jobs.source import Input, Line, RowError, own_id
 from nanoengine.settings.checks import nearest, plain, shown
 from nanoengine.settings.params import SamplingParams
@@ -63,11 +63,15 @@ OPENAI: Table = {
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that ask nothing of an answer."""
 
-BODY = {
-    "chat": ("model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "top_logprobs"),
-    "completion": ("model", "prompt", "cache_salt"),
+_SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
+_PARAMS = frozenset((*_SIMPLE_PARAMS, *OPENAI))
+_COMMON = (*SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
+_CHAT = ("model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "top_logprobs")
+BODY: dict[Kind, dict[str, None]] = {
+    "chat": dict.fromkeys((*_CHAT, *_COMMON)),
+    "completion": dict.fromkeys(("model", "prompt", "cache_salt", *_COMMON)),
 }
-"""Fields of a body beside those of `SamplingParams`, OPENAI and NOTES."""
+"""Fields of a body, in the order in which a message names them."""
 
 MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 256}
 """Where neither row, job nor model say it: what OpenAI's API has, None being all of the context."""
@@ -78,10 +82,6 @@ KNOWN_CHARS = 1 << 15
 """Parameters that are made of more are not remembered: a row's may be of any size."""
 
 MOST_DEPTH = 100
-ITEM_BYTES = 56
-"""What a value of JSON takes in memory beside its text: 50,000 strings of 8 letters take 3 MB."""
-
-
 DEFAULT = SamplingParams()
 
 TEMPLATES = Renderer("row")
@@ -175,7 +175,7 @@ class RowReader:
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
         self._other_models: set[str] = set()
-        self._render = _compiled(options.template) if options.template is not None else None
+        self._names = _names_in(options.template) if options.template is not None else []
         try:
             self._make_params({}, "simple")
         except RequestError as error:
@@ -191,21 +191,19 @@ class RowReader:
         task.key, task.size = str(line.row), size_of(line.content)
         try:
             self._fill(task, value(line))
-        except RowError as error:
-            task.error = error
         except RequestError as error:
-            task.error = RowError("invalid_row", str(error))
+            is_told = isinstance(error, RowError)
+            task.error = error if is_told else RowError("invalid_row", str(error))
         except Exception as error:  # Why: what a row holds is its own fault.
             task.error = RowError("invalid_row", f"{type(error).__name__}: {error}")
         return task
 
     def _fill(self, task: Task, row: Any) -> None:
-        is_simple = task.kind == "simple"
         if not isinstance(row, dict):
-            if self._options.columns_alone or not is_simple:
+            if self._options.columns_alone or task.kind != "simple":
                 raise RequestError(f"the row must be an object, got {shown(row)}")
             row = {"prompt_token_ids" if isinstance(row, list) else "prompt": row}
-        if not is_simple:
+        if task.kind != "simple":
             self._fill_openai(task, row)
             return
         task.columns = row
@@ -219,8 +217,13 @@ class RowReader:
     # --- simple rows ----------------------------------------------------------------------------
 
     def _from_columns(self, row: Mapping[str, Any]) -> str:
-        if self._render is not None:
-            return self._render(row)
+        template = self._options.template
+        if template is not None:
+            columns = {name: row[name] for name in self._names if name in row}
+            try:
+                return TEMPLATES.render(template, columns)
+            except Exception as error:  # Why: templates are programs, and raise anything.
+                raise RequestError(f"the template refused the row: {error}") from error
         name = self._options.prompt_column or ""
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
@@ -229,21 +232,19 @@ class RowReader:
         return str(row[name])
 
     def _as_chat(self, prompt: Any) -> Any:
-        options = self._options
-        if not options.chat or not isinstance(prompt, str):
-            return prompt
-        return {"messages": [*self._system(), {"role": "user", "content": prompt}]}
+        is_text = self._options.chat and isinstance(prompt, str)
+        return self._conversation(prompt) if is_text else prompt
 
-    def _system(self) -> list[dict[str, str]]:
-        system = self._options.system
-        return [] if system is None else [{"role": "system", "content": system}]
+    def _conversation(self, text: str) -> dict[str, Any]:
+        """A user's first message, behind the system message."""
+        said = [("system", self._options.system), ("user", text)]
+        messages = [{"role": role, "content": one} for role, one in said if one is not None]
+        return {"messages": messages}
 
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
-        given = {name: plain(row[name]) for name in PROMPT_KEYS if row.get(name) is not None}
+        given = _given(row, PROMPT_KEYS)
         self._check_template(given)
-        task.params = self._params_for(
-            {name: row[name] for name in _SIMPLE_PARAMS if row.get(name) is not None}, "simple"
-        )
+        task.params = self._params_for(_given(row, _SIMPLE_PARAMS), "simple")
         turns = plain(row.get("turns"))
         if turns is None:
             alone = given.keys() == {"prompt"}
@@ -256,23 +257,19 @@ class RowReader:
         if not given.keys().isdisjoint(CONTENT_KEYS):
             raise RequestError("'turns' stands beside another prompt: give one of them")
         task.turns = turns[1:]
-        task.prompt = {
-            **given, "messages": [*self._system(), {"role": "user", "content": turns[0]}]
-        }  # fmt: skip
+        task.prompt = {**given, **self._conversation(turns[0])}
 
     # --- OpenAI rows ----------------------------------------------------------------------------
 
     def _fill_openai(self, task: Task, row: Mapping[str, Any]) -> None:
         known = KINDS.get(row["url"]) if isinstance(row.get("url"), str) else None
         task.kind = known or "chat"
-        if isinstance(row.get("custom_id"), str):
-            task.custom_id = task.key = row["custom_id"]
-        else:
+        if not isinstance(row.get("custom_id"), str):
             raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
+        task.custom_id = task.key = row["custom_id"]
         if known is None:
-            raise RowError(
-                "unknown_url", f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
-            )
+            told = f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
+            raise RowError("unknown_url", told)
         if row.get("method", "POST") != "POST":
             raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
         if not isinstance(row.get("body"), dict):
@@ -286,8 +283,8 @@ class RowReader:
             task.prompt = _completion_prompt(body)
             task.params = self._params_for(body, known)
 
-    def _check_names(self, body: dict[str, Any], kind: str) -> None:
-        names = _body_names(kind)
+    def _check_names(self, body: dict[str, Any], kind: Kind) -> None:
+        names = BODY[kind]
         for name in body.keys() - names.keys():
             if not self._options.ignore_unknown:
                 raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")
@@ -319,9 +316,7 @@ class RowReader:
     def _fill_chat(self, task: Task, body: dict[str, Any]) -> None:
         if "messages" not in body:
             raise RequestError("the body has no messages")
-        prompt = {
-            name: body[name] for name in ("messages", *TEMPLATE_KEYS, "cache_salt") if name in body
-        }
+        prompt = _given(body, ("messages", *TEMPLATE_KEYS, "cache_salt"))
         self._check_template(prompt)
         if body.get("tool_choice") == "none":
             prompt.pop("tools", None)
@@ -365,13 +360,9 @@ class RowReader:
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
 
 
-_PARAMS = frozenset((*SAMPLING, *SAMPLING_PARAMS, *OPENAI))
-_SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
-
-
-@functools.cache
-def _body_names(kind: str) -> dict[str, None]:
-    return dict.fromkeys((*BODY[kind], *SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS))
+def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What a row holds by these names; null is nothing."""
+    return {name: plain(row[name]) for name in names if row.get(name) is not None}
 
 
 def _token_id(name: object) -> object:
@@ -440,15 +431,6 @@ def value(line: Line) -> Any:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
 
 
-def size_of(content: object) -> int:
-    """Of all that a row holds once it is read, near enough [bytes]."""
-    try:
-        text: Any = content if isinstance(content, bytes) else str(content)
-        return len(text) + ITEM_BYTES * text.count(b"," if text is content else ",")
-    except Exception:  # Why: a caller's row in memory may be too deep, or code that raises.
-        return 0
-
-
 def _check_depth(value: Any) -> None:
     """Raises RecursionError if lists and objects lie deeper than is sure to be written again."""
     level = [value]
@@ -474,21 +456,13 @@ def _finite(text: str) -> float:
 JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
-def _compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """A template over columns.
+def _names_in(template: str) -> list[str]:
+    """The columns that a template asks for.
 
     Raises:
         ConfigError: it is no Jinja.
     """
     try:
-        names = TEMPLATES.render(source, None).split()
+        return TEMPLATES.render(template, None).split()
     except (ValueError, TimeoutError, MemoryError) as error:
         raise ConfigError(f"--template is no Jinja: {error}") from error
-
-    def render(row: Mapping[str, Any]) -> str:
-        try:
-            return TEMPLATES.render(source, {name: row[name] for name in names if name in row})
-        except Exception as error:  # Why: templates are programs, and raise anything.
-            raise RequestError(f"the template refused the row: {error}") from error
-
-    return render

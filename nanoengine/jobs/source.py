@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +68,6 @@ class Input:
     packing: str | None = None
     num_bytes: int | None = None
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether rows that are appended leave the earlier ones as they are."""
-        return self.packing is None and self.form != "parquet"
-
 
 class Line(NamedTuple):
     """A row before it is understood.
@@ -106,15 +102,13 @@ def find_inputs(
     if not names:
         raise ConfigError("no input: name files, globs, or - for stdin")
     for name in names:
-        is_glob = name != STDIN and not os.path.exists(name) and glob.has_magic(name)
         matches = [name]
-        if is_glob:
+        if name != STDIN and not os.path.exists(name) and glob.has_magic(name):
             matches = sorted(one for one in glob.glob(name, recursive=True) if not is_own(one))
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
         found += [_input(match, form) for match in matches]
-    twice = {one.name for one in found if sum(one.name == other.name for other in found) > 1}
-    if twice:
+    if twice := [name for name, n in Counter(one.name for one in found).items() if n > 1]:
         raise ConfigError(f"input {min(twice)!r} is given twice")
     if any(one.form == "parquet" or one.packing == "zstd" for one in found):
         require_pyarrow("Parquet and zstd")
@@ -125,14 +119,13 @@ def _input(name: str, form: Form | None) -> Input:
     if name == STDIN:
         return Input(name=name, form=form or "jsonl")
     path = Path(name)
-    if not path.exists():
-        raise ConfigError(f"input {name!r} does not exist")
-    if path.is_dir():
-        raise ConfigError(f"input {name!r} is a directory: give its files, or a glob")
-    if not path.is_file():
-        raise ConfigError(
-            f"input {name!r} is no file, and inputs are read more than once: pipe it in, as -"
-        )
+    for is_so, told in (
+        (not path.exists(), "does not exist"),
+        (path.is_dir(), "is a directory: give its files, or a glob"),
+        (not path.is_file(), "is no file, and inputs are read more than once: pipe it in, as -"),
+    ):
+        if is_so:
+            raise ConfigError(f"input {name!r} {told}")
     try:
         path.open("rb").close()
     except OSError as error:
@@ -309,29 +302,26 @@ def _csv_rows(
     while True:
         first = number + 1
         try:
-            cells = next(reader, None)
-            if cells is None:
-                return
-            if not cells:
-                continue
+            cells = next(reader)
             "".join(cells).encode()
-            if not names:
-                if twice := [name for name in cells if cells.count(name) > 1]:
-                    raise RowError("unreadable_row", f"column {twice[0]!r} stands twice")
-                names = cells
-                continue
-            if len(cells) != len(names):
-                raise RowError(
-                    "unreadable_row", f"the row has {len(cells)} cells, the first has {len(names)}"
-                )
-            yield first, dict(zip(names, cells, strict=True))
-            continue
+            if twice := [name for name in cells if not names and cells.count(name) > 1]:
+                raise RowError("unreadable_row", f"column {twice[0]!r} stands twice")
+            if names and cells and len(cells) != len(names):
+                told = f"the row has {len(cells)} cells, the first has {len(names)}"
+                raise RowError("unreadable_row", told)
+        except StopIteration:
+            return
         except RowError as error:
             failure = error
         except UnicodeEncodeError:
             failure = RowError("unreadable_row", "the row is not UTF-8")
         except csv.Error as error:
             failure = RowError("unreadable_row", f"the row is no CSV: {error}")
+        else:
+            if names and cells:
+                yield first, dict(zip(names, cells, strict=True))
+            names = names or cells
+            continue
         if not names:  # Why the end: another row would be taken for the names.
             yield first, RowError("unreadable_input", f"the names of the columns: {failure}")
             return
@@ -340,7 +330,6 @@ def _csv_rows(
 
 def _table_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
     """Each row; one whose line of JSON would be too long is an error."""
-    require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
@@ -417,26 +406,23 @@ def survey(inputs: Iterable[Input], max_row_bytes: int) -> Survey:
     """Counts rows, and finds equal ids by 8 bytes a row."""
     import numpy as np
 
-    num_rows, hashes = 0, bytearray()
+    hashes = bytearray()
     files = [one for one in inputs if one.name != STDIN]
     for one in files:
         if one.form == "parquet":
-            num_rows += _num_table_rows(one.name)
-            hashes += bytes(8 * (num_rows - len(hashes) // 8))
+            hashes += bytes(8 * _num_table_rows(one.name))
             continue
         for _, content in _read(one, max_row_bytes):
-            num_rows += 1
             found = _line_id(content) if one.form != "txt" else None
             hashes += xxhash.xxh3_64_digest(_bytes(" ".join(found))) if found else bytes(8)
     ids = np.frombuffer(hashes, "<u8")
     order = np.argsort(ids, kind="stable")
     later = np.flatnonzero((ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0))
     pairs = [(int(order[i]), int(order[i + 1])) for i in later[:MOST_DUPLICATES]]
-    return Survey(num_rows, _described(files, pairs, len(later), max_row_bytes))
+    return Survey(len(ids), _described(files, pairs, len(later), max_row_bytes))
 
 
 def _num_table_rows(path: str) -> int:
-    import pyarrow
     import pyarrow.parquet
 
     try:

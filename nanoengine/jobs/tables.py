@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from nanoengine.jobs.log import Log
+from nanoengine.jobs.log import Log, replacing
 from nanoengine.jobs.source import require_pyarrow
 
 BATCH_ROWS = 1024
@@ -27,7 +26,7 @@ def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
     """Writes the records at these offsets of a log, in their order, as a table.
 
     Raises:
-        OSError: there is no room.
+        OutputLostError: there is no room.
     """
     arrow = require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # `_write` takes it
@@ -38,26 +37,21 @@ def write_parquet(log: Log, offsets: Iterable[int], path: Path) -> None:
         for name in dict.fromkeys(name for row in rows for name in row):
             known = types.setdefault(name, arrow.null())
             types[name] = _common(arrow, known, [row.get(name) for row in rows])
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        while (misfit := _write(arrow, beside, types, _batches(log, kept))) is not None:
+    with replacing(path) as file:
+        while (misfit := _write(arrow, file, types, _batches(log, kept))) is not None:
             types[misfit] = None
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{path} can't be written: {error}") from error
+            file.seek(0)
+            file.truncate()
 
 
 def _write(
-    arrow: Any, path: Path, types: dict[str, Any], batches: Iterator[list[dict[str, Any]]]
+    arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Iterator[list[dict[str, Any]]]
 ) -> str | None:
     """Writes the table; stops at a value that its column can't hold, and gives the column."""
     schema = arrow.schema(
         [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
     )
-    with arrow.parquet.ParquetWriter(path, schema) as writer:
+    with arrow.parquet.ParquetWriter(file, schema) as writer:
         for rows in batches:
             columns = []
             for name, kind in types.items():

@@ -77,6 +77,9 @@ class Work:
         finish: writes the record of a row: its outputs, of all turns, or its error.
         note: told of each row before it runs.
         max_errors: how many rows may fail.
+
+    Attributes:
+        is_stopping: rows are left behind on purpose.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Work:
         finish: Callable[[Task, RequestOutput | RowError], None],
         *,
         suspects: Iterable[tuple[Task, int]] = (),
-        note: Callable[[int], None] = lambda row: None,
+        note: Callable[[Task], None] = lambda task: None,
         max_errors: int | None = None,
     ) -> None:
         self.counts = Counts()
@@ -94,21 +97,16 @@ class Work:
         self._note = note
         self._max_errors = max_errors
         self._lock = threading.RLock()
-        self._is_stopping = False
+        self.is_stopping = False
         self._turns: deque[Task | Pause] = deque()  # conversations that go on
         self._deaths: Counter[int] = Counter()
-        self._suspects: list[Task] = []
+        self._suspects: dict[int, list[Task]] = {deaths: [] for deaths in GROUPS}
         for task, deaths in suspects:
             self.suspect(task, deaths)
 
     def stop(self) -> None:
         """No row is given out any more; those that run go on."""
-        self._is_stopping = True
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether rows are left behind on purpose."""
-        return self._is_stopping
+        self.is_stopping = True
 
     def run(self, stream: Stream) -> None:
         """Answers rows until none is left.
@@ -124,21 +122,17 @@ class Work:
 
     def steps(self, stream: Stream) -> Iterator[None]:
         """The same, one output after the other."""
-        while not self._is_stopping and (group := self._next_group()):
+        while not self.is_stopping and (group := self._next_group()):
             yield from self._pump(stream, group)
 
     def _next_group(self) -> Iterator[Task | Pause] | None:
         """Rows that may run together: suspects apart from all others."""
         with self._lock:
-            if self._suspects:
-                deaths = max(self._deaths[task.row] for task in self._suspects)
-                same = [t for t in self._suspects if self._deaths[t.row] == deaths]
-                group = same[: GROUPS[deaths]]
-                self._suspects = [task for task in self._suspects if task not in group]
-                return iter(group)
-            if self._turns:
-                return self._rest()
-            first = next(self._tasks, None)
+            for deaths, most in GROUPS.items():
+                if group := self._suspects[deaths][:most]:
+                    del self._suspects[deaths][:most]
+                    return iter(group)
+            first = next(self._rest(), None)
             if first is None:
                 return None
             self._turns.appendleft(first)
@@ -159,7 +153,7 @@ class Work:
         def rows() -> Iterator[Row | Pause]:
             index = 0
             for task in tasks:
-                if self._is_stopping:
+                if self.is_stopping:
                     return
                 if task is PAUSE:
                     if running:
@@ -170,7 +164,7 @@ class Work:
                 if task.error is not None:
                     self._fail(task, task.error)
                     continue
-                self._note(task.row)
+                self._note(task)
                 running[index] = task
                 index += 1
                 key = f"{task.key}/{len(task.outputs)}" if task.outputs else task.key
@@ -183,34 +177,35 @@ class Work:
                 except EngineDeadError as error:
                     # Why two: each costs a replica's whole time, so the next one names the row.
                     least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
-                    if not self._is_stopping:
-                        for task in running.values():
-                            deaths = max(least, self._deaths[task.row] + 1)
-                            self.suspect(task, deaths, str(error))
+                    if not self.is_stopping:
+                        self._suspect_all(running.values(), str(error), least)
                     raise
                 except (NanoEngineError, OSError):
                     raise
                 except Exception as error:
                     if not running:
                         raise
-                    for task in running.values():
-                        told = f"the step failed: {type(error).__name__}: {error}"
-                        self.suspect(task, self._deaths[task.row] + 1, told)
+                    told = f"the step failed: {type(error).__name__}: {error}"
+                    self._suspect_all(running.values(), told)
                     return
                 if output is None:
                     return
                 self._take(running.pop(output.index), output)
                 yield
 
+    def _suspect_all(self, tasks: Iterable[Task], why: str, least: int = 1) -> None:
+        """Counts one more death of each, but as many as `least`."""
+        for task in tasks:
+            self.suspect(task, max(least, self._deaths[task.row] + 1), why)
+
     def suspect(self, task: Task, deaths: int, why: str = "the process died") -> None:
         """Has a row that ran at so many deaths run apart from others, or no more."""
         with self._lock:
             self._deaths[task.row] = deaths
-            if deaths >= MOST_DEATHS:
-                told = f"{why}, as each time that this row ran"
-                self._fail(task, RowError("poison", told))
+            if deaths < MOST_DEATHS:
+                self._suspects[deaths].append(task)
             else:
-                self._suspects.append(task)
+                self._fail(task, RowError("poison", f"{why}, as each time that this row ran"))
 
     def _take(self, task: Task, output: RequestOutput) -> None:
         with self._lock:
@@ -219,10 +214,8 @@ class Work:
             counts.cached_tokens += output.num_cached_tokens
             counts.output_tokens += sum(len(one.token_ids) for one in output.outputs)
             if output.error is not None:
-                ran = output.metrics.e2e_s is not None
-                self._fail(
-                    task, RowError("request_failed" if ran else "invalid_request", output.error)
-                )
+                code = "invalid_request" if output.metrics.e2e_s is None else "request_failed"
+                self._fail(task, RowError(code, output.error))
             elif task.turns:
                 self._go_on(task, output)
             else:

@@ -123,10 +123,9 @@ def ray_replicas(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     config = EngineConfig.from_kwargs(**options)
     on_term = signal.getsignal(signal.SIGTERM)
-    where: dict[str, Any] = {"address": address} if address != LOCAL else {
-        "address": "local", "include_dashboard": False}  # fmt: skip
+    where = {"include_dashboard": False} if address == LOCAL else {}
     try:
-        ray.init(**where, log_to_driver=False)
+        ray.init(address, **where, log_to_driver=False)
     except Exception as error:
         raise ConfigError(f"--ray {address}: Ray can't be used there: {error}") from error
     finally:

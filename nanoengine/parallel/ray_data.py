@@ -17,6 +17,7 @@ third death a row is poison and gets an error (`Attempts`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -32,10 +33,11 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from nanoengine.errors import RequestError
+from nanoengine.jobs.datasets import ROWS, join_arrow
+from nanoengine.jobs.feed import Feed
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
-from nanoengine.jobs.source import Input, Line, RowError
+from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Work
-from nanoengine.parallel.feed import Feed
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 
 ERROR_COLUMN = "__inference_error__"
 """Why a row has no answer, or "". Source: the name is that of Ray's own LLM module."""
-
-ROWS = Input(name="dataset", form="jsonl")
 
 
 class Generate:
@@ -74,13 +74,11 @@ class Generate:
         from nanoengine.llm import LLM
 
         params = sampling_params
-        sampling = (
-            {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
-        )
+        given = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
         self._llm = LLM(model, **options)
-        defaults = self._llm.info.generation_defaults if params is None else {}
-        rows = RowOptions(sampling=sampling, **(special_rows or {}))
-        self._tasks = _Tasks(RowReader(rows, model, defaults), Attempts(_beside()))
+        rows = RowOptions(sampling=given, **(special_rows or {}))
+        reader = RowReader(rows, model, self._llm.info.generation_defaults)
+        self._tasks = _Tasks(reader, Attempts(_beside()))
         self._key_column = key_column
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -100,14 +98,12 @@ class Generate:
                 f"batch_format must be 'numpy' or 'pyarrow', got batches of {type(batch).__name__}"
             )
         rows = batch.to_pylist() if is_table else _rows(batch)
-        loop = asyncio.get_running_loop()
-        answers = [loop.create_future() for _ in rows]
+        answers = [asyncio.get_running_loop().create_future() for _ in rows]
         for row, answer in zip(rows, answers, strict=True):
-            self._tasks.put(row, self._key(row), loop, answer)
-        columns: dict[str, list[Any]] = {"outputs": [], "usage": [], ERROR_COLUMN: []}
-        for answer in answers:
-            for name, value in zip(columns, await answer, strict=True):
-                columns[name].append(value)
+            self._tasks.put(row, self._key(row), answer)
+        found = [await answer for answer in answers]
+        names = ("outputs", "usage", ERROR_COLUMN)
+        columns = {name: [values[i] for values in found] for i, name in enumerate(names)}
         if not is_table:
             import numpy as np
 
@@ -115,12 +111,7 @@ class Generate:
             for name, column in columns.items():
                 added[name][:] = column
             return {**batch, **added}
-        import pyarrow
-
-        batch = batch.drop_columns([name for name in batch.column_names if name in columns])
-        for name, column in columns.items():
-            batch = batch.append_column(name, pyarrow.array(column, type=_arrow_type(name)))
-        return batch
+        return join_arrow(batch, batch.column_names, columns, **_arrow_types())
 
     def _key(self, row: Mapping[str, Any]) -> str:
         if self._key_column is None:
@@ -135,28 +126,21 @@ class _Tasks(Iterator["Task | Pause"]):
     """The rows of all batches, as tasks of one `Work` that never ends."""
 
     def __init__(self, reader: RowReader, attempts: Attempts) -> None:
-        self.work = Work(self, self._finish, note=self._note)
+        self.work = Work(self, self._finish, note=lambda task: attempts.begin(task.key))
         self._reader = reader
         self._attempts = attempts
         self._feed: Feed[Task] = Feed()
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self._keys: dict[int, str] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._num_rows = 0
 
-    def put(
-        self,
-        row: dict[str, Any],
-        key: str,
-        loop: asyncio.AbstractEventLoop,
-        answer: asyncio.Future[Any],
-    ) -> None:
+    def put(self, row: dict[str, Any], key: str, answer: asyncio.Future[Any]) -> None:
         """Has a row answered; from the loop's thread."""
         number, self._num_rows = self._num_rows, self._num_rows + 1
         task = self._reader.task(Line(number, ROWS, number + 1, row))
         task.key = key
         if task.params.logprobs is not None or task.params.prompt_logprobs is not None:
             task.error = RowError("invalid_row", "logprobs make no column: run `nanoengine batch`")
-        self._waiting[number], self._keys[number] = (loop, answer), key
+        self._waiting[number] = answer
         self._feed.put(task)
 
     def __next__(self) -> Task | Pause:
@@ -167,17 +151,13 @@ class _Tasks(Iterator["Task | Pause"]):
             raise StopIteration
         return task
 
-    def _note(self, row: int) -> None:
-        self._attempts.begin(self._keys[row])
-
     def _finish(self, task: Task, result: RequestOutput | RowError) -> None:
         self._feed.finished()
-        self._attempts.end(self._keys.pop(task.row))
-        loop, answer = self._waiting.pop(task.row)
-        found = (
-            _failed(result) if isinstance(result, RowError) else _answer([*task.outputs, result])
-        )
-        loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+        self._attempts.end(task.key)
+        answer = self._waiting.pop(task.row)
+        failed = isinstance(result, RowError)
+        found = _failed(result) if failed else _answer([*task.outputs, result])
+        answer.get_loop().call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
 
 
 Answer = tuple[list[dict[str, Any]], dict[str, int], str]
@@ -201,15 +181,13 @@ def _failed(error: RowError) -> Answer:
     return [], {"prompt_tokens": 0, "completion_tokens": 0}, f"{error.code}: {error}"
 
 
-def _arrow_type(name: str) -> Any:
+def _arrow_types() -> dict[str, Any]:
     import pyarrow as pa
 
-    if name == ERROR_COLUMN:
-        return pa.string()
-    if name == "usage":
-        return pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
+    usage = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
     output = [("text", pa.string()), ("token_ids", pa.list_(pa.int64()))]
-    return pa.list_(pa.struct([*output, ("finish_reason", pa.string())]))
+    outputs = pa.list_(pa.struct([*output, ("finish_reason", pa.string())]))
+    return {"outputs": outputs, "usage": usage, ERROR_COLUMN: pa.string()}
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -256,49 +234,35 @@ class Attempts:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.deaths = _deaths(path)
-        self._num_running = 0
+        self._running: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):  # torn, as the disk was full
+                self._take(*json.loads(line))
         self._write("run", os.getpid())
 
     def begin(self, key: str) -> None:
         """A row is about to run."""
-        self._num_running += 1
         self._write("begin", key)
 
     def end(self, key: str) -> None:
         """It has been answered, or never ran. Where nothing is left to tell, no file is left."""
-        self._num_running = max(0, self._num_running - 1)
-        self.deaths.pop(key, None)
-        if self._num_running or self.deaths:
-            self._write("end", key)
-        else:
+        self._write("end", key)
+        if not self._running and not self.deaths:
             self._path.unlink(missing_ok=True)
 
-    def _write(self, what: str, value: object) -> None:
+    def _write(self, what: str, value: Any) -> None:
+        self._take(what, value)
         with open(self._path, "ab", buffering=0) as file:
             file.write(json.dumps([what, value]).encode() + b"\n")
 
-
-def _deaths(path: Path) -> Counter[str]:
-    """Counts what earlier lives have left; each of them died under the rows that had not ended."""
-    deaths: Counter[str] = Counter()
-    running: set[str] = set()
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return deaths
-    for line in lines:
-        try:
-            what, value = json.loads(line)
-        except ValueError:  # torn, as the disk was full
-            continue
+    def _take(self, what: str, value: Any) -> None:
         if what == "begin":
-            running.add(value)
+            self._running[value] += 1
         elif what == "end":
-            running.discard(value)
-            deaths.pop(value, None)
-        else:
-            deaths.update(running)
-            running.clear()
-    deaths.update(running)
-    return deaths
+            if (count := self._running.pop(value, 0)) > 1:
+                self._running[value] = count - 1
+            self.deaths.pop(value, None)
+        else:  # the life before ended under what ran
+            self.deaths.update(self._running.keys())
+            self._running.clear()

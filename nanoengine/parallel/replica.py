@@ -1,10 +1,10 @@
 """One replica: a process with an LLM of its own, that answers the rows its parent sends.
 
     parent ── options ─────────────────> LLM(**options)
-           <── Started | ReplicaRefused ───────
+           <── EngineInfo, EngineStats, pid ──  or why the model can't be loaded
            ── Row, Row, ..., None ─────> llm.stream     one stream; then the next
            <── RequestOutput, Stats ────                in the order in which rows finish
-           <── Failed ──────────────────                the stream has raised
+           <── RuntimeError ────────────                the stream has raised; the next one may run
 
 Started by `replicas.py` as a worker (`worker.py`), or by `ray_cluster.py` on another machine.
 """
@@ -16,43 +16,18 @@ import gc
 import os
 import threading
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import NanoEngineError
-from nanoengine.parallel.feed import Feed
+from nanoengine.jobs.feed import Feed
 from nanoengine.text.prompt_forms import Row
 
 if TYPE_CHECKING:
-    from nanoengine.core.engine_stats import EngineInfo, EngineStats
     from nanoengine.llm import LLM
 
 STATS_S = 0.25
 """How often a replica tells its counters; as often as a live line is written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """The model is loaded."""
-
-    info: EngineInfo
-    stats: EngineStats
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaRefused:
-    """The model can't be loaded; a caller is told the reason as it is."""
-
-    error: NanoEngineError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A stream has raised; the engine is as good as before."""
-
-    told: str
 
 
 def main(connection: Connection, *cores: int) -> None:
@@ -75,11 +50,10 @@ def main(connection: Connection, *cores: int) -> None:
     try:
         llm = LLM(**options)
     except NanoEngineError as error:
-        connection.send(ReplicaRefused(error=error))
+        connection.send(error)
         return
     gc.freeze()  # Why: see `jobs.work.young_alone`; this process does nothing else.
-    stats = llm.stats()
-    connection.send(Started(info=llm.info, stats=stats, pid=os.getpid()))
+    connection.send((llm.info, llm.stats(), os.getpid()))
     llm.engine.observers.append(_Reporter(connection, llm))
     while True:
         _serve(connection, feed, llm)
@@ -94,7 +68,7 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
     except (NanoEngineError, OSError):
         raise  # Why: the engine is dead, or the parent.
     except Exception as error:
-        connection.send(Failed(told=f"{type(error).__name__}: {error}"))
+        connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
         feed.drop()
 
 
@@ -105,11 +79,7 @@ def _receive(connection: Connection, feed: Feed[Row]) -> None:
     """
     try:
         while True:
-            row = connection.recv()
-            if row is None:
-                feed.end()
-            else:
-                feed.put(row)
+            feed.put(connection.recv())
     except (EOFError, OSError):
         os._exit(0)
 

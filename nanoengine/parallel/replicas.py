@@ -32,7 +32,6 @@ from nanoengine.jobs.deaths import MOST_DEATHS
 from nanoengine.jobs.work import Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
-from nanoengine.parallel.replica import Failed, ReplicaRefused, Started
 from nanoengine.ranks.worker import Worker
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
@@ -83,7 +82,6 @@ class Replica:
     on_stats: Callable[[], None]
     is_lost: bool = False
     pid: int = 0
-    info: EngineInfo | None = None
     stats: EngineStats | None = None
     past: list[EngineStats] = field(default_factory=list)
     _process: Process | None = None
@@ -115,11 +113,10 @@ class Replica:
             found = self._pipe.recv()
         except (OSError, EOFError):
             self._died("while it started")
-        if isinstance(found, ReplicaRefused):
-            raise found.error
-        assert isinstance(found, Started)
-        self.info, self.stats, self.pid = found.info, found.stats, found.pid
-        return found.info
+        if isinstance(found, NanoEngineError):
+            raise found
+        info, self.stats, self.pid = found
+        return info
 
     def serve(self, work: Work, window: int) -> None:
         """Answers rows until none is left or the replica is lost, starting it again when it dies,
@@ -177,10 +174,9 @@ class Replica:
                 self.stats = found
                 self.on_stats()
             else:
-                assert isinstance(found, Failed)
                 if has_more:
                     self._while_watched(self._pipe.send, None)
-                raise RuntimeError(found.told)
+                raise found
 
     def _while_watched(self, call: Callable[..., Any], *message: object) -> Any:
         """Sends or receives, which lasts until `look` ends it where the process hangs."""
@@ -353,11 +349,11 @@ def local_replicas(options: dict[str, Any], count: int, threads: int | None = No
     if config.device.startswith("cuda:"):
         raise ConfigError(f"replicas have a GPU each: say --device cuda, got {config.device!r}")
     gpus = _gpus(config)
-    if gpus and threads is not None:
+    if not gpus:
+        return Replicas(options, _on_cores(count, threads))
+    if threads is not None:
         raise ConfigError("--threads is for replicas on a CPU, and these have a GPU each")
-    if gpus:
-        return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
-    return Replicas(options, _on_cores(count, threads))
+    return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
 
 
 def _gpus(config: EngineConfig) -> list[str]:

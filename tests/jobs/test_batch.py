@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nanoengine.jobs import ahead
-from nanoengine.jobs.ahead import Ahead
+from nanoengine.jobs import feed
+from nanoengine.jobs.feed import Ahead
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.log import PipeLog
 from nanoengine.jobs.records import json_line
@@ -649,7 +649,7 @@ def test_an_error_of_stdin_is_that_of_the_job(batch: Batch, monkeypatch: Any) ->
 
 
 def test_what_is_read_of_stdin_ahead_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ahead, "WAITING_BYTES", 100)
+    monkeypatch.setattr(feed, "WAITING_BYTES", 100)
     one, read = Input(name="-", form="txt"), []
 
     def lines() -> Iterator[Line]:

@@ -12,7 +12,8 @@ import pytest
 from nanoengine.core.request_options import check_options as check
 from nanoengine.errors import MissingDependencyError, RequestError
 from nanoengine.jobs import rows as rows_module
-from nanoengine.jobs.rows import RowOptions, RowReader, size_of
+from nanoengine.jobs.feed import size_of
+from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.params import MOST_TEXTS, SamplingParams
 from tests.support.batch_jobs import Batch, batch_fixture, chat
