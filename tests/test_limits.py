@@ -65,7 +65,6 @@ LOADED = [
     "checkpoint.rope",
     "checkpoint.slots",
     "checkpoint.weights",
-    "core.admission",
     "core.block_manager",
     "core.block_pool",
     "core.doors",

@@ -231,7 +231,7 @@ def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> No
     num_blocks = -(-parent.num_computed_tokens // manager.block_size)
     for index, whole in enumerate(parent.block_tables):
         table = whole[:num_blocks]
-        manager.pool.share(table)
+        manager.pool.touch(table)
         child.block_tables.append(table)
         manager.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
     parent.slots_ready_until = child.slots_ready_until = 0  # the last block is shared now

@@ -1,8 +1,8 @@
 """Policies that hold sequences back: Hysteresis and Predictive; `make_policy` names them.
 
 A sequence that is admitted too early is preempted later, and what it had computed is lost. These
-look ahead in two ways: at how full the pool is, and at how full it will be. `admission.py` has the
-protocol.
+look ahead in two ways: at how full the pool is, and at how full it will be. `waiting.py` has the
+protocol, and their order.
 
 Chosen by build.py, asked by the Scheduler.
 """
@@ -10,14 +10,15 @@ Chosen by build.py, asked by the Scheduler.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
+from nanoengine.core.waiting import AdmissionPolicy
 
 Ints = NDArray[np.int64]
 
@@ -37,7 +38,7 @@ class Hysteresis:
         self.admit_below = admit_below
         self._closed = False
 
-    def watch(self, ended: Ended) -> None:
+    def learn(self, ended: Sequence) -> None:
         """Learns nothing."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
@@ -77,22 +78,18 @@ class Predictive:
 
     def __init__(self, spread: float = 0.0) -> None:
         self.spread = spread
-        self._ended, self._num_seen = Ended(), 0
-        self._sorted: list[int] = []
+        self._latest: deque[int] = deque(maxlen=256)  # lengths of those that ended by themselves
+        self._sorted: list[int] | None = None  # the same; None: not sorted since one has ended
         self._lengths: dict[int, int | None] = {}
         self._refused: int | None = None
         # Priority -> the last arrival of those that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
 
-    def watch(self, ended: Ended) -> None:
-        """Learns from what ends, when it is asked next."""
-        self._ended = ended
-
-    def _learn(self) -> None:
-        if self._ended.count != self._num_seen:
-            self._num_seen, self._refused = self._ended.count, None
-            self._lengths.clear()
-            self._sorted = sorted(self._ended.lengths)
+    def learn(self, ended: Sequence) -> None:
+        """Learns how long sequences get that end by themselves."""
+        self._sorted = self._refused = None
+        if ended.finish_reason in ("stop", "length"):
+            self._latest.append(ended.num_output_tokens)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The one expected to run longest of those that waited when the first of them was chosen.
@@ -115,7 +112,6 @@ class Predictive:
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
         """Whether the peak fits."""
-        self._learn()
         # Why: until a sequence ends, the prediction only comes true; asking again is wasted time.
         if seq.seq_id == self._refused:
             return False
@@ -125,7 +121,6 @@ class Predictive:
 
     def num_expected_tokens(self, seq: Sequence) -> int:
         """Tokens that the sequence is expected to generate from now on, at least one."""
-        self._learn()
         at_most = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
             done = seq.num_tokens - seq.num_prompt_tokens
@@ -136,6 +131,9 @@ class Predictive:
 
     def _length_beyond(self, done: int) -> int | None:
         """Expected length of a sequence that has generated `done` tokens; None: no idea."""
+        if self._sorted is None:
+            self._sorted = sorted(self._latest)
+            self._lengths.clear()
         if done not in self._lengths:
             longer = self._sorted[bisect_right(self._sorted, done) :]
             mean = float(np.mean(longer)) if longer else 0.0
@@ -182,8 +180,6 @@ def make_policy(
 ) -> AdmissionPolicy | None:
     """The policy that a setting names; the two bounds belong to "hysteresis"."""
     if name == "hysteresis":
-        return Hysteresis(
-            0.95 if preempt_above is None else preempt_above,
-            0.80 if admit_below is None else admit_below,
-        )
+        bounds = {"preempt_above": preempt_above, "admit_below": admit_below}
+        return Hysteresis(**{bound: at for bound, at in bounds.items() if at is not None})
     return Predictive() if name == "predictive" else None

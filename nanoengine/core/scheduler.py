@@ -26,14 +26,13 @@ import time
 from bisect import insort
 from collections.abc import Iterable
 
-from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.doors import SpecialSequences
 from nanoengine.core.plan import Preemption, StepPlan, StepResult
 from nanoengine.core.row_allocator import RowAllocator, admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 from nanoengine.core.stats import SchedulerStats
-from nanoengine.core.waiting import LookAhead, WaitingQueue
+from nanoengine.core.waiting import AdmissionPolicy, LookAhead, WaitingQueue
 
 
 class Scheduler:
@@ -53,7 +52,6 @@ class Scheduler:
         last_finished, last_ended: requests that the latest commit finished, and sequences that have
             ended by it or since the one before; for observers.
         newly_ended: sequences that have ended since the latest commit.
-        ended: what has ended, for policies that predict others by it.
     """
 
     def __init__(
@@ -74,9 +72,6 @@ class Scheduler:
         self.policy = policy
         self.special: SpecialSequences | None = None
         self.stats = SchedulerStats()
-        self.ended = Ended()
-        if policy is not None:
-            policy.watch(self.ended)
         self.seq_ids = itertools.count()
         self.last_ended, self.newly_ended = list[Sequence](), list[Sequence]()
         self._clear()
@@ -148,9 +143,7 @@ class Scheduler:
                 if not seq.is_finished:
                     self.block_manager.forget(seq)
                     seq.row = NO_ROW
-                    seq.finish("abort")
-                    self.ended.count += 1
-                    self.newly_ended.append(seq)
+                    self._finish(seq, "abort")
         self.block_manager.discard_all()
         self._clear()
         self.rows.release_all()
@@ -307,7 +300,7 @@ class Scheduler:
     def admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
         policy, special, manager = self.policy, self.special, self.block_manager
-        ahead = LookAhead(self.waiting, None if policy is None else policy.next_to_admit)
+        ahead = LookAhead(self.waiting, policy)
         forks, rows_kept = 0, 0
         if special is not None:
             rows_kept = sum(map(special.num_rows_due, self.running))
@@ -430,13 +423,15 @@ class Scheduler:
             self._any_ended = True
         elif seq.status is Status.WAITING:
             self.waiting.discount()
-        seq.finish(reason, stop_reason)
-        self.newly_ended.append(seq)
-        self.ended.count += 1
-        if reason in ("stop", "length"):
-            self.ended.lengths.append(seq.num_output_tokens)
+        self._finish(seq, reason, stop_reason)
         if reason != "abort" and seq.request.finished:
             self._done.append(seq.request)
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        seq.finish(reason, stop_reason)
+        self.newly_ended.append(seq)
+        if self.policy is not None:
+            self.policy.learn(seq)
 
     def fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; other requests notice nothing."""
