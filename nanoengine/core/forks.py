@@ -194,9 +194,6 @@ class Forks:
             seq_id=next(self.scheduler.seq_ids),
             index=index,
             token_ids=list(parent.token_ids),
-            seed=fork_seed(request.seed, index),
-            stop_ids=parent.stop_ids,
-            max_num_tokens=parent.max_num_tokens,
         )
         # Why both: what parts may have parted from what has no extras, between two steps.
         extras = parent.extras = parent.extras or Extras()
@@ -244,12 +241,3 @@ def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> No
 
 def _has_choices(seq: Sequence) -> bool:
     return seq.extras is not None and seq.extras.choices is not None
-
-
-def fork_seed(seed: int, index: int) -> int:
-    """The seed of a request's index-th sequence. Source: SplitMix64's increment.
-
-    >>> fork_seed(7, 0)
-    7
-    """
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63

@@ -10,7 +10,6 @@ Chosen by build.py, asked by the Scheduler.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.waiting import AdmissionPolicy
+from nanoengine.core.waiting import AdmissionPolicy, Ended
 
 Ints = NDArray[np.int64]
 
@@ -38,7 +37,7 @@ class Hysteresis:
         self.admit_below = admit_below
         self._closed = False
 
-    def learn(self, ended: Sequence) -> None:
+    def watch(self, ended: Ended) -> None:
         """Learns nothing."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
@@ -78,18 +77,22 @@ class Predictive:
 
     def __init__(self, spread: float = 0.0) -> None:
         self.spread = spread
-        self._latest: deque[int] = deque(maxlen=256)  # lengths of those that ended by themselves
-        self._sorted: list[int] | None = None  # the same; None: not sorted since one has ended
+        self._ended, self._num_seen = Ended(), 0
+        self._sorted: list[int] = []
         self._lengths: dict[int, int | None] = {}
         self._refused: int | None = None
         # Priority -> the last arrival of those that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
 
-    def learn(self, ended: Sequence) -> None:
-        """Learns how long sequences get that end by themselves."""
-        self._sorted = self._refused = None
-        if ended.finish_reason in ("stop", "length"):
-            self._latest.append(ended.num_output_tokens)
+    def watch(self, ended: Ended) -> None:
+        """Learns from what ends, when it is asked next."""
+        self._ended = ended
+
+    def _learn(self) -> None:
+        if self._ended.count != self._num_seen:
+            self._num_seen, self._refused = self._ended.count, None
+            self._lengths.clear()
+            self._sorted = sorted(self._ended.lengths)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The one expected to run longest of those that waited when the first of them was chosen.
@@ -112,6 +115,7 @@ class Predictive:
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> bool:
         """Whether the peak fits."""
+        self._learn()
         # Why: until a sequence ends, the prediction only comes true; asking again is wasted time.
         if seq.seq_id == self._refused:
             return False
@@ -121,6 +125,7 @@ class Predictive:
 
     def num_expected_tokens(self, seq: Sequence) -> int:
         """Tokens that the sequence is expected to generate from now on, at least one."""
+        self._learn()
         at_most = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
             done = seq.num_tokens - seq.num_prompt_tokens
@@ -131,9 +136,6 @@ class Predictive:
 
     def _length_beyond(self, done: int) -> int | None:
         """Expected length of a sequence that has generated `done` tokens; None: no idea."""
-        if self._sorted is None:
-            self._sorted = sorted(self._latest)
-            self._lengths.clear()
         if done not in self._lengths:
             longer = self._sorted[bisect_right(self._sorted, done) :]
             mean = float(np.mean(longer)) if longer else 0.0

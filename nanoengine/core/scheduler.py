@@ -32,7 +32,7 @@ from nanoengine.core.plan import Preemption, StepPlan, StepResult
 from nanoengine.core.row_allocator import RowAllocator, admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 from nanoengine.core.stats import SchedulerStats
-from nanoengine.core.waiting import AdmissionPolicy, LookAhead, WaitingQueue
+from nanoengine.core.waiting import AdmissionPolicy, Ended, LookAhead, WaitingQueue
 
 
 class Scheduler:
@@ -52,6 +52,7 @@ class Scheduler:
         last_finished, last_ended: requests that the latest commit finished, and sequences that have
             ended by it or since the one before; for observers.
         newly_ended: sequences that have ended since the latest commit.
+        ended: what has ended, for policies that predict others by it.
     """
 
     def __init__(
@@ -72,6 +73,9 @@ class Scheduler:
         self.policy = policy
         self.special: SpecialSequences | None = None
         self.stats = SchedulerStats()
+        self.ended = Ended()
+        if policy is not None:
+            policy.watch(self.ended)
         self.seq_ids = itertools.count()
         self.last_ended, self.newly_ended = list[Sequence](), list[Sequence]()
         self._clear()
@@ -102,20 +106,10 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def add(
-        self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
-    ) -> None:
+    def add(self, request: Request) -> None:
         """Queues a request that the engine has validated."""
-        request.seed = seed
-        first = Sequence(
-            request,
-            seq_id=next(self.seq_ids),
-            index=0,
-            token_ids=list(request.prompt_token_ids),
-            seed=seed,
-            stop_ids=stop_ids,
-            max_num_tokens=max_num_tokens,
-        )
+        token_ids = list(request.prompt_token_ids)
+        first = Sequence(request, seq_id=next(self.seq_ids), index=0, token_ids=token_ids)
         assert first.extras is None or self.special is not None, "see extras.enlist"
         request.sequences.append(first)
         self.waiting.push(first)
@@ -430,8 +424,9 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         seq.finish(reason, stop_reason)
         self.newly_ended.append(seq)
-        if self.policy is not None:
-            self.policy.learn(seq)
+        self.ended.count += 1
+        if reason in ("stop", "length"):
+            self.ended.lengths.append(seq.num_output_tokens)
 
     def fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; other requests notice nothing."""

@@ -8,7 +8,9 @@ starve. Used by the Scheduler; knows no blocks.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanoengine.core.block_manager import Admission, BlockManager
@@ -20,6 +22,15 @@ MAX_OVERTAKEN = 16
 """Times that a waiting sequence may be overtaken; then no other passes it until it is admitted."""
 
 
+@dataclass(slots=True)
+class Ended:
+    """What has ended in a scheduler: `count` sequences; of the latest that ended by themselves, the
+    `lengths` of their outputs [tokens]."""
+
+    count: int = 0
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=256))
+
+
 class AdmissionPolicy(Protocol):
     """May hold back a sequence whose blocks fit right now: policies.py.
 
@@ -28,8 +39,8 @@ class AdmissionPolicy(Protocol):
     engine. Without one whoever fits is admitted; the block manager keeps a few blocks back.
     """
 
-    def learn(self, ended: Sequence) -> None:
-        """Called with each sequence that has ended."""
+    def watch(self, ended: Ended) -> None:
+        """Called once, with what the scheduler keeps up to date."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """Which of the last few waiting sequences, given in order, is tried next."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from nanoengine.core.requests import CheckedRequest, RequestChecker
+from nanoengine.core.requests import RequestChecker
+from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.outputs import RequestOutput
 from nanoengine.settings.params import SamplingParams
@@ -40,7 +41,7 @@ class CheckedPrompt:
 
     index: int
     text: str | None
-    request: CheckedRequest
+    request: Request
 
 
 class PromptReader:
