@@ -87,12 +87,14 @@ class Forks:
         assert parent.num_pending_tokens == 0, parent
         child = self._make_child(parent, parent.request.next_index)
         parent.request.next_index += 1
-        if parent.status is Status.RUNNING and self._num_spare_rows() > 0:
+        scheduler = self.scheduler
+        # Why fewer than are free: some are kept for the forks of prompts that are being computed.
+        num_spare = len(scheduler.rows.free) - sum(map(self.num_rows_due, scheduler.running))
+        if parent.status is Status.RUNNING and num_spare > 0:
             self._place_beside(child, parent)
         else:
-            child.num_preempted_tokens = max(
-                parent.num_computed_tokens, parent.num_preempted_tokens
-            )
+            computed = max(parent.num_computed_tokens, parent.num_preempted_tokens)
+            child.num_preempted_tokens = computed
             child.status = Status.PARKED
         extras = child.extras
         assert extras is not None
@@ -107,8 +109,8 @@ class Forks:
         if next_token_id is not None:
             self.append_token(child, next_token_id)
         elif child.status is Status.PARKED and extras.choices is None:
-            self.scheduler.waiting.push(child)
-        self.scheduler.drop_ended()
+            scheduler.waiting.push(child)
+        scheduler.drop_ended()
         return child
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
@@ -214,10 +216,6 @@ class Forks:
         child.status = Status.RUNNING
         share_blocks(self.scheduler.block_manager, parent, child)
         insort(self.scheduler.running, child, key=lambda s: s.order)
-
-    def _num_spare_rows(self) -> int:
-        """Free rows less those kept for the forks of prompts that are being computed."""
-        return self.scheduler.rows.num_free - sum(map(self.num_rows_due, self.scheduler.running))
 
 
 def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> None:

@@ -301,7 +301,7 @@ class Scheduler:
         while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
             if special is not None:
                 forks = special.num_rows_due(seq)
-            if self.rows.num_free - rows_kept < 1 + forks or seq.num_pending_tokens:
+            if len(self.rows.free) - rows_kept < 1 + forks or seq.num_pending_tokens:
                 ahead.pass_over(seq, "token" if seq.num_pending_tokens else "row")
                 break
             admission = manager.can_allocate(seq, keep_watermark=bool(self.running))
@@ -309,12 +309,13 @@ class Scheduler:
                 self.waiting.push(seq)  # it ends as a waiting one
                 self._fail_for_size(seq, seq.num_tokens)
                 continue
-            num_new = seq.num_tokens - admission.num_cached_tokens
+            num_new, prefix = seq.num_tokens - admission.num_cached_tokens, admission.prefix
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
-                ahead.pass_over(seq, "budget" if too_long else admission.lacks)
-                if admission.reason:
-                    plan.reasons.append(f"seq {seq.seq_id} waits: {admission.reason}")
+                lacks = "blocks" if prefix.is_ready else "read"
+                ahead.pass_over(seq, "budget" if too_long else lacks)
+                if prefix.reason:
+                    plan.reasons.append(f"seq {seq.seq_id} waits: {prefix.reason}")
                 continue
             asked = policy if self.running else None
             if asked and not asked.may_admit(seq, admission, self.running, manager):
@@ -322,8 +323,8 @@ class Scheduler:
                 break  # Why: what is full soon is so for those behind, too.
             threshold = self.long_prefill_threshold or budget
             num_new = min(num_new, budget, admission.max_chunk, threshold)
-            if admission.reason:
-                plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")
+            if prefix.reason:
+                plan.reasons.append(f"seq {seq.seq_id}: {prefix.reason}")
             self._start(plan, seq, admission.num_cached_tokens)
             manager.allocate(seq, admission)
             has_room = manager.may_append(seq, num_new)
@@ -416,7 +417,7 @@ class Scheduler:
             self.rows.release(seq)
             self._any_ended = True
         elif seq.status is Status.WAITING:
-            self.waiting.discount()
+            self.waiting.num_waiting -= 1
         self._finish(seq, reason, stop_reason)
         if reason != "abort" and seq.request.finished:
             self._done.append(seq.request)

@@ -52,7 +52,8 @@ class AdmissionPolicy(Protocol):
 
 
 class WaitingQueue:
-    """A heap of sequences. One that ends while it waits stays in the heap until its turn."""
+    """A heap of sequences. One that ends while it waits stays in the heap until its turn; only
+    `num_waiting` is one less at once."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -79,10 +80,6 @@ class WaitingQueue:
         self.heap = [(seq.order, seq) for seq in waiting if seq is not first]  # sorted: a heap
         self.num_waiting -= 1
         return first
-
-    def discount(self) -> None:
-        """Counts one sequence less, because it is about to end while it waits."""
-        self.num_waiting -= 1
 
 
 class LookAhead:

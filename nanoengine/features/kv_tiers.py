@@ -206,12 +206,13 @@ class BlocksAndStates:
     def __init__(
         self, blocks: HostStorage, states: HostStorage, *, device_blocks: int, host_blocks: int
     ) -> None:
-        self._blocks, self._states = blocks, states
-        self._device_blocks, self._host_blocks = device_blocks, host_blocks
+        self._blocks, self._states, self._device_blocks = blocks, states, device_blocks
+        # Why one less: the first state's slot is 1, behind the null one.
+        self._first = np.array([[device_blocks - 1], [host_blocks - 1]])
 
     def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
         """See `HostStorage.store`."""
-        parts = self._parts(device_ids=src_ids, host_ids=dst_ids)
+        parts = self._parts(src_ids, dst_ids)
         waits = [storage.store(device, host) for storage, device, host in parts]
 
         def wait() -> None:
@@ -222,24 +223,19 @@ class BlocksAndStates:
 
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
         """See `HostStorage.load`."""
-        parts = self._parts(device_ids=dst_ids, host_ids=src_ids)
+        parts = self._parts(dst_ids, src_ids)
         return sum(storage.load(host, device) for storage, device, host in parts)
 
     def _parts(
         self, device_ids: Sequence[int], host_ids: Sequence[int]
     ) -> Iterator[tuple[HostStorage, list[int], list[int]]]:
-        """What each storage copies, as it counts its blocks; a state's slot is 1 or more."""
-        pairs = list(zip(device_ids, host_ids, strict=True))
-        blocks = [pair for pair in pairs if pair[0] < self._device_blocks]
-        states = [
-            (device_id - self._device_blocks + 1, host_id - self._host_blocks + 1)
-            for device_id, host_id in pairs
-            if device_id >= self._device_blocks
-        ]
-        for storage, ids in ((self._blocks, blocks), (self._states, states)):
-            if ids:
-                device, host = zip(*ids, strict=True)
-                yield storage, list(device), list(host)
+        """What each storage copies, as it counts its blocks."""
+        ids = np.array([device_ids, host_ids])
+        is_state = ids[0] >= self._device_blocks
+        for storage, own in ((self._blocks, ids[:, ~is_state]), (self._states, ids[:, is_state])):
+            if own.size:
+                device, host = (own if storage is self._blocks else own - self._first).tolist()
+                yield storage, device, host
 
 
 def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
