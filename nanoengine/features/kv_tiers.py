@@ -178,15 +178,12 @@ class HostStorage:
 
     def _runs(self, host_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Ranges of the list, as (first, end), whose host blocks lie side by side."""
-        first = 0
-        for i in range(1, len(host_ids) + 1):
-            if (
-                i == len(host_ids)
-                or host_ids[i] != host_ids[i - 1] + 1
-                or host_ids[i] in self._starts
-            ):
-                yield first, i
-                first = i
+        ends = [
+            i
+            for i, (before, host_id) in enumerate(itertools.pairwise(host_ids), 1)
+            if host_id != before + 1 or host_id in self._starts
+        ]
+        return itertools.pairwise([0, *ends, len(host_ids)])
 
     def _host_blocks(self, first: int, count: int) -> torch.Tensor:
         """`count` blocks of the tier from `first` on; all lie in one chunk."""
@@ -316,13 +313,14 @@ class DiskFiles:
         except OSError as error:
             self._report("lock", f"can't be written ({error}); it is only read")
             return None
-        if not _locked(descriptor):
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
             gc.collect()  # Why: an engine that was dropped may hold the lock until it is collected
-            if not _locked(descriptor):
-                os.close(descriptor)
-                self._report("lock", "is written by another process or engine; it is only read")
-                return None
-        return descriptor
+        os.close(descriptor)
+        self._report("lock", "is written by another process or engine; it is only read")
+        return None
 
     # --- the DiskStorage door -----------------------------------------------------------------
 
@@ -509,15 +507,6 @@ class Damaged(Exception):
 def _opener(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file for this user alone; does not follow a link, nor wait for a FIFO's other end."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-
-
-def _locked(descriptor: int) -> bool:
-    """Takes the lock if nobody has it; returns whether this process has it now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _open_regular(path: Path) -> BinaryIO:

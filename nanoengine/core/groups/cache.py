@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanoengine.core.block_pool import NULL_BLOCK
+from nanoengine.core.block_pool import NULL_BLOCK, Block
 from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.groups.rules import longest_common_hit, num_dropped_blocks
 from nanoengine.core.layout import KVLayout
@@ -136,6 +136,10 @@ class GroupedPrefixCache(PrefixCache):
             for group, table in enumerate(seq.block_tables):
                 if group < self.num_kv_groups or self.keeps_state(seq, start):
                     self._index(table[run], group, prefixes[run])
+
+    def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
+        """Indexes blocks of one KV group; returns those that were not indexed before."""
+        return self.pool.register(block_ids, group, prefixes)
 
     def keeps_state(self, seq: Sequence, index: int) -> bool:
         """Whether the state behind a sequence's `index`-th block stays behind as a snapshot.
