@@ -39,15 +39,7 @@ Columns = dict[str, dict[str, float]]
 def make_sequence(token_ids: list[int]) -> Sequence:
     """A sequence as the scheduler makes it, in row 0."""
     request = Request("r", token_ids, PARAMS)
-    seq = Sequence(
-        request,
-        seq_id=0,
-        index=0,
-        token_ids=list(token_ids),
-        seed=0,
-        stop_ids=frozenset(),
-        max_num_tokens=2**20,
-    )
+    seq = Sequence(request, seq_id=0, index=0, token_ids=list(token_ids))
     seq.row = 0
     return seq
 

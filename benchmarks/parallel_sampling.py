@@ -19,7 +19,7 @@ from typing import Any
 from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.core.forks import fork_seed
+from nanoengine.core.sequence import fork_seed
 
 
 def timed(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], *, forked: bool) -> Run:

@@ -27,7 +27,7 @@ import xxhash
 from nanoengine.core.doors import Executor, Launched, Observer, Proposer
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.core.plan import StepPlan
-from nanoengine.core.requests import CheckedRequest, RequestChecker
+from nanoengine.core.requests import RequestChecker
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import OutputFollower, Request, Sequence, TokenChooser
 from nanoengine.errors import NanoEngineError, RequestError
@@ -248,7 +248,7 @@ class LLMEngine:
                 anything is queued; RequestError also for a request_id in use.
         """
         self.turns.require_open()
-        checked = self.checker.check(
+        request = self.checker.check(
             prompt_token_ids,
             params,
             priority=priority,
@@ -256,50 +256,36 @@ class LLMEngine:
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
         )
-        return self.queue(request_id, checked, make_follower=make_follower, chooser=chooser)
+        return self.queue(request_id, request, make_follower=make_follower, chooser=chooser)
 
     @one_at_a_time
     def queue(
         self,
         request_id: str,
-        checked: CheckedRequest,
+        request: Request,
         *,
         make_follower: Callable[[int], OutputFollower | None] | None = None,
         chooser: TokenChooser | None = None,
     ) -> Request:
-        """Queues what this engine's `checker` has returned; else as `add_request`."""
+        """Queues, once, what this engine's `checker` has returned; else as `add_request`."""
         self.turns.require_open()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
-        arrival = self._num_arrived
+        request.request_id = request_id
+        request.make_follower, request.chooser = make_follower, chooser
+        request.arrival, request.arrival_time = self._num_arrived, time.perf_counter()
         self._num_arrived += 1
-        request = Request(
-            request_id,
-            checked.prompt_token_ids,
-            checked.params,
-            arrival=arrival,
-            arrival_time=time.perf_counter(),
-            priority=checked.priority,
-            cache_salt=checked.cache_salt,
-            bad_word_ids=checked.bad_word_ids,
-            make_follower=make_follower,
-            chooser=chooser,
-        )
-        if checked.params.structured_outputs is not None:
+        seed = request.params.seed
+        request.seed = self._draw_seed(request) if seed is None else seed
+        if request.params.structured_outputs is not None:
             self.draft()  # Why: what a grammar forces is worth a draft.
         if request.is_special:
             from nanoengine.core.extras import enlist
 
             enlist(self.scheduler)
-        seed = checked.params.seed
-        self.scheduler.add(
-            request,
-            seed=self._draw_seed(arrival, checked.key) if seed is None else seed,
-            stop_ids=checked.stop_ids,
-            max_num_tokens=checked.max_num_tokens,
-        )
+        self.scheduler.add(request)
         self._requests[request_id] = request
         return request
 
@@ -426,9 +412,9 @@ class LLMEngine:
                 " make the call when this one has returned"
             )
 
-    def _draw_seed(self, arrival: int, key: str | None) -> int:
+    def _draw_seed(self, request: Request) -> int:
         """A seed for a request without one: of the engine's seed, and its key or its arrival."""
-        name = f"{arrival}" if key is None else f"key/{key}"
+        name = f"{request.arrival}" if request.key is None else f"key/{request.key}"
         # Why surrogates pass: a key only needs to be told from others.
         digest = xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode(errors="surrogatepass"))
         return digest >> 1

@@ -197,8 +197,9 @@ def _add(
         executor.lengths[number] = len(ids) + length
     params = SamplingParams(max_tokens=asked, ignore_eos=not hidden, temperature=0)
     request = Request(str(number), ids, params, arrival=number, arrival_time=time.perf_counter())
-    stop_ids = frozenset((STOP,)) if hidden else frozenset[int]()
-    scheduler.add(request, seed=0, stop_ids=stop_ids, max_num_tokens=len(ids) + asked)
+    request.stop_ids = frozenset((STOP,)) if hidden else frozenset()
+    request.max_num_tokens = len(ids) + asked
+    scheduler.add(request)
 
 
 def make_scheduler(

@@ -38,8 +38,7 @@ class Admission:
     """The answer of `can_allocate`: a verdict, and what `allocate` needs to carry it out.
 
     `num_needed_blocks` are taken from the free ones: fresh blocks, and those of the cached prefix
-    that nobody uses. They suffice for chunks of up to `max_chunk` tokens. `reason` is for people;
-    where the verdict is LATER, `lacks` says for what it waits: "blocks", or a "read" of a tier.
+    that nobody uses. They suffice for chunks of up to `max_chunk` tokens.
     """
 
     verdict: Verdict
@@ -47,8 +46,6 @@ class Admission:
     num_cached_tokens: int = 0
     num_needed_blocks: int = 0
     max_chunk: int = 0
-    reason: str = ""
-    lacks: str = "blocks"
 
 
 class BlockManager:
@@ -117,7 +114,7 @@ class BlockManager:
             return Admission(verdict=Verdict.NEVER)
         prefix = self.prefix_cache.find(seq)
         if not prefix.is_ready:
-            return Admission(verdict=Verdict.LATER, reason=prefix.reason, lacks="read")
+            return Admission(verdict=Verdict.LATER, prefix=prefix)
         needed = prefix.num_needed_blocks + self.num_fresh_blocks(seq, prefix, chunk)
         spare = self.pool.num_free - needed
         fits = spare >= (self.num_watermark_blocks if keep_watermark else 0)
@@ -127,7 +124,6 @@ class BlockManager:
             num_cached_tokens=prefix.num_blocks * self.block_size,
             num_needed_blocks=needed,
             max_chunk=chunk,
-            reason=prefix.reason,
         )
 
     def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:

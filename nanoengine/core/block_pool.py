@@ -56,14 +56,22 @@ class Block:
 
 
 class Queue:
-    """The free blocks of one size: a linked ring that starts and ends at `end`, the empty blocks,
-    then the cached ones, oldest first."""
+    """The free ones of `num_blocks` blocks of one size: a linked ring that starts and ends at
+    `end`, the empty blocks, then the cached ones, oldest first."""
 
-    __slots__ = ("end", "num_empty", "num_free")
+    __slots__ = ("end", "num_blocks", "num_empty", "num_free")
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.end = Block(NULL_BLOCK, self)
-        self.num_free = self.num_empty = 0
+        self.num_blocks = self.num_free = self.num_empty = num_blocks
+
+    def counts(self) -> dict[str, int]:
+        """Empty, cached and active blocks, together `num_blocks`."""
+        return {
+            "empty": self.num_empty,
+            "cached": self.num_free - self.num_empty,
+            "active": self.num_blocks - self.num_free,
+        }
 
 
 class BlockObserver(Protocol):
@@ -114,10 +122,9 @@ class BlockPool:
         self._make_blocks()
 
     def _make_blocks(self) -> None:
-        self._kv = Queue()
-        self.queues = [self._kv]
-        self.blocks = [self._kv.end]
-        self._add_blocks(self._kv, self.num_blocks - 1)
+        self._kv = Queue(self.num_usable)
+        self.queues, self.blocks = list[Queue](), [self._kv.end]
+        self._add(self._kv)
         self.num_evicted = 0
         self.index: list[dict[Prefix, int]] = [{} for _ in range(self.num_groups)]
         # Why: two sequences may compute one content at the same time, and no table is changed
@@ -127,13 +134,13 @@ class BlockPool:
         self._evicted: set[bytes] = set()
         self._evicted_before: set[bytes] = set()
 
-    def _add_blocks(self, queue: Queue, count: int) -> None:
-        """Adds empty blocks behind those there are, in order in their queue."""
+    def _add(self, queue: Queue) -> None:
+        """Adds the blocks of a queue, all empty, behind those there are."""
         first = len(self.blocks)
-        self.blocks += [Block(first + i, queue) for i in range(count)]
+        self.queues.append(queue)
+        self.blocks += [Block(first + i, queue) for i in range(queue.num_blocks)]
         for before, after in pairwise([queue.end, *self.blocks[first:], queue.end]):
             before.after, after.before = after, before
-        queue.num_free = queue.num_empty = count
 
     # --- counts -------------------------------------------------------------------------------
 
@@ -150,11 +157,11 @@ class BlockPool:
     @property
     def num_active(self) -> int:
         """Blocks that somebody uses."""
-        return self.num_usable - self._kv.num_free
+        return sum(queue.num_blocks - queue.num_free for queue in self.queues)
 
     def counts(self) -> dict[str, int]:
         """Empty, cached and active blocks, together `num_usable`."""
-        return count_queue(self._kv, self.num_usable)
+        return self._kv.counts()
 
     # --- life of a block ----------------------------------------------------------------------
 
@@ -184,16 +191,8 @@ class BlockPool:
         self.num_evicted += num_evicted
         return block_ids
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """Adds a reference to each active block; skips null entries."""
-        for block_id in block_ids:
-            if block_id != NULL_BLOCK:
-                block = self.blocks[block_id]
-                assert block.ref_count > 0, f"{block} is not active"
-                block.ref_count += 1
-
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Adds a reference to each block of a hit, cached or active; skips null entries."""
+        """Adds a reference to each block, cached or active; skips null entries."""
         blocks = self.blocks
         for block_id in block_ids:
             block = blocks[block_id]
@@ -286,8 +285,15 @@ class BlockPool:
         return [blocks[i].ref_count for i in block_ids if i != NULL_BLOCK].count(0)
 
     def next_evicted(self, count: int) -> list[int]:
-        """The cached blocks that the next `count` allocations would evict, in order."""
-        return next_in_queue(self._kv, count)
+        """The cached blocks of each size that `count` allocations would evict next, in order."""
+        block_ids = []
+        for queue in self.queues:
+            block = queue.end
+            for _ in range(min(count, queue.num_free)):
+                block = block.after
+                if block.prefix is not None:
+                    block_ids.append(block.block_id)
+        return block_ids
 
     def evict(self, block_ids: Iterable[int]) -> int:
         """Drops the content of those of the blocks that are cached; returns how many were."""
@@ -351,22 +357,3 @@ class BlockPool:
         marks = [("c" if b.prefix else ".") if not b.ref_count else str(min(b.ref_count, 9))
                  for b in self.blocks[1:]]  # fmt: skip
         return "".join(["0", *marks])
-
-
-def count_queue(queue: Queue, num_usable: int) -> dict[str, int]:
-    """Empty, cached and active ones of a kind, `num_usable` in all."""
-    return {
-        "empty": queue.num_empty,
-        "cached": queue.num_free - queue.num_empty,
-        "active": num_usable - queue.num_free,
-    }
-
-
-def next_in_queue(queue: Queue, count: int) -> list[int]:
-    """The cached ones that the next `count` allocations would evict, in order."""
-    block, block_ids = queue.end, []
-    for _ in range(min(count, queue.num_free)):
-        block = block.after
-        if block.prefix is not None:
-            block_ids.append(block.block_id)
-    return block_ids

@@ -6,7 +6,7 @@ the second.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.core.scheduler import Scheduler
@@ -43,16 +43,6 @@ class EngineInfo:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     quantization: str | None = None
     weight_bits: int | None = None
-
-
-CACHE_COUNTS = (
-    "queried_tokens",
-    "hit_tokens",
-    "readmit_queried_tokens",
-    "readmit_hit_tokens",
-    "recent_hit_rate",
-)
-"""Those of `CacheStats`; in `EngineStats` their names begin with cache_."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +84,16 @@ class EngineStats:
     def of(cls, scheduler: Scheduler) -> EngineStats:
         """The counts of a scheduler, its blocks and its cache."""
         manager, cache = scheduler.block_manager, scheduler.block_manager.prefix_cache
+        counts: dict[str, Any] = {
+            field.name: getattr(cache.stats, field.name.removeprefix("cache_"))
+            for field in fields(cls)
+            if field.name.startswith("cache_")
+        }
+        counts |= {f"{state}_blocks": count for state, count in manager.pool.counts().items()}
+        counts["cache_misses"] = dict(cache.stats.misses)
         return cls(
             **asdict(scheduler.stats),
-            **{f"cache_{name}": getattr(cache.stats, name) for name in CACHE_COUNTS},
-            **{f"{state}_blocks": count for state, count in manager.pool.counts().items()},
-            cache_misses=dict(cache.stats.misses),
+            **counts,
             evicted_blocks=manager.pool.num_evicted,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,

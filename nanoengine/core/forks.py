@@ -87,12 +87,14 @@ class Forks:
         assert parent.num_pending_tokens == 0, parent
         child = self._make_child(parent, parent.request.next_index)
         parent.request.next_index += 1
-        if parent.status is Status.RUNNING and self._num_spare_rows() > 0:
+        scheduler = self.scheduler
+        # Why fewer than are free: some are kept for the forks of prompts that are being computed.
+        num_spare = len(scheduler.rows.free) - sum(map(self.num_rows_due, scheduler.running))
+        if parent.status is Status.RUNNING and num_spare > 0:
             self._place_beside(child, parent)
         else:
-            child.num_preempted_tokens = max(
-                parent.num_computed_tokens, parent.num_preempted_tokens
-            )
+            computed = max(parent.num_computed_tokens, parent.num_preempted_tokens)
+            child.num_preempted_tokens = computed
             child.status = Status.PARKED
         extras = child.extras
         assert extras is not None
@@ -107,8 +109,8 @@ class Forks:
         if next_token_id is not None:
             self.append_token(child, next_token_id)
         elif child.status is Status.PARKED and extras.choices is None:
-            self.scheduler.waiting.push(child)
-        self.scheduler.drop_ended()
+            scheduler.waiting.push(child)
+        scheduler.drop_ended()
         return child
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
@@ -194,9 +196,6 @@ class Forks:
             seq_id=next(self.scheduler.seq_ids),
             index=index,
             token_ids=list(parent.token_ids),
-            seed=fork_seed(request.seed, index),
-            stop_ids=parent.stop_ids,
-            max_num_tokens=parent.max_num_tokens,
         )
         # Why both: what parts may have parted from what has no extras, between two steps.
         extras = parent.extras = parent.extras or Extras()
@@ -218,10 +217,6 @@ class Forks:
         share_blocks(self.scheduler.block_manager, parent, child)
         insort(self.scheduler.running, child, key=lambda s: s.order)
 
-    def _num_spare_rows(self) -> int:
-        """Free rows less those kept for the forks of prompts that are being computed."""
-        return self.scheduler.rows.num_free - sum(map(self.num_rows_due, self.scheduler.running))
-
 
 def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
     """Gives a child the parent's blocks; both share them, and nothing is copied.
@@ -231,7 +226,7 @@ def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> No
     num_blocks = -(-parent.num_computed_tokens // manager.block_size)
     for index, whole in enumerate(parent.block_tables):
         table = whole[:num_blocks]
-        manager.pool.share(table)
+        manager.pool.touch(table)
         child.block_tables.append(table)
         manager.updates.append(TableUpdate(child.row, index, 0, tuple(table)))
     parent.slots_ready_until = child.slots_ready_until = 0  # the last block is shared now
@@ -244,12 +239,3 @@ def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> No
 
 def _has_choices(seq: Sequence) -> bool:
     return seq.extras is not None and seq.extras.choices is not None
-
-
-def fork_seed(seed: int, index: int) -> int:
-    """The seed of a request's index-th sequence. Source: SplitMix64's increment.
-
-    >>> fork_seed(7, 0)
-    7
-    """
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63

@@ -1,8 +1,8 @@
 """Policies that hold sequences back: Hysteresis and Predictive; `make_policy` names them.
 
 A sequence that is admitted too early is preempted later, and what it had computed is lost. These
-look ahead in two ways: at how full the pool is, and at how full it will be. `admission.py` has the
-protocol.
+look ahead in two ways: at how full the pool is, and at how full it will be. `waiting.py` has the
+protocol, and their order.
 
 Chosen by build.py, asked by the Scheduler.
 """
@@ -15,9 +15,9 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
+from nanoengine.core.waiting import AdmissionPolicy, Ended
 
 Ints = NDArray[np.int64]
 
@@ -182,8 +182,6 @@ def make_policy(
 ) -> AdmissionPolicy | None:
     """The policy that a setting names; the two bounds belong to "hysteresis"."""
     if name == "hysteresis":
-        return Hysteresis(
-            0.95 if preempt_above is None else preempt_above,
-            0.80 if admit_below is None else admit_below,
-        )
+        bounds = {"preempt_above": preempt_above, "admit_below": admit_below}
+        return Hysteresis(**{bound: at for bound, at in bounds.items() if at is not None})
     return Predictive() if name == "predictive" else None

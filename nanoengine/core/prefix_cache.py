@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from nanoengine.core.block_pool import NULL_BLOCK, Block, BlockPool
+from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
 from nanoengine.core.doors import Tiers
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefix, Prefixes, hash_block, pack, root_name
@@ -149,11 +149,7 @@ class PrefixCache:
         seq.num_registered_blocks = full
 
     def _index_run(self, seq: Sequence, prefixes: list[Prefix], first: int, full: int) -> None:
-        self._index(seq.block_tables[0][first:full], 0, prefixes[first:full])
-
-    def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
-        """Indexes blocks of one KV group; returns those that were not indexed before."""
-        return self.pool.register(block_ids, group, prefixes)
+        self.pool.register(seq.block_tables[0][first:full], 0, prefixes[first:full])
 
     # --- drop ---------------------------------------------------------------------------------
 

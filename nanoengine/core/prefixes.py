@@ -48,7 +48,7 @@ class Prefix:
     @property
     def token_ids(self) -> list[int]:
         """The block's own tokens."""
-        return unpack(self.packed)
+        return list(struct.unpack(f"{len(self.packed) // TOKEN_BYTES}q", self.packed))
 
     def __repr__(self) -> str:
         return f"Prefix({self.digest.hex()[:8] or 'root'})"
@@ -76,7 +76,8 @@ class Prefixes:
     def root_of_name(self, name: bytes) -> Prefix:
         """The root with a digest that `root_name` made."""
         assert len(name) != DIGEST_BYTES, name
-        root = self._holder(name)
+        holder = self._named.get(name)
+        root = None if holder is None else holder()
         if root is None:
             root = Prefix(name, None, b"")
             self._named[name] = ref(root)
@@ -110,10 +111,6 @@ class Prefixes:
             parent = known
         return found
 
-    def _holder(self, name: bytes) -> Prefix | None:
-        holder = self._named.get(name)
-        return None if holder is None else holder()
-
 
 def root_name(salt: str | None) -> bytes:
     """A root's digest; never as long as a block's, so the two can't be confused."""
@@ -123,8 +120,3 @@ def root_name(salt: str | None) -> bytes:
 def pack(token_ids: Sequence[int]) -> bytes:
     """Token ids as 64-bit integers, one after the other."""
     return struct.pack(f"{len(token_ids)}q", *token_ids)
-
-
-def unpack(packed: bytes) -> list[int]:
-    """The token ids that `pack` was given."""
-    return list(struct.unpack(f"{len(packed) // TOKEN_BYTES}q", packed))

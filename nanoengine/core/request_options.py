@@ -54,13 +54,8 @@ def parent_of_fork(
     parent = next((s for s in sequences if s.index == index and not s.is_finished), None)
     if parent is None:
         raise RequestError(f"request {name!r} has no unfinished sequence of index {index} to fork")
-    if next_token_id is not None:
-        check_fork(parent, next_token_id, vocab_size)
-    return parent
-
-
-def check_fork(parent: Sequence, next_token_id: int, vocab_size: int) -> None:
-    """Raises RequestError unless a fork of `parent` may have this token as its last one."""
+    if next_token_id is None:
+        return parent
     if not 0 <= next_token_id < vocab_size:
         raise RequestError(f"next_token_id must be in [0, {vocab_size}), got {next_token_id}")
     if not parent.num_output_tokens:
@@ -75,6 +70,7 @@ def check_fork(parent: Sequence, next_token_id: int, vocab_size: int) -> None:
             f"next_token_id={next_token_id} has no known log-probability: the request reports"
             f" those of {known} here; choose one of them, or ask for more logprobs or none"
         )
+    return parent
 
 
 def check_block_ids(block_ids: Iterable[int], num_blocks: int) -> list[int]:

@@ -1,9 +1,9 @@
 """RequestChecker: what is checked of a request, once, before anything is queued.
 
-    prompt ids, SamplingParams, priority, ... ── check ── CheckedRequest ── LLMEngine.queue
+    prompt ids, SamplingParams, priority, ... ── check ── Request ── LLMEngine.queue
                                                    └ RequestError, PromptTooLongError, CapacityError
 
-`LLMEngine` has one, and `LLM` asks it. What has been checked holds plain integers within the
+`LLMEngine` has one, and `LLM` asks it. A Request that it makes holds plain integers within the
 engine's limits, so nobody behind it checks again. It queues nothing and knows no text.
 Special: request_options.py (ids and counts that parameters name; forks; evictions).
 """
@@ -13,32 +13,12 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.engine_stats import EngineInfo
+from nanoengine.core.sequence import Request
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """A request that the engine can run.
-
-    Attributes:
-        params: its counts of log-probabilities are numbers of tokens, where -1 asked for all.
-        stop_ids: EOS ids, unless they are ignored, and the stop ids of `params`.
-        max_num_tokens: prompt and output together end here.
-    """
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int
-    key: str | None
-    cache_salt: str | None
-    bad_word_ids: tuple[tuple[int, ...], ...]
-    stop_ids: frozenset[int]
-    max_num_tokens: int
 
 
 class RequestChecker:
@@ -72,8 +52,10 @@ class RequestChecker:
         key: str | None = None,
         cache_salt: str | None = None,
         bad_word_ids: SequenceOf[SequenceOf[int]] = (),
-    ) -> CheckedRequest:
-        """The request as the engine queues it; the arguments are those of `LLMEngine.add_request`.
+    ) -> Request:
+        """The request, which has no name yet; the arguments are those of `LLMEngine.add_request`.
+
+        Its `params` count log-probabilities in tokens, where -1 asked for all.
 
         Raises:
             RequestError: a value of another type or out of range.
@@ -107,9 +89,10 @@ class RequestChecker:
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         eos = () if params.ignore_eos else self.info.eos_token_ids
-        return CheckedRequest(
-            prompt_token_ids=token_ids,
-            params=params,
+        return Request(
+            "",
+            token_ids,
+            params,
             priority=params.priority if priority is None else int(priority),
             key=key,
             cache_salt=cache_salt,

@@ -25,11 +25,6 @@ class RowAllocator:
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
         self._chosen: list[ChosenToken] = []
 
-    @property
-    def num_free(self) -> int:
-        """Rows that no sequence holds."""
-        return len(self.free)
-
     def take(self, seq: Sequence) -> None:
         """Gives a sequence a row, in a plan that admits it."""
         seq.row = self.free.pop()

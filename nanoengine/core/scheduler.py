@@ -26,14 +26,13 @@ import time
 from bisect import insort
 from collections.abc import Iterable
 
-from nanoengine.core.admission import AdmissionPolicy, Ended
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.doors import SpecialSequences
 from nanoengine.core.plan import Preemption, StepPlan, StepResult
 from nanoengine.core.row_allocator import RowAllocator, admitted
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 from nanoengine.core.stats import SchedulerStats
-from nanoengine.core.waiting import LookAhead, WaitingQueue
+from nanoengine.core.waiting import AdmissionPolicy, Ended, LookAhead, WaitingQueue
 
 
 class Scheduler:
@@ -107,20 +106,10 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def add(
-        self, request: Request, *, seed: int, stop_ids: frozenset[int], max_num_tokens: int
-    ) -> None:
+    def add(self, request: Request) -> None:
         """Queues a request that the engine has validated."""
-        request.seed = seed
-        first = Sequence(
-            request,
-            seq_id=next(self.seq_ids),
-            index=0,
-            token_ids=list(request.prompt_token_ids),
-            seed=seed,
-            stop_ids=stop_ids,
-            max_num_tokens=max_num_tokens,
-        )
+        token_ids = list(request.prompt_token_ids)
+        first = Sequence(request, seq_id=next(self.seq_ids), index=0, token_ids=token_ids)
         assert first.extras is None or self.special is not None, "see extras.enlist"
         request.sequences.append(first)
         self.waiting.push(first)
@@ -148,9 +137,7 @@ class Scheduler:
                 if not seq.is_finished:
                     self.block_manager.forget(seq)
                     seq.row = NO_ROW
-                    seq.finish("abort")
-                    self.ended.count += 1
-                    self.newly_ended.append(seq)
+                    self._finish(seq, "abort")
         self.block_manager.discard_all()
         self._clear()
         self.rows.release_all()
@@ -307,14 +294,14 @@ class Scheduler:
     def admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences by priority and arrival while rows, budget and blocks last."""
         policy, special, manager = self.policy, self.special, self.block_manager
-        ahead = LookAhead(self.waiting, None if policy is None else policy.next_to_admit)
+        ahead = LookAhead(self.waiting, policy)
         forks, rows_kept = 0, 0
         if special is not None:
             rows_kept = sum(map(special.num_rows_due, self.running))
         while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
             if special is not None:
                 forks = special.num_rows_due(seq)
-            if self.rows.num_free - rows_kept < 1 + forks or seq.num_pending_tokens:
+            if len(self.rows.free) - rows_kept < 1 + forks or seq.num_pending_tokens:
                 ahead.pass_over(seq, "token" if seq.num_pending_tokens else "row")
                 break
             admission = manager.can_allocate(seq, keep_watermark=bool(self.running))
@@ -322,12 +309,13 @@ class Scheduler:
                 self.waiting.push(seq)  # it ends as a waiting one
                 self._fail_for_size(seq, seq.num_tokens)
                 continue
-            num_new = seq.num_tokens - admission.num_cached_tokens
+            num_new, prefix = seq.num_tokens - admission.num_cached_tokens, admission.prefix
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
-                ahead.pass_over(seq, "budget" if too_long else admission.lacks)
-                if admission.reason:
-                    plan.reasons.append(f"seq {seq.seq_id} waits: {admission.reason}")
+                lacks = "blocks" if prefix.is_ready else "read"
+                ahead.pass_over(seq, "budget" if too_long else lacks)
+                if prefix.reason:
+                    plan.reasons.append(f"seq {seq.seq_id} waits: {prefix.reason}")
                 continue
             asked = policy if self.running else None
             if asked and not asked.may_admit(seq, admission, self.running, manager):
@@ -335,8 +323,8 @@ class Scheduler:
                 break  # Why: what is full soon is so for those behind, too.
             threshold = self.long_prefill_threshold or budget
             num_new = min(num_new, budget, admission.max_chunk, threshold)
-            if admission.reason:
-                plan.reasons.append(f"seq {seq.seq_id}: {admission.reason}")
+            if prefix.reason:
+                plan.reasons.append(f"seq {seq.seq_id}: {prefix.reason}")
             self._start(plan, seq, admission.num_cached_tokens)
             manager.allocate(seq, admission)
             has_room = manager.may_append(seq, num_new)
@@ -429,14 +417,17 @@ class Scheduler:
             self.rows.release(seq)
             self._any_ended = True
         elif seq.status is Status.WAITING:
-            self.waiting.discount()
+            self.waiting.num_waiting -= 1
+        self._finish(seq, reason, stop_reason)
+        if reason != "abort" and seq.request.finished:
+            self._done.append(seq.request)
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         seq.finish(reason, stop_reason)
         self.newly_ended.append(seq)
         self.ended.count += 1
         if reason in ("stop", "length"):
             self.ended.lengths.append(seq.num_output_tokens)
-        if reason != "abort" and seq.request.finished:
-            self._done.append(seq.request)
 
     def fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error of its own; other requests notice nothing."""

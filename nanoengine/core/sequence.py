@@ -14,6 +14,7 @@ Special: what few sequences have besides stands in `Extras`; extras.py and forks
 from __future__ import annotations
 
 import enum
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -91,9 +92,9 @@ class Sequence:
     seq_id: int
     index: int
     token_ids: list[int]
-    seed: int
-    stop_ids: frozenset[int]
-    max_num_tokens: int
+    seed: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    max_num_tokens: int = field(init=False)
     params: SamplingParams = field(init=False)
     order: tuple[int, int, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -125,6 +126,8 @@ class Sequence:
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
         self.params = params
+        self.seed = fork_seed(request.seed, self.index)
+        self.stop_ids, self.max_num_tokens = request.stop_ids, request.max_num_tokens
         self.order = (request.priority, request.arrival, self.index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         # Why 0: before min_tokens only a grammar lets an EOS id be sampled, behind a complete text.
@@ -200,8 +203,10 @@ class Request:
     `sequences` starts with one; the others, `num_forks_due` of them, are forked from it when its
     prompt has been computed, and more may be forked later: their indices go on from `next_index`.
     `chooser` decides the tokens in place of the sampler. `seed` is the first sequence's, from which
-    the others' are derived. `arrival` numbers requests in the order they came; `arrival_time` is in
-    seconds of `time.perf_counter`. `error` says why a request failed while running.
+    the others' are derived; it is drawn by `key`, if there is one and `params` have none. `arrival`
+    numbers requests in the order they came; `arrival_time` is in seconds of `time.perf_counter`.
+    `stop_ids` and `max_num_tokens` are those of its sequences. `error` says why a request failed
+    while running.
     """
 
     request_id: str
@@ -211,7 +216,10 @@ class Request:
     arrival: int = 0
     arrival_time: float = 0.0
     priority: int = 0
+    key: str | None = None
     cache_salt: str | None = None
+    stop_ids: frozenset[int] = frozenset()
+    max_num_tokens: int = sys.maxsize
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     make_follower: Callable[[int], OutputFollower | None] | None = None
     chooser: TokenChooser | None = None
@@ -245,6 +253,15 @@ class Request:
         return (
             f"Request({self.request_id!r}, {len(self.prompt_token_ids)} tokens, n={self.params.n})"
         )
+
+
+def fork_seed(seed: int, index: int) -> int:
+    """The seed of a request's index-th sequence. Source: SplitMix64's increment.
+
+    >>> fork_seed(7, 0)
+    7
+    """
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
 
 
 class OutputFollower(Protocol):

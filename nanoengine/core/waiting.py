@@ -8,9 +8,12 @@ starve. Used by the Scheduler; knows no blocks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence, Status
 
 MAX_LOOK_AHEAD = 8
@@ -18,12 +21,39 @@ MAX_LOOK_AHEAD = 8
 MAX_OVERTAKEN = 16
 """Times that a waiting sequence may be overtaken; then no other passes it until it is admitted."""
 
-NextToAdmit = Callable[[SequenceOf[Sequence]], Sequence]
-"""`AdmissionPolicy.next_to_admit`: says which of several waiting sequences, in order, is next."""
+
+@dataclass(slots=True)
+class Ended:
+    """What has ended in a scheduler: `count` sequences; of the latest that ended by themselves, the
+    `lengths` of their outputs [tokens]."""
+
+    count: int = 0
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=256))
+
+
+class AdmissionPolicy(Protocol):
+    """May hold back a sequence whose blocks fit right now: policies.py.
+
+    A sequence that is admitted too early is preempted later, and what it had computed is lost. The
+    Scheduler asks its policy at each admission, but not when nothing runs, so no policy can stop an
+    engine. Without one whoever fits is admitted; the block manager keeps a few blocks back.
+    """
+
+    def watch(self, ended: Ended) -> None:
+        """Called once, with what the scheduler keeps up to date."""
+
+    def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
+        """Which of the last few waiting sequences, given in order, is tried next."""
+
+    def may_admit(
+        self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
+    ) -> bool:
+        """Whether to admit `seq`, whose blocks fit, beside those that run."""
 
 
 class WaitingQueue:
-    """A heap of sequences. One that ends while it waits stays in the heap until its turn."""
+    """A heap of sequences. One that ends while it waits stays in the heap until its turn; only
+    `num_waiting` is one less at once."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -43,17 +73,13 @@ class WaitingQueue:
                 self.num_waiting -= 1
                 return seq
 
-    def pop_next(self, next_to_admit: NextToAdmit) -> Sequence:
+    def pop_next(self, policy: AdmissionPolicy) -> Sequence:
         """The one that a policy wants next of those still waiting; walks all of them."""
         waiting = [seq for _, seq in sorted(self.heap) if seq.status is Status.WAITING]
-        first = next_to_admit(waiting)
+        first = policy.next_to_admit(waiting)
         self.heap = [(seq.order, seq) for seq in waiting if seq is not first]  # sorted: a heap
         self.num_waiting -= 1
         return first
-
-    def discount(self) -> None:
-        """Counts one sequence less, because it is about to end while it waits."""
-        self.num_waiting -= 1
 
 
 class LookAhead:
@@ -63,9 +89,9 @@ class LookAhead:
     times at most. Where few wait, a policy's `next_to_admit` says which of them is tried next.
     """
 
-    def __init__(self, queue: WaitingQueue, next_to_admit: NextToAdmit | None) -> None:
+    def __init__(self, queue: WaitingQueue, policy: AdmissionPolicy | None) -> None:
         self._queue = queue
-        self._next_to_admit = next_to_admit
+        self._policy = policy
         self.passed_over: list[Sequence] = []
         self._waits: list[tuple[int, str]] = []
 
@@ -74,10 +100,14 @@ class LookAhead:
         wait, as the policy says. None if the queue is empty, or none may go before those passed
         over."""
         is_far = len(self.passed_over) > MAX_LOOK_AHEAD
-        if not self._queue.num_waiting or is_far or any(map(_waits_long, self.passed_over)):
+        if (
+            not self._queue.num_waiting
+            or is_far
+            or any(seq.num_overtaken >= MAX_OVERTAKEN for seq in self.passed_over)
+        ):
             return None
-        if self._next_to_admit is not None and self._queue.num_waiting <= few:
-            return self._queue.pop_next(self._next_to_admit)
+        if self._policy is not None and self._queue.num_waiting <= few:
+            return self._queue.pop_next(self._policy)
         return self._queue.pop()
 
     def pass_over(self, seq: Sequence, lacks: str) -> None:
@@ -97,7 +127,3 @@ class LookAhead:
         for seq in self.passed_over:
             self._queue.push(seq)
         return self._waits
-
-
-def _waits_long(seq: Sequence) -> bool:
-    return seq.num_overtaken >= MAX_OVERTAKEN

@@ -26,7 +26,7 @@ import stat
 import struct
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -38,7 +38,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
-from nanoengine.core.doors import TierStorage
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import DIGEST_BYTES, Prefix, Prefixes, pack
 from nanoengine.core.tiers.cost import CostModel, LoadCost
@@ -51,7 +50,7 @@ from nanoengine.runner.memory import GIB, require_memory, staging_blocks
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.transfers import ship
 from nanoengine.settings.config import EngineConfig
-from nanoengine.settings.tiers import DiskTier, HostTier, Tier
+from nanoengine.settings.tiers import HostTier, Tier
 
 FORMAT_VERSION = 1
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION
@@ -137,11 +136,7 @@ class HostStorage:
                     blocks.copy_(buffer[first:last], non_blocking=True)
             arrived = self._down.record_event()
             self._pass_on(buffer, arrived)
-
-        def wait() -> None:
-            arrived.synchronize()
-
-        return wait
+        return arrived.synchronize
 
     @torch.inference_mode()
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
@@ -183,15 +178,12 @@ class HostStorage:
 
     def _runs(self, host_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Ranges of the list, as (first, end), whose host blocks lie side by side."""
-        first = 0
-        for i in range(1, len(host_ids) + 1):
-            if (
-                i == len(host_ids)
-                or host_ids[i] != host_ids[i - 1] + 1
-                or host_ids[i] in self._starts
-            ):
-                yield first, i
-                first = i
+        ends = [
+            i
+            for i, (before, host_id) in enumerate(itertools.pairwise(host_ids), 1)
+            if host_id != before + 1 or host_id in self._starts
+        ]
+        return itertools.pairwise([0, *ends, len(host_ids)])
 
     def _host_blocks(self, first: int, count: int) -> torch.Tensor:
         """`count` blocks of the tier from `first` on; all lie in one chunk."""
@@ -211,12 +203,13 @@ class BlocksAndStates:
     def __init__(
         self, blocks: HostStorage, states: HostStorage, *, device_blocks: int, host_blocks: int
     ) -> None:
-        self._blocks, self._states = blocks, states
-        self._device_blocks, self._host_blocks = device_blocks, host_blocks
+        self._blocks, self._states, self._device_blocks = blocks, states, device_blocks
+        # Why one less: the first state's slot is 1, behind the null one.
+        self._first = np.array([[device_blocks - 1], [host_blocks - 1]])
 
     def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
         """See `HostStorage.store`."""
-        parts = self._parts(device_ids=src_ids, host_ids=dst_ids)
+        parts = self._parts(src_ids, dst_ids)
         waits = [storage.store(device, host) for storage, device, host in parts]
 
         def wait() -> None:
@@ -227,24 +220,19 @@ class BlocksAndStates:
 
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
         """See `HostStorage.load`."""
-        parts = self._parts(device_ids=dst_ids, host_ids=src_ids)
+        parts = self._parts(dst_ids, src_ids)
         return sum(storage.load(host, device) for storage, device, host in parts)
 
     def _parts(
         self, device_ids: Sequence[int], host_ids: Sequence[int]
     ) -> Iterator[tuple[HostStorage, list[int], list[int]]]:
-        """What each storage copies, as it counts its blocks; a state's slot is 1 or more."""
-        pairs = list(zip(device_ids, host_ids, strict=True))
-        blocks = [pair for pair in pairs if pair[0] < self._device_blocks]
-        states = [
-            (device_id - self._device_blocks + 1, host_id - self._host_blocks + 1)
-            for device_id, host_id in pairs
-            if device_id >= self._device_blocks
-        ]
-        for storage, ids in ((self._blocks, blocks), (self._states, states)):
-            if ids:
-                device, host = zip(*ids, strict=True)
-                yield storage, list(device), list(host)
+        """What each storage copies, as it counts its blocks."""
+        ids = np.array([device_ids, host_ids])
+        is_state = ids[0] >= self._device_blocks
+        for storage, own in ((self._blocks, ids[:, ~is_state]), (self._states, ids[:, is_state])):
+            if own.size:
+                device, host = (own if storage is self._blocks else own - self._first).tolist()
+                yield storage, device, host
 
 
 def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
@@ -325,13 +313,14 @@ class DiskFiles:
         except OSError as error:
             self._report("lock", f"can't be written ({error}); it is only read")
             return None
-        if not _locked(descriptor):
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
             gc.collect()  # Why: an engine that was dropped may hold the lock until it is collected
-            if not _locked(descriptor):
-                os.close(descriptor)
-                self._report("lock", "is written by another process or engine; it is only read")
-                return None
-        return descriptor
+        os.close(descriptor)
+        self._report("lock", "is written by another process or engine; it is only read")
+        return None
 
     # --- the DiskStorage door -----------------------------------------------------------------
 
@@ -392,19 +381,20 @@ class DiskFiles:
 
     def _carry_out(self, copy: DiskCopy) -> Finished:
         started = time.perf_counter()
-        path = self.directory / f"{copy.content.group}-{copy.content.prefix.digest.hex()}.kv"
-        if copy.kind == "write":
-            ok = self._write(path, copy)
-        elif copy.kind == "read":
-            ok = self._read(path, copy)
-        else:
+        group, prefix = copy.content
+        path = self.directory / f"{group}-{prefix.digest.hex()}.kv"
+        if copy.kind == "remove":
             ok = self._unlink(path)
+        else:
+            assert prefix.parent is not None, copy
+            header = Header(group, prefix.digest, prefix.parent.digest, prefix.token_ids)
+            move = self._write if copy.kind == "write" else self._read
+            ok = move(path, self._pack(header), self._host[copy.host_id])
         return Finished(copy, ok, time.perf_counter() - started)
 
-    def _write(self, path: Path, copy: DiskCopy) -> bool:
+    def _write(self, path: Path, header: bytes, data: NDArray[np.uint8]) -> bool:
         if not self.can_write:
             return False
-        header, data = self._header(copy.content), self._host[copy.host_id]
         temporary = path.with_suffix(".tmp")
         try:
             # Why "x": what has come to lie there, a link say, is not written through.
@@ -422,13 +412,12 @@ class DiskFiles:
             return False
         return True
 
-    def _read(self, path: Path, copy: DiskCopy) -> bool:
+    def _read(self, path: Path, header: bytes, data: NDArray[np.uint8]) -> bool:
         """Reads a file into its host block; False if the file is not exactly what it should be.
 
         The header is compared with the one that this content must have, so format, model, tokens
         and parent are right as well.
         """
-        header, data = self._header(copy.content), self._host[copy.host_id]
         try:
             with _open_regular(path) as file:
                 found = file.read(len(header))
@@ -453,13 +442,6 @@ class DiskFiles:
 
     # --- files --------------------------------------------------------------------------------
 
-    def _header(self, content: Content) -> bytes:
-        prefix = content.prefix
-        assert prefix.parent is not None, content
-        return self._pack(
-            Header(content.group, prefix.digest, prefix.parent.digest, list(prefix.token_ids))
-        )
-
     def _pack(self, header: Header) -> bytes:
         fields = {
             "fingerprint": self._fingerprint,
@@ -479,26 +461,20 @@ class DiskFiles:
             OSError: the file can't be read.
         """
         with _open_regular(path) as file:
-            magic, length = file.read(len(MAGIC)), file.read(4)
-            if magic != MAGIC or len(length) < 4:
-                raise Damaged(path)
-            text = file.read(min(struct.unpack("<I", length)[0], MOST_HEADER_BYTES))
-            size = len(MAGIC) + 4 + len(text) + CHECKSUM_BYTES + len(self._host[0])
+            start = file.read(len(MAGIC) + 4)
+            length = int.from_bytes(start[len(MAGIC) :], "little")
+            text = file.read(min(length, MOST_HEADER_BYTES))
             status = os.fstat(file.fileno())
-            if status.st_size != size:
-                raise Damaged(path)
         try:
             fields = json.loads(text)
-            header = Header(
-                fields["group"],
-                bytes.fromhex(fields["digest"]),
-                bytes.fromhex(fields["parent"]),
-                fields["token_ids"],
-            )
-            is_ours = self._pack(header)[len(MAGIC) + 4 :] == text and pack(header.token_ids)
+            digest, parent = bytes.fromhex(fields["digest"]), bytes.fromhex(fields["parent"])
+            header = Header(fields["group"], digest, parent, fields["token_ids"])
+            is_ours = self._pack(header) == start + text and pack(header.token_ids)
         except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise Damaged(path) from error
-        if not is_ours or type(header.group) is not int or header.group < 0:
+        size = len(start) + len(text) + CHECKSUM_BYTES + len(self._host[0])
+        is_group = type(header.group) is int and header.group >= 0
+        if not is_ours or not is_group or status.st_size != size:
             raise Damaged(path)
         return status.st_mtime_ns, header
 
@@ -533,15 +509,6 @@ def _opener(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
-def _locked(descriptor: int) -> bool:
-    """Takes the lock if nobody has it; returns whether this process has it now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _open_regular(path: Path) -> BinaryIO:
     """Opens a file to read it.
 
@@ -566,22 +533,20 @@ def link(headers: Sequence[Header], prefixes: Prefixes) -> dict[bytes, Prefix]:
     A header has its own block's tokens and its parent's digest; the parent's tokens are in another
     file.
     """
-    by_digest = {header.digest: header for header in headers}
-    known: dict[bytes, Prefix] = {}
+    children: dict[bytes, list[Header]] = defaultdict(list)
     for header in headers:
-        chain: list[Header] = []
-        at = header.digest
-        while at not in known and at in by_digest and len(chain) <= len(by_digest):
-            chain.append(by_digest[at])
-            at = chain[-1].parent
-        if at not in known and len(at) != DIGEST_BYTES:
-            known[at] = prefixes.root_of_name(at)
-        parent = known.get(at)
-        while chain and parent is not None:
-            child = chain.pop()
+        children[header.parent].append(header)
+    known: dict[bytes, Prefix] = {}
+    roots = [name for name in children if len(name) != DIGEST_BYTES]
+    parents = [prefixes.root_of_name(name) for name in roots]
+    while parents:
+        parent = parents.pop()
+        for child in children.pop(parent.digest, ()):
             prefix = prefixes.extend(parent, child.token_ids)
-            parent = known[child.digest] = prefix if prefix.digest == child.digest else None
-    return {digest: prefix for digest, prefix in known.items() if prefix is not None}
+            if prefix.digest == child.digest:
+                known[child.digest] = prefix
+                parents.append(prefix)
+    return known
 
 
 def checksum(header: bytes, data: NDArray[np.uint8]) -> bytes:
@@ -607,33 +572,19 @@ def model_fingerprint(files: Sequence[Path], facts: Mapping[str, object]) -> str
 # --- putting it together --------------------------------------------------------------------------
 
 
-def make_tiers(
-    tiers: Sequence[Tier],
-    layout: KVLayout,
-    kv: torch.Tensor,
-    files: Sequence[Path],
-    facts: Mapping[str, object],
-    states: torch.Tensor | None = None,
-) -> tuple[TieredPrefixCache | None, dict[str, TierStorage]]:
-    """The prefix cache with these tiers, None without any; and the executor's TierStorage by tier.
-
-    Args:
-        tiers: the value of `kv_tiers`.
-        layout: of the device's KV cache.
-        kv: the device's KV cache.
-        files, facts: see `model_fingerprint`.
-        states: the device's states, [layers, slots, ...]. Of a tier they take the share that they
-            take of the device's memory.
+def tiered_cache(
+    runner: ModelRunner, config: EngineConfig, layout: KVLayout, backend: str, directory: Path
+) -> TieredPrefixCache:
+    """The cache that `kv_tiers` asks for; the runner learns what moves its blocks.
 
     Raises:
         ConfigError: a tier is too small for one block, or larger than the memory there is; or the
             model keeps states, which are not written to disk.
     """
-    host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
-    disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
-    if host is None:
-        return None, {}
+    host, disk, *_ = (*config.kv_tiers, None)
+    assert isinstance(host, HostTier), config.kv_tiers
     require_memory(f"HostTier gib={host.gib}", host.gib * GIB, torch.device("cpu"))
+    kv, states = runner.kv_cache.kv, runner.kv_cache.states
     if states is not None and disk is not None:
         raise ConfigError(
             "kv_tiers: a DiskTier is not implemented for models whose layers keep states; use the"
@@ -650,10 +601,26 @@ def make_tiers(
             device_blocks=layout.num_blocks,
             host_blocks=num_host_blocks + 1,
         )
+    runner.tier_storage = {"host": storage}
     disk_files = None
     if disk is not None:
-        fingerprint = model_fingerprint(files, facts)
-        disk_files = DiskFiles(disk.path, fingerprint, blocks.as_bytes())
+        files = [directory / "config.json"]
+        if config.load_format == "auto":
+            files += checkpoint_files(directory)
+        facts = {
+            # Why: whatever changes the bytes of a block must be named here.
+            "weights": config.load_format,
+            "seed": config.seed if config.load_format == "dummy" else None,
+            "dtype": runner.dtype,
+            "quantization": runner.quantization,
+            "kv_dtype": runner.kv_dtype,
+            "deterministic": config.deterministic,
+            "attention_backend": backend,
+            "layout": runner.backend.kv_layout,
+            "block_size": layout.block_size,
+            "groups": layout.groups,
+        }
+        disk_files = DiskFiles(disk.path, model_fingerprint(files, facts), blocks.as_bytes())
     cost = CostModel(
         host=LoadCost(layout.block_bytes, host.setup_s, host.policy),
         disk=LoadCost(layout.block_bytes, disk.setup_s, disk.policy)
@@ -661,7 +628,7 @@ def make_tiers(
         else LoadCost(layout.block_bytes),
     )
     try:
-        cache = TieredPrefixCache(
+        return TieredPrefixCache(
             layout,
             num_host_blocks=num_host_blocks,
             cost=cost,
@@ -674,11 +641,11 @@ def make_tiers(
         if disk_files is not None:
             disk_files.close()
         raise
-    return cache, {"host": storage}
 
 
 def num_states(tier: Tier, layout: KVLayout) -> int:
-    """How many states a tier keeps beside its blocks."""
+    """How many states a tier keeps beside its blocks: the share of it that they take of the
+    device's memory."""
     taken = layout.num_states * layout.state_bytes
     if not taken:
         return 0
@@ -694,34 +661,3 @@ def num_blocks(tier: Tier, block_bytes: int, taken: int = 0) -> int:
             f"{type(tier).__name__} gib={tier.gib} holds no block of {block_bytes} bytes: raise it"
         )
     return count
-
-
-def tiered_cache(
-    runner: ModelRunner, config: EngineConfig, layout: KVLayout, backend: str, directory: Path
-) -> TieredPrefixCache:
-    """The cache that `kv_tiers` asks for; the runner learns what moves its blocks."""
-    files = [directory / "config.json"]
-    if config.load_format == "auto":
-        files += checkpoint_files(directory)
-    cache, runner.tier_storage = make_tiers(
-        config.kv_tiers,
-        layout,
-        runner.kv_cache.kv,
-        files,
-        states=runner.kv_cache.states,
-        # Why: whatever changes the bytes of a block must be named here.
-        facts={
-            "weights": config.load_format,
-            "seed": config.seed if config.load_format == "dummy" else None,
-            "dtype": runner.dtype,
-            "quantization": runner.quantization,
-            "kv_dtype": runner.kv_dtype,
-            "deterministic": config.deterministic,
-            "attention_backend": backend,
-            "layout": runner.backend.kv_layout,
-            "block_size": layout.block_size,
-            "groups": layout.groups,
-        },
-    )
-    assert cache is not None
-    return cache

@@ -190,15 +190,16 @@ class Replay:
             arrival_time=self.time_s,
             priority=told.get("priority", 0),
             cache_salt=told.get("salt"),
+            stop_ids=frozenset(_ints(told.get("stop", []))),
+            max_num_tokens=told["most"],
             make_follower=follower if told.get("follower") else None,
             chooser=self if told.get("chooser") else None,
         )
         self._has_choosers |= request.chooser is not None
         self._requests[request.arrival] = request
-        stop_ids = frozenset(_ints(told.get("stop", [])))
         if request.is_special:
             enlist(self.scheduler)
-        self.scheduler.add(request, seed=0, stop_ids=stop_ids, max_num_tokens=told["most"])
+        self.scheduler.add(request)
         yield "on_request", request
 
     def _plan(self, told: Told) -> Happened:

@@ -21,19 +21,22 @@ Store = Literal["eager", "lazy"]
 class HostTier:
     """Blocks in host memory: pinned beside a GPU, plain RAM on the CPU device.
 
+    Attributes:
+        gib: size in GiB.
+        store: "eager" stores a block when it is full, so that a preempted request finds it again;
+            "lazy" only when it is among the next to be evicted, which moves fewer bytes and catches
+            less.
+        policy: load a hit, recompute it, or (auto) what the measured rates say is quicker.
+        setup_s: fixed cost of a load in seconds, beside its bytes.
+
     Raises:
         ConfigError: a value is of another type or out of range.
     """
 
     gib: float
-    """Size in GiB."""
     store: Store = "eager"
-    """eager: a block is stored when it is full, so that a preempted request finds it again. lazy:
-    only when it is among the next to be evicted, which moves fewer bytes and catches less."""
     policy: Policy = "auto"
-    """Load a hit, recompute it, or (auto) what the measured rates say is quicker."""
     setup_s: float = 0.0002
-    """Fixed cost of a load in seconds, beside its bytes."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -44,18 +47,21 @@ class HostTier:
 class DiskTier:
     """Blocks in a directory: they outlive the process. Needs a HostTier, which they pass through.
 
+    Attributes:
+        path: the directory; made if missing. Several models may share one.
+        gib: size in GiB, for each model, and at most 2**20 blocks; the least recently used make
+            room.
+        policy: load a hit, recompute it, or (auto) what the measured rates say is quicker.
+        setup_s: fixed cost of a load in seconds, beside its bytes.
+
     Raises:
         ConfigError: a value is of another type or out of range.
     """
 
     path: str | PathLike[str] = field(kw_only=False)
-    """The directory; made if missing. Several models may share one."""
     gib: float
-    """Size in GiB, for each model, and at most 2**20 blocks; the least recently used make room."""
     policy: Policy = "auto"
-    """Load a hit, recompute it, or (auto) what the measured rates say is quicker."""
     setup_s: float = 0.002
-    """Fixed cost of a load in seconds, beside its bytes."""
 
     def __post_init__(self) -> None:
         if not fspath(self.path):

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from nanoengine.core.requests import CheckedRequest, RequestChecker
+from nanoengine.core.requests import RequestChecker
+from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import Row, parse_prompt
@@ -39,7 +40,7 @@ class CheckedPrompt:
 
     index: int
     text: str | None
-    request: CheckedRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

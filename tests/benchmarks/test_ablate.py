@@ -111,10 +111,8 @@ def test_phases_apart_mixes_no_step_and_finishes_all(num_blocks: int) -> None:
     for number, length in enumerate((30, 5, 40, 12, 21)):
         params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         prompt = [number * 50 + i for i in range(length)]
-        scheduler.add(
-            Request(str(number), prompt, params, arrival=number),
-            seed=0, stop_ids=frozenset(), max_num_tokens=length + 20,
-        )  # fmt: skip
+        request = Request(str(number), prompt, params, arrival=number, max_num_tokens=length + 20)
+        scheduler.add(request)
     finished, kinds, preempted = [], set(), 0
     known: dict[int, int] = {}
     while scheduler.has_unfinished:

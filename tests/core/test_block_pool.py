@@ -61,20 +61,20 @@ def test_running_out_is_a_bug_of_the_caller():
 def test_reference_counts_and_double_free():
     pool = BlockPool(4)
     table = pool.allocate(2)
-    pool.share(table)
+    pool.touch(table)
     pool.free(table)
     assert [pool.blocks[i].ref_count for i in table] == [1, 1]
     pool.free(table)
     with pytest.raises(ValueError, match=r"Block\(1, refs=0, digest=-\) is freed twice"):
         pool.free(table)
-    with pytest.raises(AssertionError, match="not active"):
-        pool.share(table)
+    with pytest.raises(AssertionError, match="holds nothing"):
+        pool.touch(table)
 
 
 def test_the_null_block_is_passed_over_and_never_handed_out():
     pool = BlockPool(4)
     assert 0 not in pool.allocate(3)
-    pool.share([0])
+    pool.touch([0])
     pool.free([0, 0])
     pool.touch([0])
     assert pool.register([0], 0, [X]) == [] and pool.lookup(0, X) is None
@@ -206,7 +206,7 @@ def test_a_block_costs_less_than_300_bytes():
 def test_the_pool_draws_itself():
     pool = BlockPool(6)
     table = filled(pool, 2)
-    pool.share(table[:1])
+    pool.touch(table[:1])
     pool.free(table[1:])
     assert str(pool) == "02c..."
     assert (

@@ -67,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
     def share(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         with_null = [0, *table]
-        self.pool.share(with_null)
+        self.pool.touch(with_null)
         self.tables.append(with_null)
 
     @rule(data=st.data())

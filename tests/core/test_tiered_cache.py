@@ -74,7 +74,7 @@ def test_invalid_content_leaves_host_and_disk(windows):
     kept, invalid = contents(engine, [1, 2, 3] * 5), contents(engine, PROMPT)
     if len(windows) == 2:  # the broken sequence never reads what left its window
         kept, invalid = kept + invalid[1:4:2], [invalid[0], invalid[2], *invalid[4:]]
-    assert all(tiers.lookup(content).level is Level.HOST for content in invalid + kept)
+    assert all(tiers.lookup(content)[0] is Level.HOST for content in invalid + kept)
     assert set(invalid + kept) <= set(disk.files)
     engine.executor.row_errors = lambda row: "NaN" if row.seq_id == 2 else None
     broken = ask(engine, "broken")

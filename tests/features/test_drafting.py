@@ -43,19 +43,9 @@ class Machine:
         self.random = Random(0)
         self.now = 0.0
         self.tokens = self.rows = self.steps = self.drafted = self.looks = 0
-        request = Request("r", [1], SamplingParams(max_tokens=10**6))
+        request = Request("r", [1], SamplingParams(max_tokens=10**6), max_num_tokens=10**6)
         self.sequences = [
-            Sequence(
-                request,
-                seq_id=i,
-                index=i,
-                token_ids=[1, 1],
-                seed=0,
-                stop_ids=frozenset(),
-                max_num_tokens=10**6,
-                row=i,
-            )
-            for i in range(num_rows)
+            Sequence(request, seq_id=i, index=i, token_ids=[1, 1], row=i) for i in range(num_rows)
         ]
         self.drafting = Drafting(drafter=self, overlapped=overlapped, clock=lambda: self.now)
 

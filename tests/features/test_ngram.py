@@ -56,17 +56,9 @@ def test_a_match_is_followed_back_as_far_as_it_goes_and_no_further_than_needed()
 
 
 def make_sequences(prompt: list[int], count: int, first_id: int = 0) -> list[Sequence]:
-    request = Request("r", prompt, SamplingParams(n=count, max_tokens=100))
+    request = Request("r", prompt, SamplingParams(n=count, max_tokens=100), max_num_tokens=1000)
     request.sequences = [
-        Sequence(
-            request,
-            seq_id=first_id + i,
-            index=i,
-            token_ids=list(prompt),
-            seed=i,
-            stop_ids=frozenset(),
-            max_num_tokens=1000,
-        )
+        Sequence(request, seq_id=first_id + i, index=i, token_ids=list(prompt))
         for i in range(count)
     ]
     return request.sequences

@@ -26,15 +26,7 @@ def make_manager(
 def make_sequence(tokens: list[int], *, salt: str | None = None, **params: object) -> Sequence:
     number = next(_next_id)
     request = Request(str(number), tokens, SamplingParams(**params), cache_salt=salt)
-    seq = Sequence(
-        request,
-        seq_id=number,
-        index=0,
-        token_ids=list(tokens),
-        seed=0,
-        stop_ids=frozenset(),
-        max_num_tokens=1_000_000,
-    )
+    seq = Sequence(request, seq_id=number, index=0, token_ids=list(tokens))
     request.sequences.append(seq)
     seq.row = number
     return seq

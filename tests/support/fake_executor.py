@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nanoengine.core.admission import AdmissionPolicy
 from nanoengine.core.doors import Proposer
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.layout import KVGroup, KVLayout
@@ -22,6 +21,7 @@ from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprob
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
+from nanoengine.core.waiting import AdmissionPolicy
 from nanoengine.engine import LLMEngine
 
 VOCAB_SIZE = 50

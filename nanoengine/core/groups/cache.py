@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from nanoengine.core.block_pool import NULL_BLOCK
+from nanoengine.core.block_pool import NULL_BLOCK, Block
 from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.groups.rules import longest_common_hit, num_dropped_blocks
 from nanoengine.core.layout import KVLayout
@@ -18,23 +19,35 @@ from nanoengine.core.prefixes import Prefix
 from nanoengine.core.sequence import Sequence
 
 
+class Load(NamedTuple):
+    """A block of a prefix that is below the device (tiers/): the position in a KV group's table
+    that it is for, its tier, and its id there."""
+
+    group: int
+    position: int
+    level: int
+    block_id: int
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupedPrefix(CachedPrefix):
     """A cached prefix in several groups.
 
     Attributes:
         num_needed_states: how many free states it takes.
+        loads: blocks to load, which are null in `tables`.
         num_shared_blocks: where the model keeps states, how many blocks of keys and values there
             are; the prefix ends at a snapshot before that.
     """
 
     num_needed_states: int = 0
     num_shared_blocks: int = 0
+    loads: SequenceOf[Load] = ()
 
     def num_held(self, group: int) -> int:
-        """How many blocks of the prefix a KV group holds; null entries don't count."""
-        table = self.tables[group]
-        return len(table) - table.count(NULL_BLOCK)
+        """How many blocks of the prefix a KV group holds, once all are loaded."""
+        table, loaded = self.tables[group], sum(load.group == group for load in self.loads)
+        return len(table) - table.count(NULL_BLOCK) + loaded
 
 
 class GroupedPrefixCache(PrefixCache):
@@ -57,23 +70,32 @@ class GroupedPrefixCache(PrefixCache):
     def find(self, seq: Sequence) -> CachedPrefix:
         """The longest prefix that all KV groups have cached. Takes no block."""
         found = self._find_from(seq, 0)
-        length = longest_common_hit(self.layout.groups, found, self.block_size)
-        tables = self._table_starts(found, length)
+        return self._prefix(found, longest_common_hit(self.layout.groups, found, self.block_size))
+
+    def _prefix(
+        self, found: list[list[int]], length: int, loads: SequenceOf[Load] = (), reason: str = ""
+    ) -> GroupedPrefix:
+        """The first `length` of the blocks that were found on the device, and those to load."""
+        tables, kv = [], slice(self.num_kv_groups)
+        for group, hits in zip(self.layout.groups, found, strict=True):
+            # Why null: the group's window sees nothing of these.
+            dropped = num_dropped_blocks(group, length * self.block_size, self.block_size)
+            tables.append([NULL_BLOCK] * dropped + hits[dropped:length])
         num_needed = [*map(self.pool.num_cached, tables)]
+        for load in loads:
+            num_needed[load.group] += 1
+        shared = 0
+        if self.snapshot_every is not None:  # how long it would be if states were kept everywhere
+            shared = longest_common_hit(self.layout.groups[kv], found[kv], self.block_size)
         return GroupedPrefix(
             num_blocks=length,
             tables=tables,
-            num_needed_blocks=sum(num_needed[: self.num_kv_groups]),
+            loads=loads,
+            num_needed_blocks=sum(num_needed[kv]),
             num_needed_states=sum(num_needed[self.num_kv_groups :]),
-            num_shared_blocks=self._num_shared_blocks(found),
+            num_shared_blocks=shared,
+            reason=reason,
         )
-
-    def _num_shared_blocks(self, found: SequenceOf[SequenceOf[object]]) -> int:
-        """How long the prefix would be if states were kept everywhere; 0 without a state group."""
-        if self.snapshot_every is None:
-            return 0
-        kv = slice(self.num_kv_groups)
-        return longest_common_hit(self.layout.groups[kv], found[kv], self.block_size)
 
     def _find_from(self, seq: Sequence, start: int) -> list[list[int]]:
         """For each KV group the cached blocks from the `start`-th on, null where there is none; a
@@ -88,14 +110,6 @@ class GroupedPrefixCache(PrefixCache):
                 del hits[hits.index(NULL_BLOCK) :]
             found.append(hits)
         return found
-
-    def _table_starts(self, found: list[list[int]], length: int) -> list[list[int]]:
-        """The first `length` entries of each group's table; null where its window sees nothing."""
-        tables = []
-        for group, hits in zip(self.layout.groups, found, strict=True):
-            dropped = num_dropped_blocks(group, length * self.block_size, self.block_size)
-            tables.append([NULL_BLOCK] * dropped + hits[dropped:length])
-        return tables
 
     def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
         """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
@@ -122,6 +136,10 @@ class GroupedPrefixCache(PrefixCache):
             for group, table in enumerate(seq.block_tables):
                 if group < self.num_kv_groups or self.keeps_state(seq, start):
                     self._index(table[run], group, prefixes[run])
+
+    def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
+        """Indexes blocks of one KV group; returns those that were not indexed before."""
+        return self.pool.register(block_ids, group, prefixes)
 
     def keeps_state(self, seq: Sequence, index: int) -> bool:
         """Whether the state behind a sequence's `index`-th block stays behind as a snapshot.

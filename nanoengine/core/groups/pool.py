@@ -6,7 +6,7 @@ are unique, so only who asks for a count or for fresh ones says which kind is me
 
 from __future__ import annotations
 
-from nanoengine.core.block_pool import BlockPool, Queue, count_queue, next_in_queue
+from nanoengine.core.block_pool import BlockPool, Queue
 
 
 class StatePool(BlockPool):
@@ -18,28 +18,18 @@ class StatePool(BlockPool):
 
     def _make_blocks(self) -> None:
         super()._make_blocks()
-        self._states = Queue()
-        self.queues.append(self._states)
-        self._add_blocks(self._states, self.num_states)
+        self._states = Queue(self.num_states)
+        self._add(self._states)
 
     @property
     def num_free_states(self) -> int:
         """States that `allocate` can hand out now, empty and cached."""
         return self._states.num_free
 
-    @property
-    def num_active(self) -> int:
-        """Blocks and states that somebody uses."""
-        return super().num_active + self.num_states - self._states.num_free
-
     def counts(self, *, states: bool = False) -> dict[str, int]:
         """Empty, cached and active blocks, together `num_usable`; or states, `num_states`."""
-        return count_queue(self._states, self.num_states) if states else super().counts()
+        return (self._states if states else self._kv).counts()
 
     def allocate(self, count: int, *, states: bool = False) -> list[int]:
         """Hands out blocks, or states, with one reference each: see `BlockPool.allocate`."""
         return self._take(self._states if states else self._kv, count)
-
-    def next_evicted(self, count: int) -> list[int]:
-        """The cached blocks, then the states, that the next `count` allocations would evict."""
-        return super().next_evicted(count) + next_in_queue(self._states, count)

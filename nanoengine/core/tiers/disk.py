@@ -18,10 +18,11 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from nanoengine.core.block_pool import NULL_BLOCK, BlockPool
+from nanoengine.core.groups.cache import Load
 from nanoengine.core.prefixes import Prefixes
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import Rate
-from nanoengine.core.tiers.found import Content, Level, TierBlock, content_of
+from nanoengine.core.tiers.found import Content, Level, content_of
 from nanoengine.core.tiers.stats import TierStats
 
 MAX_WRITES = 8
@@ -49,25 +50,33 @@ class DiskStorage(Protocol):
     """Moves blocks between host memory and files, in the background and in the order given.
 
     No method raises because of the disk: a copy that fails has `ok=False`. `can_write` becomes
-    False, for good, when the disk takes no more.
+    False, for good, when the disk takes no more. What stands here is right for no disk at all.
     """
 
-    can_write: bool
+    can_write: bool = False
 
     def scan(self, prefixes: Prefixes) -> list[Content]:
         """What the directory holds, least recently used first.
 
         Only blocks whose whole prefix is on disk: the ancestors of others can't be compared.
         """
+        return []
 
     def submit(self, copy: DiskCopy) -> None:
         """Takes a copy on; nobody else touches its host block until it has finished."""
+        raise AssertionError(f"there is no disk tier for {copy}")
 
     def collect(self, wait_s: float) -> list[Finished]:
         """Copies that have finished since the last call; waits up to `wait_s` for one."""
+        return []
 
     def close(self) -> None:
         """Finishes the copies under way and lets other processes write the directory."""
+        return
+
+
+class NoDisk(DiskStorage):
+    """In place of another DiskStorage when host memory is the last tier."""
 
 
 class DiskBlocks:
@@ -83,6 +92,9 @@ class DiskBlocks:
 
     Attributes:
         storage: as given.
+        copies: reads and writes under way.
+        readers: the sequences that wait for each read.
+        to_write: what has arrived in host memory and is still to be written to disk.
     """
 
     def __init__(
@@ -90,22 +102,21 @@ class DiskBlocks:
         storage: DiskStorage,
         *,
         num_blocks: int,
-        num_groups: int,
         host: BlockPool,
         stats: TierStats,
         rate: Rate,
         prefixes: Prefixes,
     ) -> None:
-        self.pool = BlockPool(num_blocks, num_groups)
+        self.pool = BlockPool(num_blocks, host.num_groups)
         self.storage = storage
         self._host = host
         self._stats = stats
         self._rate = rate
-        self._copies: dict[Content, DiskCopy] = {}
-        self._readers: dict[Content, list[Sequence]] = {}  # the sequences that wait for each read
+        self.copies: dict[Content, DiskCopy] = {}
+        self.readers: dict[Content, list[Sequence]] = {}
         # Why bounded: the host holds no more, so what came before these has left it again.
-        self._to_write: deque[Content] = deque(maxlen=host.num_usable)
-        contents = [content for content in storage.scan(prefixes) if content.group < num_groups]
+        self.to_write: deque[Content] = deque(maxlen=host.num_usable)
+        contents = [found for found in storage.scan(prefixes) if found.group < host.num_groups]
         surplus = max(0, len(contents) - self.pool.num_usable)
         for content in contents[:surplus]:
             storage.submit(DiskCopy("remove", content))
@@ -114,70 +125,37 @@ class DiskBlocks:
             self.pool.register([disk_id], content.group, [content.prefix])
             self.pool.free([disk_id])
 
-    @property
-    def is_reading(self) -> bool:
-        """True while a block is read."""
-        return bool(self._readers)
-
-    def is_copying(self, content: Content) -> bool:
-        """True while this content is read or written."""
-        return content in self._copies
-
-    # --- up -----------------------------------------------------------------------------------
-
-    def read_for(self, seq: Sequence, blocks: Iterable[TierBlock]) -> None:
+    def read_for(self, seq: Sequence, loads: Iterable[Load]) -> None:
         """Starts to read a waiting sequence's blocks from disk into host memory.
 
         Skips blocks that are in host memory already; ends at the first that the host has no room
         for. `seq.num_pending_reads` counts those that are under way.
         """
         num_reads = 0
-        for level, block_id in blocks:
-            if level is not Level.DISK:
-                continue
+        for block_id in [load.block_id for load in loads if load.level is Level.DISK]:
             content = content_of(self.pool.blocks[block_id])
-            if content not in self._readers:
-                if content in self._copies or not self._host.num_free:
+            if content not in self.readers:
+                if content in self.copies or not self._host.num_free:
                     break
                 [host_id] = self._host.allocate(1)
                 self.pool.touch([block_id])
                 self._submit(DiskCopy("read", content, host_id, block_id))
-                self._readers[content] = []
+                self.readers[content] = []
                 self._stats.hit_blocks += 1
-            self._readers[content].append(seq)
+            self.readers[content].append(seq)
             num_reads += 1
         seq.num_pending_reads = num_reads
-
-    def _end_read(self, copy: DiskCopy, ok: bool, seconds: float) -> None:
-        self.pool.free([copy.disk_id])
-        if ok:
-            self._host.register([copy.host_id], copy.content.group, [copy.content.prefix])
-            self._stats.loaded_blocks += 1
-            self._rate.add(self._stats.block_bytes, seconds)
-        else:
-            self.pool.evict([copy.disk_id])
-            self._stats.failed_copies += 1
-        self._host.free([copy.host_id])
-        for seq in self._readers.pop(copy.content):
-            assert seq.num_pending_reads, seq
-            seq.num_pending_reads -= 1
-
-    # --- down ---------------------------------------------------------------------------------
-
-    def write_later(self, content: Content) -> None:
-        """Queues content that has arrived in host memory to be written to disk."""
-        self._to_write.append(content)
 
     def write(self) -> None:
         """Starts to write queued content to disk, a few blocks at a time."""
         if not self.storage.can_write:
-            self._to_write.clear()
-        while self._to_write and len(self._copies) - len(self._readers) < MAX_WRITES:
-            content = self._to_write.popleft()
+            self.to_write.clear()
+        while self.to_write and len(self.copies) - len(self.readers) < MAX_WRITES:
+            content = self.to_write.popleft()
             host_id = self._host.lookup(*content)
             if (
                 host_id is None  # evicted before its turn came
-                or content in self._copies
+                or content in self.copies
                 or self.pool.lookup(*content) is not None
                 or not self.pool.num_free
             ):
@@ -188,31 +166,33 @@ class DiskBlocks:
             self._host.touch([host_id])
             self._submit(DiskCopy("write", content, host_id, disk_id))
 
-    def _end_write(self, copy: DiskCopy, ok: bool) -> None:
-        self._host.free([copy.host_id])
-        if ok:
-            self.pool.register([copy.disk_id], copy.content.group, [copy.content.prefix])
-            self._stats.stored_blocks += 1
-        else:
-            self._stats.failed_copies += 1
-        self.pool.free([copy.disk_id])
-
-    # --- both ---------------------------------------------------------------------------------
-
     def _submit(self, copy: DiskCopy) -> None:
-        self._copies[copy.content] = copy
+        self.copies[copy.content] = copy
         self.storage.submit(copy)
 
     def collect(self, wait_s: float) -> None:
         """Ends the copies that have finished; waits up to `wait_s` for one."""
-        for copy, ok, seconds in self.storage.collect(wait_s):
-            if copy.kind == "remove":
+        for (kind, content, host_id, disk_id), ok, seconds in self.storage.collect(wait_s):
+            if kind == "remove":
                 continue
-            del self._copies[copy.content]
-            if copy.kind == "write":
-                self._end_write(copy, ok)
+            del self.copies[content]
+            if not ok:
+                self._stats.failed_copies += 1
+            elif kind == "read":
+                self._host.register([host_id], content.group, [content.prefix])
+                self._stats.loaded_blocks += 1
+                self._rate.add(self._stats.block_bytes, seconds)
             else:
-                self._end_read(copy, ok, seconds)
+                self.pool.register([disk_id], content.group, [content.prefix])
+                self._stats.stored_blocks += 1
+            self._host.free([host_id])
+            self.pool.free([disk_id])
+            if kind == "read":
+                if not ok:
+                    self.pool.evict([disk_id])
+                for seq in self.readers.pop(content):
+                    assert seq.num_pending_reads, seq
+                    seq.num_pending_reads -= 1
 
     def evict(self, content: Content) -> None:
         """Drops content and removes its file; no copy of it may be under way."""
@@ -224,16 +204,11 @@ class DiskBlocks:
     def drain(self, *, and_write: bool) -> None:
         """Waits for all copies; `and_write` writes what is queued, else the queue is emptied."""
         if not and_write:
-            self._to_write.clear()
+            self.to_write.clear()
         self.write()
-        while self._copies:
+        while self.copies:
             self.collect(math.inf)
             self.write()
-
-    def abandon(self) -> None:
-        """Waits for all copies and ignores how they have ended: this object is about to go."""
-        while self.storage.collect(math.inf):
-            pass
 
     def reset(self) -> bool:
         """Drops all content and removes its files; no copy may be under way."""
@@ -242,39 +217,6 @@ class DiskBlocks:
                 self.storage.submit(DiskCopy("remove", content_of(block)))
         return self.pool.reset()
 
-    def close(self) -> None:
-        """Lets other processes write the directory."""
-        self.storage.close()
-
     def held_host_ids(self) -> list[int]:
         """The host blocks that copies under way hold, one entry a reference."""
-        return [copy.host_id for copy in self._copies.values()]
-
-    def check(self) -> None:
-        """Raises AssertionError if a reference is held that no copy under way explains."""
-        from nanoengine.core.checks import check_pool
-
-        check_pool(self.pool, [[copy.disk_id for copy in self._copies.values()]])
-        reading = {content for content, copy in self._copies.items() if copy.kind == "read"}
-        assert reading == set(self._readers), (reading, set(self._readers))
-
-
-class NoDisk:
-    """In place of a DiskStorage when host memory is the last tier."""
-
-    can_write = False
-
-    def scan(self, prefixes: Prefixes) -> list[Content]:
-        """Nothing."""
-        return []
-
-    def submit(self, copy: DiskCopy) -> None:
-        """Never called, because nothing is found on disk and nothing is written."""
-        raise AssertionError(f"there is no disk tier for {copy}")
-
-    def collect(self, wait_s: float) -> list[Finished]:
-        """Nothing."""
-        return []
-
-    def close(self) -> None:
-        """Nothing to close."""
+        return [copy.host_id for copy in self.copies.values()]

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from nanoengine.core.block_pool import Block
+from nanoengine.core.groups.cache import Load
 from nanoengine.core.groups.rules import longest_common_hit, num_dropped_blocks
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefixes import Prefix
@@ -24,21 +25,6 @@ class Level(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
-
-
-class TierBlock(NamedTuple):
-    """A block of one tier's pool; ids of different pools have nothing to do with each other."""
-
-    level: Level
-    block_id: int
-
-
-class Load(NamedTuple):
-    """A block to load: the position in a KV group's table that it is for, and where it is."""
-
-    group: int
-    position: int
-    block: TierBlock
 
 
 class Content(NamedTuple):
@@ -66,7 +52,7 @@ class Found:
 
     layout: KVLayout
     device: list[list[int]] = field(default_factory=list)
-    below: list[dict[int, TierBlock]] = field(default_factory=list)
+    below: list[dict[int, Load]] = field(default_factory=list)
 
     def reach(self, level: Level) -> int:
         """The longest prefix, in blocks, that tiers down to `level` have for all groups."""
@@ -79,7 +65,7 @@ class Found:
     def loads(self, length: int) -> list[Load]:
         """The blocks to load for a prefix of `length` blocks; none where a window sees nothing."""
         size, loads = self.layout.block_size, []
-        for g, (group, below) in enumerate(zip(self.layout.groups, self.below, strict=True)):
+        for group, below in zip(self.layout.groups, self.below, strict=True):
             dropped = num_dropped_blocks(group, length * size, size)
-            loads += [Load(g, i, block) for i, block in below.items() if dropped <= i < length]
+            loads += [load for i, load in below.items() if dropped <= i < length]
         return loads

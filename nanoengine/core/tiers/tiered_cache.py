@@ -24,11 +24,14 @@ through host memory and the cost model are ours.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block
-from nanoengine.core.groups.cache import GroupedPrefix, GroupedPrefixCache
+from nanoengine.core.groups.cache import GroupedPrefix, GroupedPrefixCache, Load
 from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.plan import StepPlan, StepResult, Transfer
@@ -37,7 +40,7 @@ from nanoengine.core.prefixes import Prefix
 from nanoengine.core.sequence import Sequence
 from nanoengine.core.tiers.cost import CostModel
 from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
-from nanoengine.core.tiers.found import Content, Found, Level, Load, TierBlock, content_of
+from nanoengine.core.tiers.found import Content, Found, Level, content_of
 from nanoengine.core.tiers.stats import TierStats
 
 LAZY_BLOCKS = 64
@@ -46,24 +49,13 @@ WAIT_S = 0.05
 """Longest wait for the disk [s] when no step can be planned."""
 
 
-@dataclass(slots=True, kw_only=True)
-class TieredPrefix(GroupedPrefix):
-    """A cached prefix of which some blocks must be loaded; in `tables` these are null."""
+class StepCopy(NamedTuple):
+    """One block that a step copies: "load" (host to device) or "store" (device to host)."""
 
-    loads: list[Load] = field(default_factory=list)
-
-    def num_held(self, group: int) -> int:
-        """How many blocks of the prefix a KV group holds, once all are loaded."""
-        # Why not super(): in a dataclass with slots it looks at a class that was replaced.
-        return GroupedPrefix.num_held(self, group) + sum(load.group == group for load in self.loads)
-
-
-@dataclass(slots=True)
-class StepCopies:
-    """One step's copies: loads as (device block, host block), stores with their content as well."""
-
-    loads: list[tuple[int, int]] = field(default_factory=list)
-    stores: list[tuple[int, int, Content]] = field(default_factory=list)
+    kind: str
+    content: Content
+    device_id: int
+    host_id: int
 
 
 class TieredPrefixCache(GroupedPrefixCache):
@@ -108,19 +100,17 @@ class TieredPrefixCache(GroupedPrefixCache):
 
     def _start_tiers(self) -> None:
         """Makes the tiers' pools: an empty one for the host, and the disk's from its files."""
-        num_groups = len(self.layout.groups)
-        self.host = StatePool(self._sizes[0], num_groups, self._num_host_states)
+        self.host = StatePool(self._sizes[0], len(self.layout.groups), self._num_host_states)
         self.disk = DiskBlocks(
             self.storage,
             num_blocks=self._sizes[1],
-            num_groups=num_groups,
             host=self.host,
             stats=self._stats[1],
             rate=self.cost.disk.rate,
             prefixes=self.prefixes,
         )
-        self._planned = StepCopies()
-        self._under_way: dict[int, StepCopies] = {}
+        self._planned: list[StepCopy] = []
+        self._under_way: dict[int, list[StepCopy]] = {}
         self._storing: set[Content] = set()
         self._invalid: list[Content] = []
 
@@ -144,19 +134,7 @@ class TieredPrefixCache(GroupedPrefixCache):
                 return _wait_for(seq)
             level, reason = self._cheapest(found, Level.HOST)
         length = found.reach(level)
-        tables, loads = self._table_starts(found.device, length), found.loads(length)
-        num_needed = [*map(self.pool.num_cached, tables)]
-        for load in loads:
-            num_needed[load.group] += 1
-        return TieredPrefix(
-            num_blocks=length,
-            tables=tables,
-            loads=loads,
-            num_needed_blocks=sum(num_needed[: self.num_kv_groups]),
-            num_needed_states=sum(num_needed[self.num_kv_groups :]),
-            num_shared_blocks=self._num_shared_blocks(found.device),
-            reason=reason,
-        )
+        return self._prefix(found.device, length, found.loads(length), reason)
 
     def _find_in_all_tiers(self, seq: Sequence) -> Found:
         """Where a sequence's full blocks are; full attention ends at the first that is nowhere."""
@@ -167,9 +145,9 @@ class TieredPrefixCache(GroupedPrefixCache):
             device, below = self.pool.lookup_all(index, prefixes), {}
             for i, block_id in enumerate(device):
                 if block_id == NULL_BLOCK:
-                    tier_block = self.lookup(Content(index, prefixes[i]))
-                    if tier_block is not None:
-                        below[i] = tier_block
+                    at = self.lookup(Content(index, prefixes[i]))
+                    if at is not None:
+                        below[i] = Load(index, i, *at)
                     elif group.sliding_window is None:
                         del device[i:]
                         break
@@ -177,12 +155,12 @@ class TieredPrefixCache(GroupedPrefixCache):
             found.below.append(below)
         return found
 
-    def lookup(self, content: Content) -> TierBlock | None:
-        """A block below the device that holds this content, of the nearest tier that has one."""
+    def lookup(self, content: Content) -> tuple[Level, int] | None:
+        """The nearest tier below the device that has this content, and its block there."""
         for level, pool in ((Level.HOST, self.host), (Level.DISK, self.disk.pool)):
             block_id = pool.lookup(*content)
             if block_id is not None:
-                return TierBlock(level, block_id)
+                return level, block_id
         return None
 
     def _cheapest(self, found: Found, last: Level) -> tuple[Level, str]:
@@ -209,35 +187,30 @@ class TieredPrefixCache(GroupedPrefixCache):
 
     def _read(self, seq: Sequence, found: Found) -> None:
         """Starts to read those blocks of the longest prefix that are on disk."""
-        blocks = [load.block for load in found.loads(found.reach(Level.DISK))]
-        held = [block.block_id for block in blocks if block.level is Level.HOST]
+        loads = found.loads(found.reach(Level.DISK))
+        held = [load.block_id for load in loads if load.level is Level.HOST]
         # Why: a read takes a host block, which must not be one that holds an earlier part.
         self.host.touch(held)
-        self.disk.read_for(seq, blocks)
+        self.disk.read_for(seq, loads)
         self.host.free(reversed(held))
 
     # --- load and store -----------------------------------------------------------------------
 
     def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
         """Makes the blocks of a found prefix active, and adds its loads to the planned step."""
-        assert isinstance(prefix, TieredPrefix), prefix
+        assert isinstance(prefix, GroupedPrefix), prefix
         tables = super().take(seq, prefix)
-        for group, position, block in prefix.loads:
-            tables[group][position] = self._load(group, seq.prefixes[position], block)
+        for group, position, _, host_id in prefix.loads:
+            content = Content(group, seq.prefixes[position])
+            [block_id] = self.pool.allocate(1, states=group >= self.num_kv_groups)
+            # Why at once: a step's loads come before its forward.
+            self.pool.register([block_id], group, [content.prefix])
+            self.host.touch([host_id])
+            self._planned.append(StepCopy("load", content, block_id, host_id))
+            self._stats[0].hit_blocks += 1
+            tables[group][position] = block_id
         seq.num_pending_reads = None
         return tables
-
-    def _load(self, group: int, prefix: Prefix, block: TierBlock) -> int:
-        """Adds a load to the step being planned; returns the device block.
-
-        The block is indexed at once, because a step's loads come before its forward.
-        """
-        [block_id] = self.pool.allocate(1, states=group >= self.num_kv_groups)
-        self.pool.register([block_id], group, [prefix])
-        self.host.touch([block.block_id])
-        self._planned.loads.append((block_id, block.block_id))
-        self._stats[0].hit_blocks += 1
-        return block_id
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
         """Indexes device blocks, and stores those that were not indexed before, unless lazy."""
@@ -257,42 +230,40 @@ class TieredPrefixCache(GroupedPrefixCache):
         if num_free:  # Why: else all host blocks are being copied; this one is not kept.
             [host_id] = self.host.allocate(1, states=is_state)
             self._storing.add(content)
-            self._planned.stores.append((block.block_id, host_id, content))
+            self._planned.append(StepCopy("store", content, block.block_id, host_id))
 
     def take_transfers(self, plan: StepPlan) -> list[Transfer]:
         """The loads and stores of a step that has been planned, lazy stores included."""
         if self.lazy:
             for block_id in self.pool.next_evicted(LAZY_BLOCKS):
                 self._store(self.pool.blocks[block_id])
-        copies, self._planned = self._planned, StepCopies()
-        if copies.loads or copies.stores:
+        copies, self._planned = sorted(self._planned, key=attrgetter("kind")), []
+        if copies:
             self._under_way[plan.step] = copies
         transfers = []
-        for kind, pairs in (("load", copies.loads), ("store", [s[:2] for s in copies.stores])):
-            if pairs:
-                device_ids, host_ids = zip(*pairs, strict=True)
-                transfers.append(Transfer(kind, "host", device_ids, host_ids))
+        for kind, same in groupby(copies, key=attrgetter("kind")):
+            pairs = [(copy.device_id, copy.host_id) for copy in same]
+            transfers.append(Transfer(kind, "host", *zip(*pairs, strict=True)))
         return transfers
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Called when a step has run: its copies, and those of earlier steps, have finished."""
         self.cost.observe(plan, result, self.layout.block_bytes)
         for step in [step for step in self._under_way if step <= plan.step]:
-            copies = self._under_way.pop(step)
-            for _, host_id in copies.loads:
+            for kind, content, _, host_id in self._under_way.pop(step):
+                if kind == "load":
+                    self._stats[0].loaded_blocks += 1
+                else:
+                    self._storing.discard(content)
+                    self.host.register([host_id], content.group, [content.prefix])
+                    self._stats[0].stored_blocks += 1
+                    self.disk.to_write.append(content)
                 self.host.free([host_id])
-                self._stats[0].loaded_blocks += 1
-            for _, host_id, content in copies.stores:
-                self._storing.discard(content)
-                self.host.register([host_id], content.group, [content.prefix])
-                self.host.free([host_id])
-                self._stats[0].stored_blocks += 1
-                self.disk.write_later(content)
         self._collect(0.0)
 
     def wait(self) -> None:
         """Called when no step is under way and none can be planned: waits for a read to end."""
-        if self.disk.is_reading:
+        if self.disk.readers:
             self._collect(WAIT_S)
 
     def _collect(self, wait_s: float) -> None:
@@ -315,7 +286,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         for content in self._invalid:
             host_id = self.host.lookup(*content)
             is_held = host_id is not None and self.host.blocks[host_id].ref_count
-            if is_held or content in self._storing or self.disk.is_copying(content):
+            if is_held or content in self._storing or content in self.disk.copies:
                 waiting.append(content)
                 continue
             if host_id is not None:
@@ -333,36 +304,36 @@ class TieredPrefixCache(GroupedPrefixCache):
     def discard_all(self) -> None:
         """Starts again from what is on disk, whose files are verified when they are read."""
         super().discard_all()
-        self.disk.abandon()
+        while self.storage.collect(math.inf):
+            pass  # Why: however they have ended, the disk's blocks are about to go.
         self._start_tiers()
 
     def close(self) -> None:
         """Writes what waits for the disk, and closes it."""
         self.disk.drain(and_write=True)
         self._drop_invalid()
-        self.disk.close()
+        self.storage.close()
 
     # --- the rest -----------------------------------------------------------------------------
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """The blocks of each tier, and what was moved."""
         for tier, pool in zip(self._stats, (self.host, self.disk.pool), strict=True):
-            counts = pool.counts()
-            tier.empty_blocks, tier.cached_blocks = counts["empty"], counts["cached"]
-            tier.active_blocks = counts["active"]
+            for state, count in pool.counts().items():
+                setattr(tier, f"{state}_blocks", count)
         return tuple(self._stats[: self._last])
 
     def check(self) -> None:
         """Raises AssertionError if a reference is held that no copy under way explains."""
-        copies = [self._planned, *self._under_way.values()]
-        host_ids = [host_id for step in copies for _, host_id in step.loads]
-        host_ids += [host_id for step in copies for _, host_id, _ in step.stores]
         from nanoengine.core.checks import check_pool
 
-        check_pool(self.host, [host_ids, self.disk.held_host_ids()])
-        storing = {content for step in copies for _, _, content in step.stores}
+        copies, disk = [*chain(self._planned, *self._under_way.values())], self.disk
+        check_pool(self.host, [[copy.host_id for copy in copies], disk.held_host_ids()])
+        check_pool(disk.pool, [[copy.disk_id for copy in disk.copies.values()]])
+        storing = {copy.content for copy in copies if copy.kind == "store"}
         assert storing == self._storing, (storing, self._storing)
-        self.disk.check()
+        reading = {content for content, copy in disk.copies.items() if copy.kind == "read"}
+        assert reading == set(disk.readers), (reading, set(disk.readers))
 
 
 def _wait_for(seq: Sequence) -> CachedPrefix:
@@ -371,6 +342,6 @@ def _wait_for(seq: Sequence) -> CachedPrefix:
     return CachedPrefix(is_ready=False, reason=reason)
 
 
-def _count(loads: list[Load]) -> Counter[Level]:
+def _count(loads: list[Load]) -> Counter[int]:
     """How many blocks are loaded from each tier."""
-    return Counter(load.block.level for load in loads)
+    return Counter(load.level for load in loads)
