@@ -58,7 +58,7 @@ class LargestSteps:
         logits = self.model.logits(self.model(batch)[: self.config.max_num_seqs])
         lines = np.arange(logits.shape[0])
         sampler = Sampler(self.model.config.vocab_size, len(lines))
-        sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
+        sampler.temperature[:], sampler.top_p[:] = 1.0, 0.9
         sampler.sample(logits, lines, lines).fetch()
 
     def _wave(self, counts: list[int]) -> StateWave:

@@ -17,9 +17,9 @@ Legend: L lines of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -142,32 +142,15 @@ class RowEdits:
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
 
-def apply_processors(
-    processors: Sequence[LogitsProcessor], logits: torch.Tensor, rows: Mapping[int, RowEdits]
-) -> Raised | None:
-    """Edits lines of `logits` ([L, V]) in place by all processors, in their order.
-
-    Args:
-        rows: the lines that are edited, none of which has an error.
-
-    Returns:
-        What a processor has raised; the lines are edited in part then.
-    """
+def stages_of(
+    processors: Sequence[LogitsProcessor], rows: Mapping[int, RowEdits]
+) -> Iterator[tuple[int, LogitsProcessor, list[int], list[RowState]]]:
+    """The processors that edit some of these lines, in their order: place and processor, its lines
+    and their states. None of the rows has an error."""
     for place, processor in enumerate(processors):
         of_line = {line: row.states[place] for line, row in rows.items() if place in row.states}
         if of_line:
-            try:
-                processor.apply(logits, list(of_line), list(of_line.values()))
-            except Exception as error:
-                return Raised(place, error)
-    return None
-
-
-class Raised(NamedTuple):
-    """What the stage at this place has raised."""
-
-    place: int
-    error: Exception
+            yield place, processor, list(of_line), list(of_line.values())
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:
@@ -219,18 +202,20 @@ class TokenValues:
         return self
 
 
-class BadWords:
+class Bans:
+    """A stage whose states know what is `banned()` now: it becomes -inf."""
+
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Any]) -> None:
+        line, token = _indices(lines, [state.banned() for state in states], logits.device)
+        logits[line, token] = -torch.inf
+
+
+class BadWords(Bans):
     """bad_words: -inf for the last token of a banned sequence whose other tokens were just seen."""
 
     def admit(self, sequence: AdmittedSequence) -> BadWordsState | None:
-        if not sequence.bad_word_ids:
-            return None
-        return BadWordsState(sequence.bad_word_ids, sequence.token_ids)
-
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[BadWordsState]
-    ) -> None:
-        _ban(logits, lines, [state.banned() for state in states])
+        words = sequence.bad_word_ids
+        return BadWordsState(words, sequence.token_ids) if words else None
 
 
 class BadWordsState:
@@ -257,7 +242,7 @@ class BadWordsState:
         )
 
 
-class MinTokens:
+class MinTokens(Bans):
     """min_tokens: EOS and stop ids become -inf until the output has that many tokens."""
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
@@ -273,11 +258,6 @@ class MinTokens:
         num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         return MinTokensState(np.array(ids), params.min_tokens - num_output_tokens)
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[MinTokensState]
-    ) -> None:
-        _ban(logits, lines, [state.ids if state.missing > 0 else state.ids[:0] for state in states])
-
 
 class MinTokensState:
     """Ids that would end the row, and how many tokens are missing until they may."""
@@ -291,6 +271,10 @@ class MinTokensState:
 
     def fork(self) -> MinTokensState:
         return MinTokensState(self.ids, self.missing)
+
+    def banned(self) -> np.ndarray:
+        """All of them until no token is missing."""
+        return self.ids if self.missing > 0 else self.ids[:0]
 
 
 class Penalties:
@@ -380,8 +364,3 @@ def _indices(
 
 def _upload(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
     return ship(logits.device, values)[0].to(logits.dtype)
-
-
-def _ban(logits: torch.Tensor, lines: Sequence[int], ids: Sequence[np.ndarray]) -> None:
-    line, token = _indices(lines, ids, logits.device)
-    logits[line, token] = -torch.inf

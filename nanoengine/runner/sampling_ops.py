@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanoengine.runner.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
@@ -70,29 +71,23 @@ def mix(z: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """How each of L lines is drawn: one float64 tensor [5, L], so that it is one copy to the
-    device.
+    """How each of L lines is drawn.
 
-    The other fields are plain numbers, known without asking the device.
+    Attributes:
+        packed: temperature, top_k (V where it is off), top_p (1), min_p (0) and the random number
+            of each line, [5, L] float64: one copy to the device.
+        uses_min_p, max_top_k: bounds that are known without asking the device.
     """
 
     packed: torch.Tensor
-    uses_min_p: bool
-    max_top_k: int
+    uses_min_p: bool = True
+    max_top_k: int = MAX_VOCAB_SIZE
 
     @staticmethod
-    def pack(
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniform: np.ndarray,
-        device: torch.device,
-    ) -> DrawParams:
-        """All arrays are [L]; `top_k` is V where it is off, `top_p` is 1, `min_p` is 0."""
-        columns = np.stack((temperature, top_k, top_p, min_p, uniform)).astype(np.float64)
-        (packed,) = ship(device, columns)
-        return DrawParams(packed, bool(min_p.any()), int(top_k.max()))
+    def pack(columns: np.ndarray, uniform: np.ndarray, device: torch.device) -> DrawParams:
+        """Of `Sampler.columns` [4, L] and random numbers [L]."""
+        (packed,) = ship(device, np.vstack((columns, uniform)))
+        return DrawParams(packed, bool(columns[3].any()), int(columns[1].max()))
 
     def __getitem__(self, lines: slice | torch.Tensor) -> DrawParams:
         return DrawParams(self.packed[:, lines], self.uses_min_p, self.max_top_k)
@@ -213,17 +208,15 @@ def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
     top_p is a share of the probability that min_p and top_k have left. Arguments as for `draw`.
     """
     width = min(params.max_top_k, logits.shape[-1])
-    return _draw_candidates(logits, largest, params, width, total=None)[0]
+    return _draw_candidates(top_candidates(logits, width), largest, params)[0]
 
 
 def draw_all_sorted(
     logits: torch.Tensor, largest: torch.Tensor, params: DrawParams
 ) -> torch.Tensor:
-    """Draws from the tokens that min_p, top_k and then top_p leave, by a full sort; ids [L].
-
-    Arguments as for `draw`.
-    """
-    return _draw_candidates(logits, largest, params, logits.shape[-1], total=None)[0]
+    """The same by a full sort, which asks neither host nor device for anything."""
+    candidates = logits.sort(dim=-1, descending=True, stable=True)
+    return _draw_candidates(candidates, largest, params)[0]
 
 
 def draw_min_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
@@ -252,33 +245,32 @@ def _draw_widening(
     many, at last with all.
     """
     width, vocab_size = min(FIRST_WIDTH, logits.shape[-1]), logits.shape[-1]
-    ids, covered = _draw_candidates(logits, largest, params, width, total)
+    ids, covered = _draw_candidates(top_candidates(logits, width), largest, params, total)
     while width < vocab_size and not covered.all():
         width = min(8 * width, vocab_size)
         left = (~covered).nonzero()[:, 0]
         ids[left], covered[left] = _draw_candidates(
-            logits[left],
+            top_candidates(logits[left], width),
             largest[left],
             params[left],
-            width,
             None if total is None else total[left],
         )
     return ids
 
 
 def _draw_candidates(
-    logits: torch.Tensor,
+    candidates: tuple[torch.Tensor, torch.Tensor],
     largest: torch.Tensor,
     params: DrawParams,
-    width: int,
-    total: torch.Tensor | None,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the best `width` tokens; ids [L], and whether all that the filters keep is there.
+    """Draws from the best tokens, given as `top_candidates` does; ids [L], and whether all that the
+    filters keep are there.
 
     `total` [L, 1] is the weight of all tokens, which top_p is a share of; None takes that of the
     candidates, which is the same if min_p or top_k has removed the last of them.
     """
-    values, ids = top_candidates(logits, width)
+    values, ids = candidates
     # [L, K], falling along the line: every filter keeps a prefix.
     weights = draw_weights(values, largest, params).double()
     weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")

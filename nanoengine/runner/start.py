@@ -167,9 +167,7 @@ class RunnerParts:
         self.graphed: GraphedDecode | None = None
         if self._uses_graphs:
             free = free_gpu_bytes(self.device)
-            self.graphed = self._make_graphed(
-                self.rows, self.memory.max_model_len, self.need_special().sampler
-            )
+            self.graphed = self._make_graphed(self.rows, self.need_special().sampler)
             self.graphed.capture(self.graphed.sizes)
             taken = max(0, free - free_gpu_bytes(self.device))
             self.memory = dataclasses.replace(self.memory, graph_bytes=taken)
@@ -234,23 +232,13 @@ class RunnerParts:
             self.special = SpecialRows(self.rows, self.model, self._processors(), all_rows=all_rows)
         return self.special
 
-    def _make_graphed(
-        self, rows: RowBuffers, max_model_len: int, sampler: Sampler
-    ) -> GraphedDecode:
+    def _make_graphed(self, rows: RowBuffers, sampler: Sampler) -> GraphedDecode:
         """The decode step on the device, with no graph captured yet."""
         from nanoengine.runner.decode_step import DecodeStep
         from nanoengine.runner.graphs import CudaGraphs, GraphedDecode
 
-        step = DecodeStep(
-            forward=self.model,
-            logits=self.model.logits,
-            prepare=self.backend.prepare,
-            rows=rows,
-            sampler=sampler,
-            max_model_len=max_model_len,
-            dtype=self.dtype,
-        )
-        return GraphedDecode(step, max_num_seqs=self.config.max_num_seqs, graphs=CudaGraphs())
+        step = DecodeStep(self.model, self.backend, rows, sampler, self.dtype)
+        return GraphedDecode(step, CudaGraphs())
 
     def _require_rows(self, bytes_a_row: int) -> None:
         """Raises ConfigError if `max_num_seqs` rows would need more memory than the host has."""
@@ -299,7 +287,7 @@ class RunnerParts:
             longest = self.config.max_model_len or self.model_config.max_position_embeddings
             sampler = Sampler(self.model_config.vocab_size, self.config.max_num_seqs)
             taken = graph_bytes(
-                lambda: self._make_graphed(self._make_rows(longest, 0), longest, sampler),
+                lambda: self._make_graphed(self._make_rows(longest, 0), sampler),
                 lambda: free_gpu_bytes(self.device),
             )
         gc.collect()

@@ -38,6 +38,8 @@ class LaunchedStep:
     """A step under way. The Executor door's `Launched`.
 
     Attributes:
+        now: a moment, for the marks.
+        started: when the launch began, by the host's clock [s].
         times: what is known so far; the marks add forward and sampling.
         lines: who samples; None if nobody does.
         tensors: what the host wants to see: `SampledTokens.packed` first.
@@ -49,6 +51,8 @@ class LaunchedStep:
 
     plan: StepPlan
     rows: RowBuffers
+    now: Callable[[], Mark]
+    started: float
     times: StepTimes = field(default_factory=StepTimes)
     lines: SamplingLines | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nanoengine.runner import device_sampling
-from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
-from nanoengine.runner.sampling_ops import uniforms
+from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
+from nanoengine.runner.sampling_ops import DrawParams, uniforms
 from tests.support.attention_cases import DEVICE
 
 LINES, SIZE = 200, 151936
@@ -34,7 +34,7 @@ def params(kind):
         rng.choice([0.0, 0.01], LINES) if filters else np.zeros(LINES),
         uniforms(np.arange(LINES), np.full(LINES, 5)),
     ]
-    return device_params(torch.from_numpy(np.stack(columns).astype(np.float64)).to(DEVICE))
+    return DrawParams(torch.from_numpy(np.stack(columns).astype(np.float64)).to(DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,15 +10,19 @@ from nanoengine.core.layout import KVGroup
 from nanoengine.core.plan import AdmittedSequence, BlockCopy
 from nanoengine.runner.device_sampling import (
     SamplingKind,
-    device_params,
-    draw_thresholds,
     mixed_seeds,
     row_uniforms,
     sample_on_device,
 )
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.sampler import Sampler
-from nanoengine.runner.sampling_ops import FIRST_WIDTH, DrawParams, draw_all_sorted, uniforms
+from nanoengine.runner.sampling_ops import (
+    FIRST_WIDTH,
+    DrawParams,
+    draw_all_sorted,
+    draw_top_k,
+    uniforms,
+)
 from nanoengine.runner.scores import token_logprobs
 from nanoengine.settings.params import SamplingParams
 from tests.support.logits import random_logits
@@ -34,7 +38,7 @@ def sampler_of(kind, vocab_size, seed):
     if kind is SamplingKind.GREEDY:
         return sampler
     sampler.temperature[:] = rng.choice([1e-3, 0.6, 1.0, 3.0], NUM_LINES)
-    sampler.greedy[:] = rng.random(NUM_LINES) < 0.2
+    sampler.temperature[rng.random(NUM_LINES) < 0.2] = 0.0
     if kind is SamplingKind.DRAWN:
         return sampler
     sampler.top_k[:] = rng.integers(1, vocab_size + 1, NUM_LINES)
@@ -48,10 +52,8 @@ def sampler_of(kind, vocab_size, seed):
 
 def packed(sampler, positions):
     """The sampler's parameters as the device holds them."""
-    rows = np.arange(NUM_LINES)
     uniform = row_uniforms(torch.from_numpy(mixed_seeds(sampler.seed)), torch.from_numpy(positions))
-    columns = torch.from_numpy(sampler.columns(rows))
-    return device_params(torch.cat((columns, uniform[None])))
+    return DrawParams(torch.cat((torch.from_numpy(sampler.params), uniform[None])))
 
 
 @pytest.mark.parametrize("kind", list(SamplingKind))
@@ -78,18 +80,20 @@ def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9999999, 1.0]),
     min_p=st.sampled_from([0.0, 0.2, 1.0]),
 )
-def test_thresholds_are_the_full_sort(seed, vocab_size, spread, steps, uniform, top_p, min_p):
-    """Ties, -0.0, -inf, tiny and huge logits: the search finds what the sort finds."""
+def test_a_full_sort_draws_what_a_search_draws(
+    seed, vocab_size, spread, steps, uniform, top_p, min_p
+):
+    """Ties, -0.0, -inf, tiny and huge logits."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab_size, generator=generator) * spread
     logits = (logits * steps).round() / steps
     logits[0, seed % vocab_size] = -torch.inf if vocab_size > 1 else 0.0
-    one = np.ones(3)
-    top_k = np.array([1 + seed % vocab_size, vocab_size, max(1, vocab_size // 2)])
-    params = DrawParams.pack(0.7 * one, top_k, top_p * one, min_p * one, uniform * one, CPU)
+    top_k = [1 + seed % vocab_size, vocab_size, max(1, vocab_size // 2)]
+    columns = np.array([[0.7] * 3, top_k, [top_p] * 3, [min_p] * 3])
+    params = DrawParams.pack(columns, np.full(3, uniform), CPU)
     largest = logits.amax(-1, keepdim=True)
-    expected = draw_all_sorted(logits, largest, params)
-    assert draw_thresholds(logits, largest, params).tolist() == expected.tolist()
+    expected = draw_top_k(logits, largest, params)
+    assert draw_all_sorted(logits, largest, params).tolist() == expected.tolist()
 
 
 def test_lines_are_worked_on_in_chunks(monkeypatch):

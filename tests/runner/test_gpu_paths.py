@@ -97,7 +97,7 @@ def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
         gpu.kernels.clear()
         with (
             torch.inference_mode(),
-            mock.patch.object(decode, "_forward", side_effect=LayersReached),
+            mock.patch.object(decode, "_model", side_effect=LayersReached),
             pytest.raises(LayersReached),
         ):
             decode.forward(1)

@@ -295,9 +295,8 @@ def test_tokens_without_probability_are_never_drawn(uniform, draw_one):
     x = torch.full((1, 640), -torch.inf)
     likely = [70, 71, 300, 513]
     x[0, likely] = torch.tensor([-0.5, 0.0, -30.0, -1.0])  # -30: rounds to no weight
-    top_p = np.array([0.99])
-    one = np.ones(1)
-    params = DrawParams.pack(one, one * 640, top_p, one * 0, one * uniform, x.device)
+    columns = np.array([[1.0], [640.0], [0.99], [0.0]])
+    params = DrawParams.pack(columns, np.array([uniform]), x.device)
     assert draw_one(x, x.amax(-1, keepdim=True), params).item() in (70, 71, 513)
 
 

@@ -7,13 +7,8 @@ import triton
 
 from nanoengine.kernels import triton_sampling as kernels
 from nanoengine.runner import device_sampling, triton_sampling
-from nanoengine.runner.device_sampling import (
-    SamplingKind,
-    device_params,
-    has_kernel,
-    sample_on_device,
-)
-from nanoengine.runner.sampling_ops import draw_all_sorted, uniforms
+from nanoengine.runner.device_sampling import SamplingKind, has_kernel, sample_on_device
+from nanoengine.runner.sampling_ops import DrawParams, draw_all_sorted, uniforms
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.attention_cases import DEVICE
 from tests.support.logits import random_logits
@@ -46,7 +41,7 @@ def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0
 
 
 def twin(logits, params, kind):
-    return sample_on_device(logits.cpu(), device_params(params.cpu()), kind)[0].tolist()
+    return sample_on_device(logits.cpu(), DrawParams(params.cpu()), kind)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -103,7 +98,7 @@ def test_what_filters_leave_ends_where_the_sort_says(filters):
     params = params_of(len(logits), 66, **filters, uniform=ALMOST_ONE)
     ids, valid = sample_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
     largest = logits.amax(-1, keepdim=True)
-    expected = draw_all_sorted(logits, largest, device_params(params.cpu()))
+    expected = draw_all_sorted(logits, largest, DrawParams(params.cpu()))
     assert ids.tolist() == expected.tolist()
     assert valid.all()
 
@@ -234,6 +229,6 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
     monkeypatch.setattr(triton_sampling, "sample_lines", kernel)
     logits = random_logits(2, 2, 20).to(DEVICE)
     for kind in SamplingKind:
-        ids, _ = sample_on_device(logits, device_params(params_of(2, 20)), kind)
+        ids, _ = sample_on_device(logits, DrawParams(params_of(2, 20)), kind)
         assert ids.shape == (2,)
     assert taken == [(False, False), (True, False), (True, True)]
