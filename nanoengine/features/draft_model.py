@@ -18,7 +18,6 @@ import dataclasses
 import json
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.drafting import Guess
 from nanoengine.runner import kv_cache
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.runner.step import LaunchedStep
 from nanoengine.settings.params import SamplingParams
 
@@ -39,15 +39,15 @@ class DraftedRunner(ModelRunner):
 
     Args:
         draft: the draft model's, not started; gets as many blocks of as many tokens.
-        others: as of a ModelRunner.
+        options: as of a ModelRunner.
 
     Attributes:
         draft: the draft model's runner.
         num_computed: of each row, how many of its tokens the draft model has computed.
     """
 
-    def __init__(self, *args: Any, draft: ModelRunner, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, options: RunnerOptions, *, draft: ModelRunner) -> None:
+        super().__init__(options)
         self.draft = draft
         rows = self.config.max_num_seqs
         self.num_computed = np.zeros(rows, np.int64)
@@ -85,7 +85,7 @@ class DraftedRunner(ModelRunner):
             )
         draft.config = dataclasses.replace(
             draft.config,
-            num_kv_blocks=self.memory.num_blocks,
+            num_kv_blocks=layout.num_blocks,
             max_model_len=self.memory.max_model_len,
         )
         draft.start()
@@ -198,7 +198,7 @@ def _admitted_for_drafts(new: AdmittedSequence) -> AdmittedSequence:
 def require_same_vocabulary(target: ModelRunner, draft: ModelRunner) -> None:
     """Raises ConfigError unless equal token ids mean equal text in both, as far as files tell."""
     sizes = target.model_config.vocab_size, draft.model_config.vocab_size
-    words = _vocabulary(target.directory), _vocabulary(draft.directory)
+    words = _vocabulary(target.options.directory), _vocabulary(draft.options.directory)
     if sizes[0] != sizes[1] or (words[0] and words[1] and words[0] != words[1]):
         raise ConfigError(
             f"speculative: the draft model {draft.config.model!r} has another vocabulary"

@@ -26,7 +26,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.device_sampling import SamplingKind, mixed_seeds, sample_on_device
+from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.sampling_ops import DrawParams
@@ -100,7 +100,7 @@ class DecodeStep:
                 (held.pool, rows[unknown], tokens),
                 (held.tables.view(-1), *self._stale_entries()),
                 (held.columns, changed, sampler.params[:, changed]),
-                (held.seeds, changed, mixed_seeds(sampler.seed[changed])),
+                (held.seeds, changed, sampler.seeds[changed]),
             )
         self._held_rows[:size] = padded
         self._held_lengths[rows] = starts + 1

@@ -3,7 +3,7 @@
     one entry for each row; the last entry belongs to padding, and stays 0
         pool       the token that comes next            (`RowBuffers.pool`)
         lengths    its position                         tables    block ids
-        columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
+        columns    temperature, top_k, top_p, min_p     seeds     mixed
 
     rows of a batch ─► gather ─► forward, sample ─► advance
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanoengine.runner.device_sampling import row_uniforms
+from nanoengine.runner.sampling_ops import random_bits
 
 
 class Gathered(NamedTuple):
@@ -68,7 +68,7 @@ class DeviceRows:
         blocks = tables.gather(2, at)[:, :, 0].long()
         self.draw_params[:4, : len(rows)] = self.columns.index_select(1, rows)
         seeds = self.seeds.index_select(0, rows)
-        self.draw_params[4, : len(rows)] = row_uniforms(seeds, positions + 1)
+        self.draw_params[4, : len(rows)] = random_bits(seeds, positions + 1).double() * 2.0**-53
         return Gathered(
             token_ids=self.pool.index_select(0, rows),
             positions=positions,

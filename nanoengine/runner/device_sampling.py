@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import enum
 
-import numpy as np
 import torch
 
 from nanoengine.runner.sampling_ops import (
     CHUNK,
-    GOLDEN,
     DrawParams,
     argmax,
     draw,
     draw_all_sorted,
-    mix,
     pad_to_blocks,
     widen,
 )
@@ -89,27 +86,3 @@ def _sample_chunk(
         filters = filters | (params.column("min_p") > 0)
         drawn = torch.where(filters[:, 0], draw_all_sorted(wide, largest, params), drawn)
     return torch.where(params.column("temperature")[:, 0] == 0, ids, drawn), best
-
-
-def mixed_seeds(seeds: np.ndarray) -> np.ndarray:
-    """Seeds [R] as `row_uniforms` takes them: int64, mixed once on the host."""
-    return mix(np.asarray(seeds).astype(np.uint64)).view(np.int64)
-
-
-def row_uniforms(mixed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`sampling_ops.uniforms` on the device: float64 [L] from int64 [L], the same bits.
-
-    Integers wrap as unsigned ones do; only shifts to the right must leave the sign behind.
-    """
-    z = mixed + (positions + 1) * _signed(int(GOLDEN))
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(z ^ _shift(z, 31), 11).double() * 2.0**-53
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _shift(z: torch.Tensor, count: int) -> torch.Tensor:
-    return (z >> count) & (2 ** (64 - count) - 1)

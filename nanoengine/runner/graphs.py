@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nanoengine.core.plan import StepPlan
 from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.greedy import pack_tokens
@@ -125,22 +124,23 @@ class GraphedDecode:
             replay()
         return outputs
 
-    def run(self, plan: StepPlan, step: LaunchedStep, special: SpecialRows) -> list[torch.Tensor]:
+    def run(self, step: LaunchedStep, special: SpecialRows) -> list[torch.Tensor]:
         """A step of decodes, its inputs being on the device; returns what the host wants to see."""
-        decode, size = self.step, self.size_for(len(plan.rows))
-        lines = decode.load(plan, size)
+        num_rows, decode = len(step.plan.rows), self.step
+        size = self.size_for(num_rows)
+        step.lines = lines = decode.load(step.plan, size)
         by_host = special.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(step.now())
         outputs = self(size, None if by_host else special.sampler.kind(lines.rows))
         step.marks.append(step.now())
-        ours = [output[: len(plan.rows)] for output in outputs]
+        ours = [output[:num_rows] for output in outputs]
         if by_host:
-            sampled = special.sample(plan, lines, ours[0])
+            sampled = special.sample(step, ours[0])
             decode.held.advance(lines.rows_on_device, sampled.token_ids)
         else:
             sampled = SampledTokens(packed=pack_tokens(*ours))
-        tensors = special.await_tokens(plan, step, lines, sampled)
+        tensors = special.await_tokens(step, sampled)
         step.marks.append(step.now())
         return tensors
 

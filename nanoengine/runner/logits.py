@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,10 +99,11 @@ class RowEdits:
         """Whether one of the states may know what must come next."""
         return any(hasattr(state, "forced_tokens") for state in self.states.values())
 
-    def accept(self, token_id: int) -> None:
-        """Takes the row's next token."""
-        for place, state in self.states.items():
-            self._guard(place, state.accept, token_id)
+    def accept(self, token_ids: Iterable[int]) -> None:
+        """Takes the row's next tokens."""
+        for token_id in token_ids:
+            for place, state in self.states.items():
+                self._guard(place, state.accept, token_id)
 
     def fork(self) -> RowEdits:
         """A copy whose later changes don't reach this one."""
@@ -165,9 +166,7 @@ class AllowedTokens:
         allowed = sequence.params.allowed_token_ids
         return None if allowed is None else TokenValues(dict.fromkeys(allowed, 0.0))
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenValues]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[TokenValues]) -> None:
         line, token = _indices(lines, [state.ids for state in states], logits.device)
         kept = logits[line, token]
         logits[ship(logits.device, np.array(lines, np.int64))[0]] = -torch.inf
@@ -181,9 +180,7 @@ class LogitBias:
         bias = sequence.params.logit_bias
         return TokenValues(bias) if bias else None
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenValues]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[TokenValues]) -> None:
         line, token = _indices(lines, [state.ids for state in states], logits.device)
         logits[line, token] += _upload(np.concatenate([state.values for state in states]), logits)
 
@@ -205,7 +202,7 @@ class TokenValues:
 class Bans:
     """A stage whose states know what is `banned()` now: it becomes -inf."""
 
-    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Any]) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[Any]) -> None:
         line, token = _indices(lines, [state.banned() for state in states], logits.device)
         logits[line, token] = -torch.inf
 
@@ -259,12 +256,12 @@ class MinTokens(Bans):
         return MinTokensState(np.array(ids), params.min_tokens - num_output_tokens)
 
 
+@dataclass(eq=False)
 class MinTokensState:
     """Ids that would end the row, and how many tokens are missing until they may."""
 
-    def __init__(self, ids: np.ndarray, missing: int) -> None:
-        self.ids = ids
-        self.missing = missing
+    ids: np.ndarray
+    missing: int
 
     def accept(self, token_id: int) -> None:
         self.missing -= 1
@@ -298,9 +295,7 @@ class Penalties:
             state.accept(token_id)
         return state
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[PenaltyState]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[PenaltyState]) -> None:
         line, token = _indices(lines, [s.ids[: s.num_ids] for s in states], logits.device)
         if not len(line):
             return
@@ -312,16 +307,20 @@ class Penalties:
         logits[line, token] = seen - _upload(subtracted, logits)
 
 
+@dataclass(eq=False)
 class PenaltyState:
-    """The distinct tokens that a row has seen, and how often each stands in its output."""
+    """The distinct tokens that a row has seen, and how often each stands in its output.
 
-    def __init__(self, repetition: float, frequency: float, presence: float) -> None:
-        self.repetition = repetition
-        self.frequency = frequency
-        self.presence = presence
-        self.index: dict[int, int] = {}  # token id -> its place in the arrays
-        self.ids = np.empty(64, dtype=np.int64)  # only the first num_ids entries count
-        self.counts = np.zeros(64, dtype=np.int64)
+    Attributes:
+        index: token id -> its place in the arrays, of which only the first `num_ids` entries count.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    index: dict[int, int] = field(default_factory=dict)
+    ids: np.ndarray = field(default_factory=lambda: np.empty(64, dtype=np.int64))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(64, dtype=np.int64))
 
     @property
     def num_ids(self) -> int:
@@ -342,10 +341,8 @@ class PenaltyState:
         self.counts[self.index[token_id]] += 1
 
     def fork(self) -> PenaltyState:
-        copy = PenaltyState(self.repetition, self.frequency, self.presence)
-        copy.index = self.index.copy()
-        copy.ids, copy.counts = self.ids.copy(), self.counts.copy()
-        return copy
+        ids, counts = self.ids.copy(), self.counts.copy()
+        return replace(self, index=self.index.copy(), ids=ids, counts=counts)
 
     def subtracted(self) -> np.ndarray:
         """What presence and frequency take from each listed token's logit."""

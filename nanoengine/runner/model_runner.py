@@ -42,7 +42,7 @@ class ModelRunner(RunnerParts):
             if plan.transfers or plan.block_copies:
                 self._bring_blocks(plan, step)
             if plan.rows:
-                step.tensors = self._run(plan, step)
+                step.tensors = self._run(step)
                 if self.start_download is not None:
                     step.download = self.start_download(step.tensors)
             if plan.transfers:
@@ -63,26 +63,25 @@ class ModelRunner(RunnerParts):
         if self.special is not None and plan.chosen_tokens:
             self.special.rewrite(plan)
 
-    def _run(self, plan: StepPlan, step: LaunchedStep) -> list[torch.Tensor]:
+    def _run(self, step: LaunchedStep) -> list[torch.Tensor]:
         """Computes the step; returns what the host wants to see of it."""
-        special = self.special
+        plan, special = step.plan, self.special
         if self.graphed is not None and self.graphed.step.fits(plan):
             assert special is not None
-            return self.graphed.run(plan, step, special)
+            return self.graphed.run(step, special)
         asked = special if special is not None and special.are_asked(plan) else None
         scored = None if asked is None else asked.scorer.scored(plan)
-        batch, lines = self.rows.make_batch(plan, scored)
+        batch, step.lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(self.now())
         hidden = self.model(batch)
         if asked is not None:
-            return asked.run(plan, step, lines, hidden, scored)
-        packed = most_likely_tokens(self.model, hidden) if len(lines.entries) else None
+            return asked.run(step, hidden, scored)
+        packed = most_likely_tokens(self.model, hidden) if len(step.lines.entries) else None
         step.marks.append(self.now())
         if packed is not None:
-            self.rows.keep(lines, packed[0])
-            step.lines = lines
+            self.rows.keep(step.lines, packed[0])
         step.marks.append(self.now())
         return [] if packed is None else [packed]
 

@@ -12,7 +12,7 @@ On a GPU a look at values would make the host wait, so all rows go through `devi
 which gives the same tokens.
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
-steps: `admit`, `fork` and `release` follow the plan, and `accept_tokens` tells their processors
+steps: `admit`, `fork` and `release` follow the plan, and `RowEdits.accept` tells their processors
 which sampled tokens became part of the sequence.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
@@ -39,24 +39,13 @@ from nanoengine.runner.sampling_ops import (
     draw_top_k,
     draw_top_p,
     line_chunks,
+    mix,
     pad_to_blocks,
     uniforms,
     widen,
 )
 from nanoengine.runner.scores import token_logprobs
 from nanoengine.runner.transfers import ship
-
-
-def accept_tokens(edits: Mapping[int, RowEdits], token_ids: Sequence[Sequence[int]]) -> None:
-    """Tells processors the tokens that rows have gained.
-
-    Args:
-        edits: as `Sampler.edits_of` returns them.
-        token_ids: of each entry, those that it sampled, or the drafts that were right and one more.
-    """
-    for entry, of_row in edits.items():
-        for token_id in token_ids[entry]:
-            of_row.accept(token_id)
 
 
 class Sampler:
@@ -69,6 +58,8 @@ class Sampler:
         processors: further stages, run after those of SamplingParams.
 
     Attributes:
+        seeds: as `uniforms` takes them.
+        drawers: how each row's tokens are drawn on a CPU, by place in DRAWERS.
         params: temperature (0: greedy), top_k (V where it is off), top_p and min_p of each row.
         edited: which rows have an entry in `edits`.
         num_logprobs: -1 where none are asked for.
@@ -89,9 +80,9 @@ class Sampler:
         check_vocabulary(vocab_size, eos_token_ids)
         self.vocab_size = vocab_size
         self.processors = (*standard_processors(eos_token_ids), *processors)
-        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self.drawers = np.zeros(max_num_seqs, dtype=np.int64)
         self.params = np.tile([[0.0], [vocab_size], [1.0], [0.0]], max_num_seqs)
-        self.temperature, self.top_k, self.top_p, self.min_p = self.params
         self.edited = np.zeros(max_num_seqs, dtype=bool)
         self.num_logprobs = np.full(max_num_seqs, -1)
         self.edits: dict[int, RowEdits] = {}
@@ -104,16 +95,22 @@ class Sampler:
         The engine has checked every id that the parameters name against the vocabulary.
         """
         params, row = sequence.params, sequence.row
-        self.seed[row] = sequence.seed
         # Why the bound: above it float32 has only inf, and -inf / inf would be NaN.
         temperature = min(params.temperature, float(np.finfo(np.float32).max))
-        self.temperature[row] = 0.0 if params.is_greedy else temperature
-        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        filters = 0 < params.top_k < self.vocab_size, params.min_p > 0, params.top_p < 1
+        top_k = params.top_k if filters[0] else self.vocab_size
+        if params.is_greedy:
+            self.drawers[row], temperature = 0, 0.0
+        else:
+            self.drawers[row] = 2 + filters.index(True) if any(filters) else 1
+        self.params[:, row] = temperature, top_k, params.top_p, params.min_p
+        self._seed(row, sequence.seed)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.changed.add(row)
         self._set_edits(row, RowEdits.admit(self.processors, sequence))
+
+    def _seed(self, row: int, seed: int) -> None:
+        self.seeds[row : row + 1] = mix(np.array([seed], dtype=np.int64))
+        self.changed.add(row)
 
     def _set_edits(self, row: int, edits: RowEdits | None) -> None:
         self.edited[row] = edits is not None
@@ -134,9 +131,8 @@ class Sampler:
         """Makes a row a copy of its parent, with its own seed."""
         row, parent = fork.row, fork.parent_row
         self.params[:, row] = self.params[:, parent]
-        self.num_logprobs[row] = self.num_logprobs[parent]
-        self.seed[row] = fork.seed
-        self.changed.add(row)
+        self.drawers[row], self.num_logprobs[row] = self.drawers[parent], self.num_logprobs[parent]
+        self._seed(row, fork.seed)
         self._set_edits(row, self.edits[parent].fork() if self.edited[parent] else None)
 
     def release(self, row: int) -> None:
@@ -145,7 +141,7 @@ class Sampler:
 
     def edits_of(self, rows: Sequence[int]) -> dict[int, RowEdits]:
         """What must see the tokens that these rows are about to sample, by their place in `rows`.
-        `accept_tokens` tells it.
+        `RowEdits.accept` tells it.
 
         Why not the rows: by the time the tokens are known, a row may have passed on.
         """
@@ -165,7 +161,7 @@ class Sampler:
     def only_masked(self, rows: np.ndarray) -> bool:
         """Whether these rows ask for the largest of the model's own logits, but for bans alone."""
         return (
-            not self.temperature[rows].any()
+            not self.drawers[rows].any()
             and not (self.num_logprobs[rows] >= 0).any()
             and all(self.edits[row].only_bans for row in rows[self.edited[rows]].tolist())
         )
@@ -276,36 +272,23 @@ class Sampler:
             kind, params = self.kind(rows), self._draw_params(rows, positions, device)
             yield np.arange(len(rows)), lambda lines, at: sample_on_device(lines, params[at], kind)
             return
-        greedy = self.temperature[rows] == 0
-        if greedy.all():
-            yield np.arange(len(rows)), _sample_greedy
-            return
-        kinds = np.select(
-            [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
-            [0, 1, 2],
-            default=3,
-        )
-        if greedy.any():
-            yield np.flatnonzero(greedy), _sample_greedy
-        for number, draw_lines in enumerate((draw_top_k, draw_min_p, draw_top_p, draw)):
-            lines = np.flatnonzero(~greedy & (kinds == number))
-            if len(lines):
+        drawers = self.drawers[rows]
+        for number in sorted(set(drawers.tolist())):
+            lines, sample = np.flatnonzero(drawers == number), _sample_greedy
+            if drawer := DRAWERS[number]:
                 params = self._draw_params(rows[lines], positions[lines], device)
-                yield lines, functools.partial(_sample_drawn, draw_lines, params)
+                sample = functools.partial(_sample_drawn, drawer, params)
+            yield lines, sample
 
     def _draw_params(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
     ) -> DrawParams:
-        return DrawParams.pack(self.params[:, rows], uniforms(self.seed[rows], positions), device)
+        return DrawParams.pack(self.params[:, rows], uniforms(self.seeds[rows], positions), device)
 
     def kind(self, rows: np.ndarray) -> SamplingKind:
         """How `sample_on_device` takes these rows together."""
-        drawn = rows[self.temperature[rows] > 0]
-        if not len(drawn):
-            return SamplingKind.GREEDY
-        filters = (self.min_p[drawn] > 0) | (self.top_p[drawn] < 1)
-        filters |= self.top_k[drawn] < self.vocab_size
-        return SamplingKind.FILTERED if filters.any() else SamplingKind.DRAWN
+        most = int(self.drawers[rows].max(initial=0))
+        return (SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED)[min(most, 2)]
 
     def _edits(
         self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
@@ -320,7 +303,7 @@ class Sampler:
             else:
                 num_before, edits = latest[row]
                 edits = edits.fork()
-                edits.accept(drafts[row][num_before])
+                edits.accept(drafts[row][num_before : num_before + 1])
                 latest[row] = num_before + 1, edits
             found[i] = latest[row][1]
         return found
@@ -328,6 +311,11 @@ class Sampler:
 
 LineSampler = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 """From the edited logits of some lines of a group to their tokens, and which of these are valid."""
+
+
+DRAWERS = (None, draw, draw_top_k, draw_min_p, draw_top_p)
+"""How lines are drawn: greedy ones not at all; else by the first of its filters, which stops early
+in its own way."""
 
 
 def _sample_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from nanoengine.runner.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.transfers import ship
@@ -39,12 +41,26 @@ FIRST_WIDTH = 64
 SCALE = 2.0**34
 """Weight of a line's most likely token, as a whole number."""
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio, odd: its multiples spread evenly over the 64-bit numbers."""
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""2**64 divided by the golden ratio, odd, as int64: its multiples spread evenly over the 64-bit
+numbers."""
+
+Bits = TypeVar("Bits", NDArray[np.int64], torch.Tensor)
+"""int64, of an array or of a tensor on any device. Numbers wrap as unsigned ones do; only shifts to
+the right must leave the sign behind."""
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position), 53 random bits each, as float64 [L].
+def uniforms(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position), [L]; the seeds as `mix` makes them.
+
+    >>> uniforms(mix(np.array([7, 8])), np.array([0, 0])).round(4).tolist()
+    [0.5243, 0.9262]
+    """
+    return random_bits(seeds, positions) * 2.0**-53
+
+
+def random_bits(seeds: Bits, positions: Bits) -> Bits:
+    """53 random bits for each (seed, position), int64 [L].
 
     Counter-based: nothing is kept between calls, so a token can be drawn again after preemption.
     The seed is mixed before the position is added, or else seeds that differ by a multiple of
@@ -53,20 +69,19 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Source: the SplitMix64 output function of Steele, Lea and Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014; keying by counter as in Salmon et al., "Parallel random
     numbers: as easy as 1, 2, 3".
-
-    >>> uniforms(np.array([7, 8]), np.array([0, 0])).round(4).tolist()
-    [0.5243, 0.9262]
     """
-    counter = np.asarray(positions).astype(np.uint64) + np.uint64(1)
-    bits = mix(mix(np.asarray(seeds).astype(np.uint64)) + counter * GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _shift(mix(seeds + (positions + 1) * GOLDEN), 11)
 
 
-def mix(z: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64, on uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def mix(z: Bits) -> Bits:
+    """The output function of SplitMix64."""
+    z = (z ^ _shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shift(z, 27)) * (0x94D049BB133111EB - 2**64)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Bits, count: int) -> Bits:
+    return (z >> count) & (2 ** (64 - count) - 1)
 
 
 @dataclass(frozen=True, slots=True)

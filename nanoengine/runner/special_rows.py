@@ -19,9 +19,9 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.greedy import is_plain, pack_found
 from nanoengine.runner.logits import LogitsProcessor, RowEdits
-from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
+from nanoengine.runner.row_buffers import Ints, RowBuffers
 from nanoengine.runner.sampled import FetchedTokens, SampledTokens, to_records
-from nanoengine.runner.sampler import Sampler, accept_tokens
+from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.step import LaunchedStep
 
@@ -76,12 +76,7 @@ class SpecialRows:
         return bool(plan.draft_token_ids) or bool(self._asks[plan.rows].any())
 
     def run(
-        self,
-        plan: StepPlan,
-        step: LaunchedStep,
-        lines: SamplingLines,
-        hidden: torch.Tensor,
-        scored: tuple[Ints, Ints] | None,
+        self, step: LaunchedStep, hidden: torch.Tensor, scored: tuple[Ints, Ints] | None
     ) -> list[torch.Tensor]:
         """Samples from a step's hidden states; returns what the host wants to see.
 
@@ -89,44 +84,44 @@ class SpecialRows:
             hidden: of the lines, then of the scored positions, [.., hidden_size].
             scored: as `PromptScorer.scored` returns them.
         """
-        sampling, scoring = hidden.tensor_split([len(lines.entries)])
-        sampled = self._most_likely(plan, lines, sampling)
+        sampling, scoring = hidden.tensor_split([len(step.lines.entries)])
+        sampled = self._most_likely(step, sampling)
         logits = None if sampled else self.model.logits(sampling)  # [L, V]
         step.marks.append(step.now())
         tensors: list[torch.Tensor] = []
-        if len(lines.entries):
-            sampled = sampled or self.sample(plan, lines, logits)
+        if len(step.lines.entries):
+            sampled = sampled or self.sample(step, logits)
             # Why not with drafts: how many of them count is found on the host, in `take`.
-            if not plan.draft_token_ids:
-                self.rows.keep(lines, sampled.token_ids)
-            tensors += self.await_tokens(plan, step, lines, sampled)
+            if not step.plan.draft_token_ids:
+                self.rows.keep(step.lines, sampled.token_ids)
+            tensors += self.await_tokens(step, sampled)
         if scored is not None:
             step.special = step.special or Awaited()
-            step.special.scored_entries, scores = self.scorer.score(plan, scored, scoring)
+            step.special.scored_entries, scores = self.scorer.score(step.plan, scored, scoring)
             tensors += scores
         step.marks.append(step.now())
         return tensors
 
-    def _most_likely(
-        self, plan: StepPlan, lines: SamplingLines, hidden: torch.Tensor
-    ) -> SampledTokens | None:
+    def _most_likely(self, step: LaunchedStep, hidden: torch.Tensor) -> SampledTokens | None:
         """The tokens of all lines where they are greedy and the model needs no logits for it."""
-        if not self.sampler.only_masked(lines.rows):
+        rows = step.lines.rows
+        if not self.sampler.only_masked(rows):
             return None
 
         def masks() -> np.ndarray | None:
             self._learn_tokens()
-            return self.sampler.masks(lines.rows, plan.draft_token_ids)
+            return self.sampler.masks(rows, step.plan.draft_token_ids)
 
-        is_masked = self.sampler.edited[lines.rows].any()
+        is_masked = self.sampler.edited[rows].any()
         found = self.model.most_likely(hidden, masks if is_masked else None)
         return None if found is None else SampledTokens(packed=pack_found(*found))
 
-    def sample(self, plan: StepPlan, lines: SamplingLines, logits: torch.Tensor) -> SampledTokens:
+    def sample(self, step: LaunchedStep, logits: torch.Tensor) -> SampledTokens:
         """Samples a token a line."""
-        if self.sampler.edited[lines.rows].any():
+        rows, positions = step.lines.rows, step.lines.positions
+        if self.sampler.edited[rows].any():
             self._learn_tokens()
-        return self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
+        return self.sampler.sample(logits, rows, positions, step.plan.draft_token_ids)
 
     def _learn_tokens(self) -> None:
         """Waits for the tokens of the step before, which processors must know.
@@ -136,12 +131,9 @@ class SpecialRows:
         if self.latest is not None:
             self.latest.result()
 
-    def await_tokens(
-        self, plan: StepPlan, step: LaunchedStep, lines: SamplingLines, sampled: SampledTokens
-    ) -> list[torch.Tensor]:
+    def await_tokens(self, step: LaunchedStep, sampled: SampledTokens) -> list[torch.Tensor]:
         """Notes who waits for the tokens; returns what the host wants to see of them."""
-        step.lines = lines
-        step.special = Awaited(sampled=sampled, edits=self.sampler.edits_of(plan.rows))
+        step.special = Awaited(sampled=sampled, edits=self.sampler.edits_of(step.plan.rows))
         return sampled.tensors
 
 
@@ -171,9 +163,7 @@ class Awaited:
     def _tell_tokens(self, step: LaunchedStep, fetched: FetchedTokens, result: StepResult) -> None:
         """Sorts tokens by sequence, keeps accepted ones, and tells rows and processors."""
         plan, lines = step.plan, step.lines
-        assert lines is not None
-        token_ids = np.array(fetched.token_ids)
-        step.rows.write(lines.rows, lines.positions, token_ids, lines.seq_ids)
+        step.rows.write(lines, np.array(fetched.token_ids))
         over: set[int] = set()  # entries that go no further in this step
         for line, entry in enumerate(lines.entries.tolist()):
             tokens = result.token_ids[entry]
@@ -188,4 +178,5 @@ class Awaited:
                 result.errors[entry] = fetched.errors[line]
             if line in fetched.logprobs:
                 result.logprobs.setdefault(entry, []).append(fetched.logprobs[line])
-        accept_tokens(self.edits, result.token_ids)
+        for entry, edits in self.edits.items():
+            edits.accept(result.token_ids[entry])

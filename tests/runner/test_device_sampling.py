@@ -6,12 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.core.layout import KVGroup
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, BlockCopy
 from nanoengine.runner.device_sampling import (
     SamplingKind,
-    mixed_seeds,
-    row_uniforms,
     sample_on_device,
 )
 from nanoengine.runner.kv_cache import KVCache
@@ -21,11 +19,12 @@ from nanoengine.runner.sampling_ops import (
     DrawParams,
     draw_all_sorted,
     draw_top_k,
-    uniforms,
+    mix,
+    random_bits,
 )
 from nanoengine.runner.scores import token_logprobs
 from nanoengine.settings.params import SamplingParams
-from tests.support.logits import random_logits
+from tests.support.logits import random_logits, uniforms_of
 
 NUM_LINES = 12
 CPU = torch.device("cpu")
@@ -34,25 +33,26 @@ CPU = torch.device("cpu")
 def sampler_of(kind, vocab_size, seed):
     """A CPU sampler whose rows have random parameters of that kind."""
     rng, sampler = np.random.default_rng(seed), Sampler(vocab_size, NUM_LINES)
-    sampler.seed[:] = rng.integers(0, 2**63, NUM_LINES)
-    if kind is SamplingKind.GREEDY:
-        return sampler
-    sampler.temperature[:] = rng.choice([1e-3, 0.6, 1.0, 3.0], NUM_LINES)
-    sampler.temperature[rng.random(NUM_LINES) < 0.2] = 0.0
-    if kind is SamplingKind.DRAWN:
-        return sampler
-    sampler.top_k[:] = rng.integers(1, vocab_size + 1, NUM_LINES)
-    sampler.top_k[1::2] = np.minimum(sampler.top_k[1::2], FIRST_WIDTH)
-    sampler.top_k[::5] = vocab_size  # off
-    sampler.top_p[:] = rng.choice([1.0, 1e-6, 0.5, 0.95], NUM_LINES)
-    sampler.min_p[:] = rng.choice([0.0, 0.05, 1.0], NUM_LINES)
-    sampler.top_p[::5], sampler.min_p[::5] = 1.0, 0.0
+    filtered = kind is SamplingKind.FILTERED
+    for row in range(NUM_LINES):
+        params, most = {}, FIRST_WIDTH if row % 2 else vocab_size
+        if filtered and row % 5:
+            params["top_k"] = int(min(rng.integers(1, vocab_size + 1), most))
+            params["top_p"] = float(rng.choice([1.0, 1e-6, 0.5, 0.95]))
+            params["min_p"] = float(rng.choice([0.0, 0.05, 1.0]))
+        greedy = kind is SamplingKind.GREEDY or rng.random() < 0.2
+        temperature = 0.0 if greedy else float(rng.choice([1e-3, 0.6, 1.0, 3.0]))
+        drawn = SamplingParams(temperature=temperature, **params)
+        sampler.admit(
+            AdmittedSequence(row, row, [1], 1, 0, drawn, seed=int(rng.integers(0, 2**63)))
+        )
     return sampler
 
 
 def packed(sampler, positions):
     """The sampler's parameters as the device holds them."""
-    uniform = row_uniforms(torch.from_numpy(mixed_seeds(sampler.seed)), torch.from_numpy(positions))
+    seeds = torch.from_numpy(sampler.seeds)
+    uniform = random_bits(seeds, torch.from_numpy(positions)).double() * 2.0**-53
     return DrawParams(torch.cat((torch.from_numpy(sampler.params), uniform[None])))
 
 
@@ -122,8 +122,8 @@ def test_a_line_without_a_valid_token_is_told_and_its_neighbours_are_not(kind, b
 def test_the_device_draws_the_same_uniforms():
     seeds = np.array([0, 7, 2**63 - 1, 2**62 + 12345])
     positions = np.array([0, 1, 2**40, 99])
-    found = row_uniforms(torch.from_numpy(mixed_seeds(seeds)), torch.from_numpy(positions))
-    assert found.tolist() == uniforms(seeds, positions).tolist()
+    found = random_bits(mix(torch.from_numpy(seeds)), torch.from_numpy(positions))
+    assert (found.double() * 2.0**-53).tolist() == uniforms_of(seeds, positions).tolist()
 
 
 # --- never a question to the device --------------------------------------------------------------
@@ -155,15 +155,9 @@ def test_sampling_never_asks_the_device(kind, edited, meta):
 
 
 def test_block_copies_and_scores_never_ask_the_device(meta):
+    layout = KVLayout(num_blocks=4, block_size=8, block_bytes=0, groups=(KVGroup(layers=(0,)),))
     cache = KVCache(
-        groups=(KVGroup(layers=(0,)),),
-        num_blocks=4,
-        block_size=8,
-        num_kv_heads=1,
-        head_dim=8,
-        layout="PKD",
-        dtype=torch.float32,
-        device=meta,
+        layout, num_kv_heads=1, head_dim=8, order="PKD", dtype=torch.float32, device=meta
     )
     cache.copy_blocks([BlockCopy(1, 2), BlockCopy(1, 3)])
     scores = token_logprobs(torch.zeros(5, 131, device=meta), torch.zeros(5, device=meta).long(), 4)

@@ -8,10 +8,10 @@ import triton
 from nanoengine.kernels import triton_sampling as kernels
 from nanoengine.runner import device_sampling, triton_sampling
 from nanoengine.runner.device_sampling import SamplingKind, has_kernel, sample_on_device
-from nanoengine.runner.sampling_ops import DrawParams, draw_all_sorted, uniforms
+from nanoengine.runner.sampling_ops import DrawParams, draw_all_sorted
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.attention_cases import DEVICE
-from tests.support.logits import random_logits
+from tests.support.logits import random_logits, uniforms_of
 
 ALMOST_ONE = 1 - 2.0**-53
 """The greatest uniform number: it draws the last token that the filters keep."""
@@ -52,7 +52,7 @@ def test_draws_the_tokens_of_its_twin(dtype):
     logits[:, 0] = 0.0
     params = params_of(
         num_lines, size, temperature=rng.choice([0.0, 1e-3, 0.7, 3.0], num_lines),
-        uniform=uniforms(np.arange(num_lines), np.full(num_lines, 7)),
+        uniform=uniforms_of(np.arange(num_lines), np.full(num_lines, 7)),
     )  # fmt: skip
     ids, valid = sample_lines(logits, params, draws=True, filters=False)
     assert ids.tolist() == twin(logits, params, SamplingKind.DRAWN)
@@ -193,7 +193,9 @@ def test_seeds_draw_by_probability():
     """Chi-square with 5 degrees of freedom: above 20.5 once in a thousand."""
     num_lines = 120
     logits = torch.tensor([0.0, 1.0, 0.3, -0.5, 0.8, 0.1])
-    params = params_of(num_lines, 6, uniform=uniforms(np.arange(num_lines), np.full(num_lines, 11)))
+    params = params_of(
+        num_lines, 6, uniform=uniforms_of(np.arange(num_lines), np.full(num_lines, 11))
+    )
     ids, _ = sample_lines(logits.to(DEVICE).expand(num_lines, -1), params, True, False)
     expected = num_lines * logits.softmax(-1)
     counts = torch.bincount(ids.cpu(), minlength=6)
