@@ -1,7 +1,7 @@
 """Where the memory goes: how many KV blocks fit, and what the largest steps take beside them.
 
     GPU   a share of all memory, less what is used already, the weights among it
-          less the activations of the largest steps, measured by running them (`LargestSteps`)
+          less the activations of the largest steps, measured by running them (`largest_steps.py`)
           less CUDA graphs, measured by capturing two, and the staging buffers of a host tier
     CPU   a share of the free memory, or 4 GiB if that is less
 

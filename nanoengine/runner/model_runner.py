@@ -112,8 +112,7 @@ class ModelRunner(RunnerParts):
         # Why the backend too: it keeps views of the cache.
         parts = ("model", "graphed", "kv_cache", "rows", "special", "backend")
         for name in parts:
-            if hasattr(self, name):
-                delattr(self, name)
+            vars(self).pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -35,9 +35,8 @@ from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,
     draw,
-    draw_min_p,
     draw_top_k,
-    draw_top_p,
+    draw_widening,
     line_chunks,
     mix,
     pad_to_blocks,
@@ -313,9 +312,9 @@ LineSampler = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 """From the edited logits of some lines of a group to their tokens, and which of these are valid."""
 
 
-DRAWERS = (None, draw, draw_top_k, draw_min_p, draw_top_p)
-"""How lines are drawn: greedy ones not at all; else by the first of its filters, which stops early
-in its own way."""
+DRAWERS = (None, draw, draw_top_k, draw_widening, draw_widening)
+"""How lines are drawn: greedy ones not at all, those without filters from all tokens; else by the
+first filter that they have, of top_k, min_p and top_p, each of which stops early in its own way."""
 
 
 def _sample_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:

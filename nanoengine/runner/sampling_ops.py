@@ -234,31 +234,17 @@ def draw_all_sorted(
     return _draw_candidates(candidates, largest, params)[0]
 
 
-def draw_min_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that min_p and then top_p leave, for lines with min_p; ids [L].
+def draw_widening(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """Draws from the tokens that min_p and then top_p leave, for lines without top_k; ids [L]. All
+    of them have a min_p, or none has. Arguments as for `draw`.
 
-    Arguments as for `draw`.
+    It is not known beforehand how many tokens the filters keep. So a few candidates are tried, and
+    lines that these don't cover are tried again with eight times as many, at last with all.
     """
-    return _draw_widening(logits, largest, params, total=None)
-
-
-def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that top_p leaves, for lines with neither top_k nor min_p; ids [L].
-
-    Arguments as for `draw`.
-    """
-    blocks = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
-    return _draw_widening(logits, largest, params, blocks.double().sum((-1, -2))[:, None])
-
-
-def _draw_widening(
-    logits: torch.Tensor, largest: torch.Tensor, params: DrawParams, total: torch.Tensor | None
-) -> torch.Tensor:
-    """Draws where it is not known beforehand how many tokens the filters keep.
-
-    A few candidates are tried, and lines that these don't cover are tried again with eight times as
-    many, at last with all.
-    """
+    total = None
+    if not params.uses_min_p:
+        blocks = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
+        total = blocks.double().sum((-1, -2))[:, None]
     width, vocab_size = min(FIRST_WIDTH, logits.shape[-1]), logits.shape[-1]
     ids, covered = _draw_candidates(top_candidates(logits, width), largest, params, total)
     while width < vocab_size and not covered.all():

@@ -13,6 +13,7 @@ finished, so this costs no allocation after the first steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,10 +27,9 @@ def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tenso
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    offsets, size = [], 0
-    for array in arrays:
-        offsets.append(size)
-        size += -(-array.nbytes // 16) * 16  # Why 16: kernels load aligned
+    # Why 16: kernels load aligned
+    ends = accumulate(-(-array.nbytes // 16) * 16 for array in arrays)
+    *offsets, size = 0, *ends
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     host = buffer.numpy()
     for array, offset in zip(arrays, offsets, strict=True):

@@ -20,8 +20,7 @@ from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,
     draw,
-    draw_min_p,
-    draw_top_p,
+    draw_widening,
     mix,
     top_candidates,
 )
@@ -296,12 +295,14 @@ def test_random_numbers_are_splitmix64_and_uniform():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("draw_one", [draw, draw_top_p, draw_min_p])
-def test_tokens_without_probability_are_never_drawn(uniform, draw_one):
+@pytest.mark.parametrize(
+    ("draw_one", "min_p"), [(draw, 0.0), (draw_widening, 0.0), (draw_widening, 1e-15)]
+)
+def test_tokens_without_probability_are_never_drawn(uniform, draw_one, min_p):
     x = torch.full((1, 640), -torch.inf)
     likely = [70, 71, 300, 513]
     x[0, likely] = torch.tensor([-0.5, 0.0, -30.0, -1.0])  # -30: rounds to no weight
-    columns = np.array([[1.0], [640.0], [0.99], [0.0]])
+    columns = np.array([[1.0], [640.0], [0.99], [min_p]])
     params = DrawParams.pack(columns, np.array([uniform]), x.device)
     assert draw_one(x, x.amax(-1, keepdim=True), params).item() in (70, 71, 513)
 
