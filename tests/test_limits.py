@@ -35,7 +35,7 @@ ROOMS = {
     "observe": 2080,
     "parallel": 670,
     "ranks": 450,
-    "runner": 2120,
+    "runner": 2110,
     "settings": 790,
     "small": 610,
     "text": 1030,

@@ -57,7 +57,10 @@ class DecodeStep:
         # Why the longest: launches are sized for it.
         self._max_model_len = rows.token_ids.shape[1] - 1
         with_padding = self.num_rows + 1
-        self.held = _rows_class(device)(
+        kind = DeviceRows
+        if device.type == "cuda":
+            from nanoengine.runner.triton_rows import TritonRows as kind
+        self.held = kind(
             rows.pool, num_groups=num_groups, num_blocks=num_blocks, block_size=rows.block_size
         )
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
@@ -137,9 +140,8 @@ class DecodeStep:
     def forward(self, size: int) -> tuple[torch.Tensor]:
         """The logits [size, V] of the first `size` of `batch_rows`, in a buffer that all sizes
         share."""
-        inputs = self.held.gather(self.batch_rows[:size])
         batch = Batch(
-            **inputs._asdict(),
+            **self.held.gather(self.batch_rows[:size]),
             query_start_loc=self._query_start_loc[: size + 1],
             logits_indices=None,
             num_decodes=size,
@@ -157,11 +159,3 @@ class DecodeStep:
         token_ids, valid = sample_on_device(self._logits_out[:size], params, kind)
         self.held.advance(self.batch_rows[:size], token_ids)
         return token_ids, valid
-
-
-def _rows_class(device: torch.device) -> type[DeviceRows]:
-    if device.type != "cuda":
-        return DeviceRows
-    from nanoengine.runner.triton_rows import TritonRows
-
-    return TritonRows

@@ -80,7 +80,6 @@ class RunnerParts:
         self.groups = kv_cache.make_groups(
             self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
-        self.load_s = 0.0
         self.num_parameters = 0
         self.extra_block_bytes = 0  # of a block, for what else is kept of its tokens
         self.tier_storage: dict[str, TierStorage] = {}
