@@ -60,7 +60,7 @@ class PreparingExecutor(NoExecutor):
         prepare_s = time.perf_counter() - start
         token_ids = np.ones(len(lines.rows), np.int64)
         self.rows.keep(lines, torch.from_numpy(token_ids))
-        self.rows.write(lines.rows, lines.positions, token_ids, self.rows.seq_ids[lines.rows])
+        self.rows.write(lines, token_ids)
         answered = super().launch(plan)
         answered.result().times = StepTimes(prepare_s=prepare_s)
         return answered

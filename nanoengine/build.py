@@ -32,7 +32,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.stages import Stages
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import use_isa
+from nanoengine.runner.numerics import RunnerOptions, use_isa
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -78,23 +78,25 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     quantization = resolve_quantization(
         config.quantization, model_config.quantization, device=device.type
     )
-    run_on: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend}
     stages = Stages(config, model_config, directory)
+    options = RunnerOptions(
+        config=config,
+        model_config=model_config,
+        directory=directory,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        quantization=quantization,
+        processors=stages,
+    )
     executor: Any = ModelRunner
     if config.tensor_parallel_size > 1:
         from nanoengine.ranks.executor import RankedExecutor as executor
     if config.speculative:
         from nanoengine.features.make_drafts import drafted_executor
 
-        executor = drafted_executor(config, model_config, executor, run_on)
-    runner = executor(
-        config,
-        model_config,
-        directory,
-        **run_on,
-        quantization=quantization,
-        processors=stages,
-    )
+        executor = drafted_executor(options, executor)
+    runner = executor(options)
     layout = runner.start()
     try:
         engine = _engine_on(runner, config, layout, backend, directory, stages, started)
@@ -197,7 +199,7 @@ def _info(
     start_s: float,
 ) -> EngineInfo:
     """What was discovered at start."""
-    model_config, quantization = runner.model_config, runner.quantization
+    model_config, quantization = runner.model_config, runner.options.quantization
     return EngineInfo(
         model_name=config.model,
         vocab_size=model_config.vocab_size,

@@ -24,7 +24,6 @@ from nanoengine.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from nanoengine.runner.sampling_ops import uniforms
 from nanoengine.small import block_pool, sampler
 from nanoengine.small.__main__ import main
 from nanoengine.small.block_manager import BlockManager
@@ -35,6 +34,7 @@ from nanoengine.small.runner import ModelRunner
 from nanoengine.small.scheduler import Scheduler
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_executor import EOS, FakeExecutor, expected_output, make_engine, make_layout
+from tests.support.logits import uniforms_of
 from tools.loc import measure
 
 MOST_LINES = 585
@@ -235,7 +235,7 @@ def test_drawn_tokens_do_not_depend_on_their_company():
 def test_uniforms_are_those_of_the_large_sampler():
     draw = random.Random(0)
     for seed, position in [(draw.randrange(2**63), draw.randrange(10**6)) for _ in range(200)]:
-        (large,) = uniforms(np.array([seed]), np.array([position]))
+        (large,) = uniforms_of(np.array([seed]), np.array([position]))
         assert sampler.uniform(seed, position) == large
 
 

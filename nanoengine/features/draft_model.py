@@ -18,7 +18,6 @@ import json
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.layout import KVGroup, KVLayout
@@ -28,6 +27,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.drafting import Drafter, Guess
 from nanoengine.runner import kv_cache
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.runner.step import LaunchedStep
 from nanoengine.settings.params import SamplingParams
 
@@ -52,15 +52,15 @@ class DraftedRunner(ModelRunner):
 
     Args:
         draft: the draft model's, not started; gets as many blocks of as many tokens.
-        others: as of a ModelRunner.
+        options: as of a ModelRunner.
 
     Attributes:
         draft: the draft model's runner.
         drafted: what that has of each row.
     """
 
-    def __init__(self, *args: Any, draft: ModelRunner, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, options: RunnerOptions, *, draft: ModelRunner) -> None:
+        super().__init__(options)
         self.draft = draft
         self.drafted: dict[int, DraftedRow] = {}
 
@@ -94,7 +94,7 @@ class DraftedRunner(ModelRunner):
                 f" is shorter than max_model_len={memory.max_model_len}: lower that"
             )
         draft.config = replace(
-            draft.config, num_kv_blocks=memory.num_blocks, max_model_len=memory.max_model_len
+            draft.config, num_kv_blocks=layout.num_blocks, max_model_len=memory.max_model_len
         )
         draft.start()
         draft.rows.token_ids = self.rows.token_ids  # Why one: what is sampled is known to both.
@@ -200,7 +200,7 @@ def _admitted_for_drafts(new: AdmittedSequence) -> AdmittedSequence:
 def require_same_vocabulary(target: ModelRunner, draft: ModelRunner) -> None:
     """Raises ConfigError unless equal token ids mean equal text in both, as far as files tell."""
     sizes = target.model_config.vocab_size, draft.model_config.vocab_size
-    words = _vocabulary(target.directory), _vocabulary(draft.directory)
+    words = _vocabulary(target.options.directory), _vocabulary(draft.options.directory)
     if sizes[0] != sizes[1] or (words[0] and words[1] and words[0] != words[1]):
         raise ConfigError(
             f"speculative: the draft model {draft.config.model!r} has another vocabulary"

@@ -612,7 +612,7 @@ def tiered_cache(
             "weights": config.load_format,
             "seed": config.seed if config.load_format == "dummy" else None,
             "dtype": runner.dtype,
-            "quantization": runner.quantization,
+            "quantization": runner.options.quantization,
             "kv_dtype": runner.kv_dtype,
             "deterministic": config.deterministic,
             "attention_backend": backend,

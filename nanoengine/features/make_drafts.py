@@ -21,31 +21,27 @@ from nanoengine.features.drafting import Drafter, Drafting
 from nanoengine.features.forced import ForcedTokens
 from nanoengine.features.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.drafts import ModelDrafts, NgramDrafts, parse_speculative
 
 
-def drafted_executor(
-    config: EngineConfig, model_config: ModelConfig, executor: Any, run_on: dict[str, Any]
-) -> Callable[..., Any]:
+def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
     """What makes the runner where `speculative` is set: `executor`, or one with a draft model."""
-    assert config.speculative is not None
-    drafts = parse_speculative(config.speculative)
-    _require_no_states(model_config, "be verified")
+    assert options.config.speculative is not None
+    drafts = parse_speculative(options.config.speculative)
+    _require_no_states(options.model_config, "be verified")
     if not isinstance(drafts, ModelDrafts):
         return executor
-    return functools.partial(DraftedRunner, draft=_make_draft_runner(drafts, config, run_on))
+    return functools.partial(DraftedRunner, draft=_make_draft_runner(drafts, options))
 
 
-def _make_draft_runner(
-    drafts: ModelDrafts, config: EngineConfig, run_on: dict[str, Any]
-) -> ModelRunner:
+def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunner:
     """The draft model's runner, not started: the settings of the engine, by its own checkpoint."""
     own = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
+    own |= {"speculative": None, "max_model_len": None}
     # Why eager: its steps are no plain decodes.
-    config = replace(
-        config, model=drafts.model, speculative=None, max_model_len=None, enforce_eager=True, **own
-    )
+    config = replace(options.config, model=drafts.model, enforce_eager=True, **own)
     try:
         directory = resolve_model(config)
     except ConfigError as error:
@@ -56,9 +52,10 @@ def _make_draft_runner(
     quantization = resolve_quantization(
         config.quantization if at_load else None,
         model_config.quantization,
-        device=run_on["device"].type,
+        device=options.device.type,
     )
-    return ModelRunner(config, model_config, directory, **run_on, quantization=quantization)
+    found = {"model_config": model_config, "directory": directory, "quantization": quantization}
+    return ModelRunner(replace(options, config=config, processors=tuple, **found))
 
 
 def _require_no_states(model_config: ModelConfig, what: str) -> None:

@@ -321,7 +321,7 @@ def draw_filtered(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """A token of those that min_p, top_k and then top_p leave; see `draw_thresholds`."""
+    """A token of those that min_p, top_k and then top_p leave; see `draw_all_sorted`."""
     low = weightless_key(largest, temperature, SHIFT)
     count = collect(
         row, candidates, best, best_at, tl.minimum(top_k, WIDTH), largest, low,

@@ -11,9 +11,9 @@ Legend: T tokens, L rows of logits, H / G value / key heads, E / V size of a key
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -86,24 +86,22 @@ class GatedDeltaNet(StateLayer):
         self.plan, self.eps = plan, config.rms_norm_eps
         heads = whole.num_value_heads // whole.num_key_heads
         sizes = plan.key_dim, plan.key_dim, heads * plan.value_dim
-
-        def pick(name: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, torch.Tensor]]:
-            merged = whole.merged and len(sizes) > 1
-            return pick_rows(name, sizes, whole.num_key_heads, shard, merged=merged)
-
-        channels = pick_rows("", sizes, whole.num_key_heads, shard, merged=False)[""]
+        z, one = sizes[-1:], (heads,)
         if whole.merged:
-            picks = pick("in_proj_qkvz", (*sizes, sizes[-1])), pick("in_proj_ba", (heads, heads))
+            tensors = {"in_proj_qkvz": (*sizes, *z)}, {"in_proj_ba": (heads, heads)}
         else:
-            picks = (
-                pick_rows("in_proj_qkv", sizes, whole.num_key_heads, shard, merged=False)
-                | pick("in_proj_z", sizes[-1:]),
-                pick("in_proj_b", (heads,)) | pick("in_proj_a", (heads,)),
-            )
+            tensors = {"in_proj_qkv": sizes, "in_proj_z": z}, {"in_proj_b": one, "in_proj_a": one}
+        rows_of = partial(pick_rows, num_heads=whole.num_key_heads, shard=shard)
         self.in_proj_qkvz, self.in_proj_ba = (
-            PickedLinear(f"{path}.{name}", hidden, rows, context=context)
-            for name, rows in zip(("in_proj_qkvz", "in_proj_ba"), picks, strict=True)
+            PickedLinear(
+                f"{path}.{name}",
+                hidden,
+                {tensor: rows_of(each, merged=whole.merged) for tensor, each in found.items()},
+                context=context,
+            )
+            for name, found in zip(("in_proj_qkvz", "in_proj_ba"), tensors, strict=True)
         )
+        channels = rows_of(sizes, merged=False)
         self.conv1d = CausalConv(
             plan.kernel, plan.channels, bias=False, picked=channels, context=context
         )
@@ -266,26 +264,22 @@ class PickedLinear(MergedLinear):
 
 
 def pick_rows(
-    name: str, sizes: tuple[int, ...], num_heads: int, shard: Shard, *, merged: bool
-) -> dict[str, tuple[int, torch.Tensor]]:
-    """Where the rows are that each key head has of several outputs, for the heads of one rank.
+    sizes: tuple[int, ...], num_heads: int, shard: Shard, *, merged: bool
+) -> tuple[int, torch.Tensor]:
+    """How many rows a tensor of several outputs has, and which belong to one rank's key heads.
 
     Args:
-        name: of the tensor that holds them.
         sizes: rows a key head of each output.
         merged: the rows of a key head lie together; else those of an output.
     """
-    heads = shard.slice(num_heads, "linear_num_key_heads")
+    heads, num_rows = shard.slice(num_heads, "linear_num_key_heads"), num_heads * sum(sizes)
+    rows = torch.arange(num_rows)
     if merged:
-        rows = torch.arange(num_heads * sum(sizes)).view(num_heads, -1)[heads]
-        picked = [part.flatten() for part in rows.split(sizes, dim=1)]
+        parts = rows.view(num_heads, -1).split(sizes, dim=1)
     else:
-        ends = itertools.accumulate(num_heads * size for size in sizes)
-        picked = [
-            torch.arange(end - num_heads * size, end).view(num_heads, size)[heads].flatten()
-            for end, size in zip(ends, sizes, strict=True)
-        ]
-    return {name: (num_heads * sum(sizes), torch.cat(picked))}
+        outputs = rows.split([num_heads * size for size in sizes])
+        parts = tuple(output.view(num_heads, -1) for output in outputs)
+    return num_rows, torch.cat([part[heads].flatten() for part in parts])
 
 
 class Decay(Layer):
@@ -306,11 +300,10 @@ class Decay(Layer):
         return -self.a_log.exp() * F.softplus(a + self.dt_bias)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, tensors = path.rpartition(".")[0], {"A_log": self.a_log, "dt_bias": self.dt_bias}
+        beside, shape, part = path.rpartition(".")[0], (self.num_heads,), (self.part,)
+        tensors = {"A_log": self.a_log, "dt_bias": self.dt_bias}
         return {
-            f"{beside}.{name}": WeightSlot(
-                shape=(self.num_heads,), part=(self.part,), store=tensor.copy_
-            )
+            f"{beside}.{name}": WeightSlot(shape=shape, part=part, store=tensor.copy_)
             for name, tensor in tensors.items()
         }
 

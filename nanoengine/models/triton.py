@@ -49,12 +49,7 @@ class TritonKernels(Kernels):
         ConfigError: a dtype that the kernels don't compute.
     """
 
-    def __init__(
-        self,
-        attention: AttentionBackend,
-        *,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, attention: AttentionBackend, *, dtype: torch.dtype) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
                 f"fused layers compute float16, bfloat16 and float32, got {dtype}: set dtype, or"

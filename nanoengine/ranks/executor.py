@@ -28,9 +28,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ from nanoengine.layers.collectives import LOOPBACK, Whereabouts
 from nanoengine.models.loader import check_ranks
 from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, RankStarted, Setup, pickled
 from nanoengine.ranks.worker import Worker
-from nanoengine.runner.logits import LogitsProcessor
-from nanoengine.settings.config import EngineConfig
+from nanoengine.runner.numerics import RunnerOptions
 
 RANK = "nanoengine.ranks.rank"
 
@@ -57,14 +55,10 @@ LAST_WORDS_S = 1.0
 """Time for the other ranks to say what they saw, once one has ended."""
 
 
-def require_ranks(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    *,
-    device: torch.device,
-    quantization: Quantization | None,
-) -> None:
+def require_ranks(options: RunnerOptions) -> None:
     """Raises ConfigError for what can't be split over ranks, or not be had together with them."""
+    config, model_config, quantization = options.config, options.model_config, options.quantization
+    device = options.device
     ranks = config.tensor_parallel_size
     check_ranks(model_config, ranks)
     gpu = device.type == "cuda"
@@ -128,7 +122,7 @@ def require_sendable(name: str, value: object, error: type[Exception]) -> None:
 class RankedExecutor:
     """Runs one model on the `config.tensor_parallel_size` ranks of one machine.
 
-    Args: as `ModelRunner`.
+    Takes the same options as `ModelRunner`.
 
     Attributes:
         memory, kv_dtype, load_s: what rank 0 has found at its start; the others' are alike.
@@ -138,31 +132,11 @@ class RankedExecutor:
         ConfigError: as `require_ranks`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        directory: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        backend: str,
-        quantization: Quantization | None = None,
-        processors: Callable[[], Sequence[LogitsProcessor]] = tuple,
-    ) -> None:
-        require_ranks(config, model_config, device=device, quantization=quantization)
-        self.model_config, self.quantization = model_config, quantization
-        self.device, self.dtype = device, dtype
-        self._world_size = config.tensor_parallel_size
-        self._arguments: dict[str, Any] = {
-            "config": config,
-            "model_config": model_config,
-            "directory": directory,
-            "dtype": dtype,
-            "backend": backend,
-            "quantization": quantization,
-            "processors": processors,
-        }
+    def __init__(self, options: RunnerOptions) -> None:
+        require_ranks(options)
+        self.options, self.model_config = options, options.model_config
+        self.device, self.dtype = options.device, options.dtype
+        self._world_size = options.config.tensor_parallel_size
         self._num_launched = 0
 
     def start(self) -> KVLayout:
@@ -175,11 +149,10 @@ class RankedExecutor:
         with socket.create_server((LOOPBACK, 0)) as listener:
             setup = Setup(
                 world_size=self._world_size,
-                device_type=self.device.type,
                 port=listener.getsockname()[1],
                 listener=listener.fileno(),
                 num_threads=max(1, torch.get_num_threads() // self._world_size),
-                runner=self._arguments,
+                options=self.options,
             )
             self._ranks = RankProcesses.start(self._world_size, listener)
         # Why a finalizer: an engine that is dropped is never shut down.

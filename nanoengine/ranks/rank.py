@@ -23,7 +23,7 @@ import select
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from nanoengine.layers.collectives import Whereabouts
     from nanoengine.runner.memory import MemoryPlan
     from nanoengine.runner.model_runner import ModelRunner
+    from nanoengine.runner.numerics import RunnerOptions
     from nanoengine.runner.step import LaunchedStep
 
 Order = tuple[int, "StepPlan | None"]
@@ -50,15 +51,14 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a rank needs to start. `runner` are the arguments of ModelRunner but for device and
-    ranks; `port` is where ranks meet, and `listener` a descriptor of rank 0 that listens there."""
+    """What a rank needs to start: `port` is where ranks meet, and `listener` a descriptor of rank 0
+    that listens there. Each rank of a GPU takes one of its own in place of that of `options`."""
 
     world_size: int
-    device_type: str
     port: int
     listener: int
     num_threads: int
-    runner: dict[str, Any]
+    options: RunnerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +165,16 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
     from nanoengine.runner.model_runner import ModelRunner
 
     torch.set_num_threads(setup.num_threads)
-    device = torch.device("cuda", rank) if setup.device_type == "cuda" else torch.device("cpu")
+    options = setup.options
+    if options.device.type == "cuda":
+        options = replace(options, device=torch.device("cuda", rank))
     ranks = Collectives.connect(
         Shard(rank, setup.world_size),
-        device,
+        options.device,
         port=setup.port,
         listener=setup.listener if rank == 0 else None,
     )
-    runner = ModelRunner(**setup.runner, device=device, ranks=ranks)
+    runner = ModelRunner(options, ranks)
     try:
         layout = runner.start()
     except torch.OutOfMemoryError as error:

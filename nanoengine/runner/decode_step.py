@@ -6,10 +6,11 @@
 it.
 
 `load` uploads what the device can't know: new rows, new blocks, and which rows run, if these have
-changed. From one decode to the next that is a block now and then, and mostly nothing. `__call__`
-reads only what is on the device, so the same function runs eagerly and is captured by a CUDA graph.
+changed. From one decode to the next that is a block now and then, and mostly nothing. `forward` and
+`sample` read only what is on the device, so the same functions run eagerly and are captured by a
+CUDA graph.
 
-The ModelRunner calls it. It knows rows and plans, but not which model it runs.
+Called by `GraphedDecode`.
 
 Source: rows that stay on the GPU, from which kernels build a step's inputs, are the idea of vLLM's
 second model runner.
@@ -17,23 +18,18 @@ second model runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
+from nanoengine.attention.base import AttentionBackend
 from nanoengine.attention.batch import Batch
 from nanoengine.core.plan import StepPlan
+from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.device_sampling import (
-    SamplingKind,
-    device_params,
-    mixed_seeds,
-    sample_on_device,
-)
-from nanoengine.runner.graphs import Outputs
+from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
 from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
 from nanoengine.runner.sampler import Sampler
+from nanoengine.runner.sampling_ops import DrawParams
 from nanoengine.runner.transfers import ship
 
 
@@ -41,34 +37,32 @@ class DecodeStep:
     """The device's side of all rows, and the step that advances them.
 
     Args:
-        forward: batch -> hidden states [T, hidden_size], of all tokens.
-        logits: hidden states -> logits [T, V].
-        prepare: the attention backend's.
+        model, backend: what runs.
         rows: the host's side of all rows.
         sampler: has their sampling parameters.
-        max_model_len: [tokens]; launches are sized for it.
         dtype: of the logits.
     """
 
     def __init__(
         self,
-        *,
-        forward: Callable[[Batch], torch.Tensor],
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        prepare: Callable[[Batch], object],
+        model: CausalLM,
+        backend: AttentionBackend,
         rows: RowBuffers,
         sampler: Sampler,
-        max_model_len: int,
         dtype: torch.dtype,
     ) -> None:
-        self._forward, self._logits, self._prepare = forward, logits, prepare
-        self._rows, self._sampler = rows, sampler
-        self._max_model_len = max_model_len
+        self._model, self._backend, self._rows, self._sampler = model, backend, rows, sampler
         self._device = device = rows.pool.device
         num_groups, self.num_rows, num_blocks = rows.block_tables.shape
+        # Why the longest: launches are sized for it.
+        self._max_model_len = rows.token_ids.shape[1] - 1
         with_padding = self.num_rows + 1
-        shape = {"num_groups": num_groups, "num_blocks": num_blocks}
-        self.held = _rows_class(device)(rows.pool, **shape, block_size=rows.block_size)
+        kind = DeviceRows
+        if device.type == "cuda":
+            from nanoengine.runner.triton_rows import TritonRows as kind
+        self.held = kind(
+            rows.pool, num_groups=num_groups, num_blocks=num_blocks, block_size=rows.block_size
+        )
         self.batch_rows = torch.full((self.num_rows,), self.num_rows, device=device)
         self._query_start_loc = torch.arange(with_padding, dtype=torch.int32, device=device)
         shape = (self.num_rows, sampler.vocab_size)
@@ -98,19 +92,18 @@ class DecodeStep:
         moved = np.flatnonzero(self._held_lengths[rows] != starts)
         unknown = np.flatnonzero(self._rows.pool_positions[rows] != starts)
         changed = np.array(sorted(self._sampler.changed), np.int64)
-        entries, block_ids = self._stale_entries()
-        if not np.array_equal(self._held_rows[:size], padded):
-            changes = 1
-        else:
-            changes = len(moved) + len(unknown) + len(changed) + len(entries)
-        if changes:
+        same_rows = np.array_equal(self._held_rows[:size], padded)
+        if self._stale or len(moved) + len(unknown) + len(changed) or not same_rows:
             self._held_rows[:size] = -1  # Why: until all of it is sent, nothing is known
+            held, sampler = self.held, self._sampler
+            tokens = self._rows.token_ids[rows[unknown], starts[unknown]].astype(np.int64)
             self._upload(
                 padded,
-                (rows[moved], starts[moved]),
-                (rows[unknown], self._rows.token_ids[rows[unknown], starts[unknown]]),
-                changed,
-                (entries, block_ids),
+                (held.lengths, rows[moved], starts[moved]),
+                (held.pool, rows[unknown], tokens),
+                (held.tables.view(-1), *self._stale_entries()),
+                (held.columns, changed, sampler.params[:, changed]),
+                (held.seeds, changed, sampler.seeds[changed]),
             )
         self._held_rows[:size] = padded
         self._held_lengths[rows] = starts + 1
@@ -134,70 +127,35 @@ class DecodeStep:
             block_ids.append(self._rows.block_tables[group, row, first:last])
         return np.concatenate(places), np.concatenate(block_ids)
 
-    def _upload(
-        self,
-        padded: Ints,
-        lengths: tuple[Ints, Ints],
-        tokens: tuple[Ints, Ints],
-        changed: Ints,
-        entries: tuple[Ints, Ints],
-    ) -> None:
-        """One transfer, and a scatter for each kind of change that there is."""
-        sampler = self._sampler
-        sent = ship(
-            self._device,
-            padded,
-            *lengths,
-            tokens[0],
-            tokens[1].astype(np.int64),
-            *entries,
-            changed,
-            sampler.columns(changed),
-            mixed_seeds(sampler.seed[changed]),
-        )
-        self.batch_rows[: len(padded)].copy_(sent[0])
-        for target, at, values in (
-            (self.held.lengths, sent[1], sent[2]),
-            (self.held.pool, sent[3], sent[4]),
-            (self.held.tables.view(-1), sent[5], sent[6]),
-            (self.held.columns, sent[7], sent[8]),
-            (self.held.seeds, sent[7], sent[9]),
-        ):
+    def _upload(self, padded: Ints, *changes: tuple[torch.Tensor, Ints, Ints]) -> None:
+        """One transfer, and a scatter for each kind of change that there is: a tensor, at which of
+        its last places, and what is there now."""
+        arrays = [array for _, *pair in changes for array in pair]
+        rows, *sent = ship(self._device, padded, *arrays)
+        self.batch_rows[: len(padded)].copy_(rows)
+        for (target, *_), at, values in zip(changes, sent[::2], sent[1::2], strict=True):
             if len(at):
                 target.index_copy_(-1, at, values)
 
-    def __call__(self, size: int, kind: SamplingKind | None) -> Outputs:
-        """The step for the first `size` of `batch_rows`: token ids [S] int64 and whether they are
-        valid [S] bool. Without a kind it stops at the logits, [S, V]."""
-        logits = self.forward(size)
-        return logits if kind is None else self.sample(size, kind)
-
     def forward(self, size: int) -> tuple[torch.Tensor]:
-        """The logits [size, V], in a buffer that all sizes share."""
-        inputs = self.held.gather(self.batch_rows[:size])
+        """The logits [size, V] of the first `size` of `batch_rows`, in a buffer that all sizes
+        share."""
         batch = Batch(
-            **inputs._asdict(),
+            **self.held.gather(self.batch_rows[:size]),
             query_start_loc=self._query_start_loc[: size + 1],
             logits_indices=None,
             num_decodes=size,
             max_query_len=1,
             max_seq_len=self._max_model_len,
         )
-        batch.attention = self._prepare(batch)
+        batch.attention = self._backend.prepare(batch)
         # Why one buffer: graphs keep what they return, and logits of every size are gigabytes.
-        return (self._logits_out[:size].copy_(self._logits(self._forward(batch))),)
+        return (self._logits_out[:size].copy_(self._model.logits(self._model(batch))),)
 
-    def sample(self, size: int, kind: SamplingKind) -> Outputs:
-        """Tokens from the logits of `forward`; the rows advance by them."""
-        params = device_params(self.held.draw_params[:, :size])
+    def sample(self, size: int, kind: SamplingKind) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens from the logits of `forward`, [size] int64, and whether they are valid, [size]
+        bool; the rows advance by them."""
+        params = DrawParams(self.held.draw_params[:, :size])
         token_ids, valid = sample_on_device(self._logits_out[:size], params, kind)
         self.held.advance(self.batch_rows[:size], token_ids)
         return token_ids, valid
-
-
-def _rows_class(device: torch.device) -> type[DeviceRows]:
-    if device.type != "cuda":
-        return DeviceRows
-    from nanoengine.runner.triton_rows import TritonRows
-
-    return TritonRows

@@ -3,7 +3,7 @@
     one entry for each row; the last entry belongs to padding, and stays 0
         pool       the token that comes next            (`RowBuffers.pool`)
         lengths    its position                         tables    block ids
-        columns    temperature, top_k, top_p, min_p     seeds     of the random numbers
+        columns    temperature, top_k, top_p, min_p     seeds     mixed
 
     rows of a batch ─► gather ─► forward, sample ─► advance
 
@@ -13,28 +13,9 @@ each is one kernel (`triton_rows.py`); this file is its readable form.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from nanoengine.runner.device_sampling import row_uniforms
-
-
-class Gathered(NamedTuple):
-    """A decode's inputs, under the names that they have in a `Batch`.
-
-    Attributes:
-        token_ids, positions: [S] int64.
-        slot_mapping: [G, S] int64.
-        seq_lens: [S] int32.
-        block_tables: [G, S, M] int32.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
+from nanoengine.runner.sampling_ops import random_bits
 
 
 class DeviceRows:
@@ -60,22 +41,24 @@ class DeviceRows:
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.draw_params = torch.zeros((5, size), dtype=torch.float64, device=device)
 
-    def gather(self, rows: torch.Tensor) -> Gathered:
-        """The inputs of a decode of these rows [S] int64; fills `draw_params`."""
+    def gather(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The inputs of a decode of these rows [S] int64, under the names that they have in a
+        `Batch`: token_ids and positions [S] int64, slot_mapping [G, S] int64, seq_lens [S] int32,
+        block_tables [G, S, M] int32. Fills `draw_params`."""
         positions = self.lengths.index_select(0, rows)
         tables = self.tables.index_select(1, rows)  # [G, S, M]
         at = (positions // self.block_size).expand(len(tables), -1)[:, :, None]
         blocks = tables.gather(2, at)[:, :, 0].long()
         self.draw_params[:4, : len(rows)] = self.columns.index_select(1, rows)
         seeds = self.seeds.index_select(0, rows)
-        self.draw_params[4, : len(rows)] = row_uniforms(seeds, positions + 1)
-        return Gathered(
-            token_ids=self.pool.index_select(0, rows),
-            positions=positions,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
-            seq_lens=(positions + 1).int(),
-            block_tables=tables,
-        )
+        self.draw_params[4, : len(rows)] = random_bits(seeds, positions + 1).double() * 2.0**-53
+        return {
+            "token_ids": self.pool.index_select(0, rows),
+            "positions": positions,
+            "slot_mapping": blocks * self.block_size + positions % self.block_size,
+            "seq_lens": (positions + 1).int(),
+            "block_tables": tables,
+        }
 
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Makes these tokens [S] the next ones, one position further; padding stays where it is."""

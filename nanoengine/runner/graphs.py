@@ -13,7 +13,7 @@ graphs, because a forward in the graph of every kind would make five times as ma
 node costs memory of the driver and time at the start.
 
 The ModelRunner makes a GraphedDecode after the KV cache is bound to the layers, because a graph
-keeps addresses. It knows neither models nor batches. Tests run it on the CPU with a stand-in that
+keeps addresses. Tests run it on the CPU with a stand-in that
 records and replays operators; capture itself has not run on a GPU yet.
 
 Source: CUDA graphs in one shared pool, largest first, are how vLLM and nano-vllm capture decodes.
@@ -25,30 +25,19 @@ import bisect
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
-from nanoengine.core.plan import StepPlan
+from nanoengine.runner.decode_step import DecodeStep
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.greedy import pack_tokens
 from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.special_rows import SpecialRows
-from nanoengine.runner.step import LaunchedStep, Mark
+from nanoengine.runner.step import LaunchedStep
 
 Outputs = tuple[torch.Tensor, ...]
 Captured = tuple[Callable[[], None], Outputs]
 """What replays a capture, and the tensors that a replay fills."""
-
-
-class GraphedParts(Protocol):
-    """A decode step in two parts, for so many rows, padding included; see `DecodeStep`."""
-
-    def forward(self, size: int) -> Outputs:
-        """The logits, in a buffer that no capture has allocated."""
-
-    def sample(self, size: int, kind: SamplingKind) -> Outputs:
-        """Tokens from that buffer, and what follows from them."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -103,12 +92,14 @@ class GraphedDecode:
 
     Args:
         step: what to capture; its rows must all be padding until then, since capturing runs it.
-        max_num_seqs: most sequences of a batch.
         graphs: what captures; on a GPU a `CudaGraphs`.
+
+    Attributes:
+        sizes: of batches, up to all rows.
     """
 
-    def __init__(self, step: GraphedParts, *, max_num_seqs: int, graphs: CudaGraphs) -> None:
-        self.sizes = capture_sizes(max_num_seqs)
+    def __init__(self, step: DecodeStep, graphs: CudaGraphs) -> None:
+        self.sizes = capture_sizes(step.num_rows)
         self.step, self._graphs = step, graphs
         self._captured: dict[tuple[int, SamplingKind | None], Captured] = {}
 
@@ -116,12 +107,11 @@ class GraphedDecode:
         """Captures the step for these sizes. Why from the largest on: it fills the pool, and the
         others reuse that."""
         for size in sorted(sizes, reverse=True):
-            parts = [(None, functools.partial(self.step.forward, size))]
-            parts += [
-                (kind, functools.partial(self.step.sample, size, kind)) for kind in SamplingKind
-            ]
-            for kind, part in parts:
-                self._captured[size, kind] = self._graphs.capture(part)
+            forward = functools.partial(self.step.forward, size)
+            self._captured[size, None] = self._graphs.capture(forward)
+            for kind in SamplingKind:
+                sample = functools.partial(self.step.sample, size, kind)
+                self._captured[size, kind] = self._graphs.capture(sample)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest size that holds so many sequences."""
@@ -134,31 +124,24 @@ class GraphedDecode:
             replay()
         return outputs
 
-    def run(
-        self,
-        plan: StepPlan,
-        launched: LaunchedStep,
-        started: float,
-        special: SpecialRows,
-        latest: LaunchedStep | None,
-        now: Callable[[], Mark],
-    ) -> list[torch.Tensor]:
+    def run(self, step: LaunchedStep, special: SpecialRows) -> list[torch.Tensor]:
         """A step of decodes, its inputs being on the device; returns what the host wants to see."""
-        decode, size = self.step, self.size_for(len(plan.rows))
-        lines = decode.load(plan, size)
+        num_rows, decode = len(step.plan.rows), self.step
+        size = self.size_for(num_rows)
+        step.lines = lines = decode.load(step.plan, size)
         by_host = special.sampler.looks_at_logits(lines.rows)  # the graph then stops at them
-        launched.times.prepare_s = time.perf_counter() - started - launched.times.load_s
-        launched.marks.append(now())
+        step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
+        step.marks.append(step.now())
         outputs = self(size, None if by_host else special.sampler.kind(lines.rows))
-        launched.marks.append(now())
-        ours = [output[: len(plan.rows)] for output in outputs]
+        step.marks.append(step.now())
+        ours = [output[:num_rows] for output in outputs]
         if by_host:
-            sampled = special.sample(plan, lines, ours[0], latest)
+            sampled = special.sample(step, ours[0])
             decode.held.advance(lines.rows_on_device, sampled.token_ids)
         else:
             sampled = SampledTokens(packed=pack_tokens(*ours))
-        tensors = special.await_tokens(plan, launched, lines, sampled)
-        launched.marks.append(now())
+        tensors = special.await_tokens(step, sampled)
+        step.marks.append(step.now())
         return tensors
 
 

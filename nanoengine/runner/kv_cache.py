@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanoengine.attention.base import KVLayoutName
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
-from nanoengine.core.layout import KVGroup
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import BlockCopy
 from nanoengine.layers.attention import Attention
-from nanoengine.runner.memory import GIB, blocks_between_snapshots
+from nanoengine.runner.memory import GIB, blocks_between_snapshots, kv_groups
 from nanoengine.runner.transfers import ship
 
 if TYPE_CHECKING:
@@ -45,11 +46,6 @@ def block_bytes(
     5242880
     """
     return 2 * block_size * num_kv_heads * head_dim * num_layers * dtype.itemsize
-
-
-def kv_groups(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
-    """The groups whose layers keep keys and values."""
-    return tuple(group for group in groups if group.snapshot_every is None)
 
 
 def state_dtype_for(dtype: torch.dtype) -> torch.dtype:
@@ -97,31 +93,28 @@ class KVCache:
     """The KV tensor and its per-layer slices.
 
     Args:
-        groups: layers that share block tables; the largest sets the number of slices.
-        layout: order inside a block, the attention backend's.
-        num_states, state_dtype: of the state group; `bind` makes the tensor.
+        layout: layers of a group share block tables; the largest group sets the number of slices.
+        order: inside a block, the attention backend's.
+        state_dtype: of the state group; `bind` makes the tensor.
     """
 
     def __init__(
         self,
+        layout: KVLayout,
         *,
-        groups: Sequence[KVGroup],
-        num_blocks: int,
-        block_size: int,
         num_kv_heads: int,
         head_dim: int,
-        layout: KVLayoutName,
+        order: KVLayoutName,
         dtype: torch.dtype,
         device: torch.device,
-        num_states: int = 0,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        inner = (block_size, num_kv_heads) if layout == "PKD" else (num_kv_heads, block_size)
-        self.groups = kv_groups(groups)
+        size, self.groups = layout.block_size, kv_groups(layout.groups)
+        inner = (size, num_kv_heads) if order == "PKD" else (num_kv_heads, size)
         slices = max(len(group.layers) for group in self.groups)
-        shape = (2, slices, num_blocks, *inner, head_dim)
-        self.kv = zeros(shape, dtype, device)
-        self.num_blocks, self.num_states, self.state_dtype = num_blocks, num_states, state_dtype
+        self.kv = zeros((2, slices, layout.num_blocks, *inner, head_dim), dtype, device)
+        self.num_blocks, self.num_states = layout.num_blocks, layout.num_states
+        self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None
 
     def bind(self, layers: Sequence[Attention], state_layers: Sequence[StateLayer] = ()) -> None:
@@ -140,23 +133,25 @@ class KVCache:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks, and states, over all layers, all sources before any target."""
+        pairs = np.array(copies, np.int64)
         if self.states is not None:
-            found = [copy for copy in copies if copy.src >= self.num_blocks]
-            copies = [copy for copy in copies if copy.src < self.num_blocks]
-            if found:
+            is_state = pairs[:, 0] >= self.num_blocks
+            if is_state.any():
                 from nanoengine.runner.states import state_slots
 
-                slots = state_slots(np.array(found, np.int64), self.num_blocks)
-                src, dst = ship(self.kv.device, slots)[0].unbind(1)
-                self.states.index_copy_(1, dst, self.states.index_select(1, src))
-            if not copies:
-                return
-        (pairs,) = ship(self.kv.device, np.array(copies, np.int64))
-        src, dst = pairs.unbind(1)
-        # Why bytes: index_copy_ does not know fp8.
-        kv = self.kv.view(torch.uint8) if self.kv.dtype == torch.float8_e4m3fn else self.kv
-        # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
-        kv.index_copy_(2, dst, kv.index_select(2, src))
+                _copy(self.states, 1, state_slots(pairs[is_state], self.num_blocks))
+            pairs = pairs[~is_state]
+        if len(pairs):
+            # Why bytes: index_copy_ does not know fp8.
+            is_fp8 = self.kv.dtype == torch.float8_e4m3fn
+            _copy(self.kv.view(torch.uint8) if is_fp8 else self.kv, 2, pairs)
+
+
+def _copy(tensor: torch.Tensor, dim: int, pairs: NDArray[np.int64]) -> None:
+    """Copies entries of a dimension, [.., 2] from and to, all sources before any target."""
+    src, dst = ship(tensor.device, pairs)[0].unbind(1)
+    # Why index_copy_: `kv[:, :, dst] = ...` on a view made by indexing would write a temporary.
+    tensor.index_copy_(dim, dst, tensor.index_select(dim, src))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

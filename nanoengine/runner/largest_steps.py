@@ -1,102 +1,67 @@
-"""LargestSteps: what the largest steps take of a GPU, measured by running them.
+"""What the largest steps take of a GPU, measured by running them.
 
-Called at the start of a ModelRunner on a GPU, before KV blocks are allocated.
+Called at the start of a ModelRunner on a GPU, before KV blocks are allocated. The cache that its
+layers are bound to needs no block but the null block, and one state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from nanoengine.attention.batch import Batch, Span, StateWave
+from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.batch import Batch
+from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.models.decoder import CausalLM
+from nanoengine.runner.row_buffers import RowBuffers
 from nanoengine.runner.sampler import Sampler
-from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestSteps:
-    """The largest steps that a config allows, run to see what memory of a GPU they take.
+def peak_bytes(model: CausalLM, backend: AttentionBackend, rows: RowBuffers, budget: int) -> int:
+    """Activations, logits and sampling, at the step that takes most. Arguments as for
+    `largest_batches`."""
+    peaks = []
+    for batch in largest_batches(rows, budget):
+        device = batch.token_ids.device
+        batch.attention = backend.prepare(batch)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run(model, batch, len(rows.seq_ids))
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    return max(peaks)
 
-    Attributes:
-        prepare: the attention backend's. The cache that layers are bound to needs no block but the
-            null block.
-        num_groups: KV groups.
+
+def largest_batches(rows: RowBuffers, budget: int) -> list[Batch]:
+    """Prompts, which have the widest activations, and decodes of the longest sequences, which have
+    a scratch for split contexts.
+
+    Args:
+        rows: fresh ones, as long as the longest sequence, so that all tokens are in the null block.
+        budget: most tokens of a step.
     """
+    num_rows, columns = rows.token_ids.shape
+    longest = columns - 1
+    prompts, decodes = StepPlan(step=0), StepPlan(step=0)
+    for number, done in enumerate(range(0, budget, longest)):
+        count = min(longest, budget - done)
+        # Why all logits: where prompts are scored, all rows go on to the end. Why modulo: any row
+        # does, since they are alike.
+        prompts.add(number % num_rows, 0, count, num_logits=count)
+    for row in range(num_rows):
+        decodes.add(row, longest - 1, 1, num_logits=1)
+    if rows.first_state is not None:  # each writes the one state, behind its last token
+        rows.block_tables[-1, :, (longest - 1) // rows.block_size] = rows.first_state
+        rows.block_tables[-1, prompts.rows[-1], (count - 1) // rows.block_size] = rows.first_state
+    return [rows.make_batch(plan)[0] for plan in (prompts, decodes)]
 
-    model: CausalLM
-    prepare: Callable[[Batch], object]
-    config: EngineConfig
-    num_groups: int
-    block_size: int
-    device: torch.device
 
-    def peak_bytes(self) -> int:
-        """Activations, logits and sampling, at the step that takes most."""
-        return max(self._peak_bytes(batch) for batch in self.batches())
-
-    def _peak_bytes(self, batch: Batch) -> int:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        self.run(batch)
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-    def batches(self) -> tuple[Batch, Batch]:
-        """Prompts, which have the widest activations, and decodes of the longest sequences, which
-        have a scratch for split contexts."""
-        longest = self.config.max_model_len or self.model.config.max_position_embeddings
-        total = self.config.step_budget(self.device.type)
-        prompts = [min(longest, total - done) for done in range(0, total, longest)]
-        return self._batch(prompts), self._batch([1] * self.config.max_num_seqs, seq_len=longest)
-
-    def run(self, batch: Batch) -> None:
-        """A forward of all rows, with logits of max_num_seqs, sampled as filters want it."""
-        logits = self.model.logits(self.model(batch)[: self.config.max_num_seqs])
-        lines = np.arange(logits.shape[0])
-        sampler = Sampler(self.model.config.vocab_size, len(lines))
-        sampler.temperature[:], sampler.greedy[:], sampler.top_p[:] = 1.0, False, 0.9
-        sampler.sample(logits, lines, lines).fetch()
-
-    def _wave(self, counts: list[int]) -> StateWave:
-        """Sequences of `counts` query tokens, those of one first, their states all in slot 0."""
-        ends = np.cumsum(counts).tolist()
-        several = [(end, n) for end, n in zip(ends, counts, strict=True) if n > 1]
-        ones = torch.arange(len(counts) - len(several), device=self.device)
-        return StateWave(
-            tokens=ones,
-            reads=torch.zeros_like(ones),
-            writes=torch.zeros_like(ones),
-            spans=tuple(Span(end - n, end, 0, 0, ((n, 0),)) for end, n in several),
-        )
-
-    def _batch(self, counts: list[int], seq_len: int | None = None) -> Batch:
-        """Sequences of `counts` query tokens, all in the null block.
-
-        `seq_len` is the context of each; None: its query tokens alone.
-        """
-        counts = sorted(counts, key=lambda n: n != 1)
-        seq_lens = [seq_len or count for count in counts]
-        total, num_blocks = sum(counts), -(-max(seq_lens) // self.block_size)
-
-        def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=dtype, device=self.device)
-
-        batch = Batch(
-            token_ids=ints(np.zeros(total)),
-            positions=ints(np.concatenate([np.arange(n) for n in counts])),
-            slot_mapping=ints(np.zeros((self.num_groups, total))),
-            query_start_loc=ints(np.cumsum([0, *counts]), torch.int32),
-            seq_lens=ints(seq_lens, torch.int32),
-            block_tables=ints(np.zeros((self.num_groups, len(counts), num_blocks)), torch.int32),
-            logits_indices=None,  # Why: where prompts are scored, all rows go on to the end
-            num_decodes=sum(n == 1 for n in counts),
-            max_query_len=max(counts),
-            max_seq_len=max(seq_lens),
-            state_waves=(self._wave(counts),) if self.model.config.states else (),
-        )
-        batch.attention = self.prepare(batch)
-        return batch
+def run(model: CausalLM, batch: Batch, num_logits: int) -> None:
+    """A forward of all rows, with so many logits, sampled as filters want it."""
+    logits = model.logits(model(batch)[:num_logits])
+    lines, params = np.arange(logits.shape[0]), SamplingParams(top_p=0.9)
+    sampler = Sampler(model.config.vocab_size, len(lines))
+    for row in lines.tolist():
+        sampler.admit(AdmittedSequence(row, row, [0], 1, 0, params, seed=row))
+    sampler.sample(logits, lines, lines).fetch()

@@ -17,9 +17,9 @@ Legend: L lines of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -99,10 +99,11 @@ class RowEdits:
         """Whether one of the states may know what must come next."""
         return any(hasattr(state, "forced_tokens") for state in self.states.values())
 
-    def accept(self, token_id: int) -> None:
-        """Takes the row's next token."""
-        for place, state in self.states.items():
-            self._guard(place, state.accept, token_id)
+    def accept(self, token_ids: Iterable[int]) -> None:
+        """Takes the row's next tokens."""
+        for token_id in token_ids:
+            for place, state in self.states.items():
+                self._guard(place, state.accept, token_id)
 
     def fork(self) -> RowEdits:
         """A copy whose later changes don't reach this one."""
@@ -142,32 +143,15 @@ class RowEdits:
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
 
-def apply_processors(
-    processors: Sequence[LogitsProcessor], logits: torch.Tensor, rows: Mapping[int, RowEdits]
-) -> Raised | None:
-    """Edits lines of `logits` ([L, V]) in place by all processors, in their order.
-
-    Args:
-        rows: the lines that are edited, none of which has an error.
-
-    Returns:
-        What a processor has raised; the lines are edited in part then.
-    """
+def stages_of(
+    processors: Sequence[LogitsProcessor], rows: Mapping[int, RowEdits]
+) -> Iterator[tuple[int, LogitsProcessor, list[int], list[RowState]]]:
+    """The processors that edit some of these lines, in their order: place and processor, its lines
+    and their states. None of the rows has an error."""
     for place, processor in enumerate(processors):
         of_line = {line: row.states[place] for line, row in rows.items() if place in row.states}
         if of_line:
-            try:
-                processor.apply(logits, list(of_line), list(of_line.values()))
-            except Exception as error:
-                return Raised(place, error)
-    return None
-
-
-class Raised(NamedTuple):
-    """What the stage at this place has raised."""
-
-    place: int
-    error: Exception
+            yield place, processor, list(of_line), list(of_line.values())
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:
@@ -182,9 +166,7 @@ class AllowedTokens:
         allowed = sequence.params.allowed_token_ids
         return None if allowed is None else TokenValues(dict.fromkeys(allowed, 0.0))
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenValues]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[TokenValues]) -> None:
         line, token = _indices(lines, [state.ids for state in states], logits.device)
         kept = logits[line, token]
         logits[ship(logits.device, np.array(lines, np.int64))[0]] = -torch.inf
@@ -198,9 +180,7 @@ class LogitBias:
         bias = sequence.params.logit_bias
         return TokenValues(bias) if bias else None
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenValues]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[TokenValues]) -> None:
         line, token = _indices(lines, [state.ids for state in states], logits.device)
         logits[line, token] += _upload(np.concatenate([state.values for state in states]), logits)
 
@@ -219,18 +199,20 @@ class TokenValues:
         return self
 
 
-class BadWords:
+class Bans:
+    """A stage whose states know what is `banned()` now: it becomes -inf."""
+
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[Any]) -> None:
+        line, token = _indices(lines, [state.banned() for state in states], logits.device)
+        logits[line, token] = -torch.inf
+
+
+class BadWords(Bans):
     """bad_words: -inf for the last token of a banned sequence whose other tokens were just seen."""
 
     def admit(self, sequence: AdmittedSequence) -> BadWordsState | None:
-        if not sequence.bad_word_ids:
-            return None
-        return BadWordsState(sequence.bad_word_ids, sequence.token_ids)
-
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[BadWordsState]
-    ) -> None:
-        _ban(logits, lines, [state.banned() for state in states])
+        words = sequence.bad_word_ids
+        return BadWordsState(words, sequence.token_ids) if words else None
 
 
 class BadWordsState:
@@ -257,7 +239,7 @@ class BadWordsState:
         )
 
 
-class MinTokens:
+class MinTokens(Bans):
     """min_tokens: EOS and stop ids become -inf until the output has that many tokens."""
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
@@ -273,24 +255,23 @@ class MinTokens:
         num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
         return MinTokensState(np.array(ids), params.min_tokens - num_output_tokens)
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[MinTokensState]
-    ) -> None:
-        _ban(logits, lines, [state.ids if state.missing > 0 else state.ids[:0] for state in states])
 
-
+@dataclass(eq=False)
 class MinTokensState:
     """Ids that would end the row, and how many tokens are missing until they may."""
 
-    def __init__(self, ids: np.ndarray, missing: int) -> None:
-        self.ids = ids
-        self.missing = missing
+    ids: np.ndarray
+    missing: int
 
     def accept(self, token_id: int) -> None:
         self.missing -= 1
 
     def fork(self) -> MinTokensState:
         return MinTokensState(self.ids, self.missing)
+
+    def banned(self) -> np.ndarray:
+        """All of them until no token is missing."""
+        return self.ids if self.missing > 0 else self.ids[:0]
 
 
 class Penalties:
@@ -314,9 +295,7 @@ class Penalties:
             state.accept(token_id)
         return state
 
-    def apply(
-        self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[PenaltyState]
-    ) -> None:
+    def apply(self, logits: torch.Tensor, lines: list[int], states: list[PenaltyState]) -> None:
         line, token = _indices(lines, [s.ids[: s.num_ids] for s in states], logits.device)
         if not len(line):
             return
@@ -328,16 +307,20 @@ class Penalties:
         logits[line, token] = seen - _upload(subtracted, logits)
 
 
+@dataclass(eq=False)
 class PenaltyState:
-    """The distinct tokens that a row has seen, and how often each stands in its output."""
+    """The distinct tokens that a row has seen, and how often each stands in its output.
 
-    def __init__(self, repetition: float, frequency: float, presence: float) -> None:
-        self.repetition = repetition
-        self.frequency = frequency
-        self.presence = presence
-        self.index: dict[int, int] = {}  # token id -> its place in the arrays
-        self.ids = np.empty(64, dtype=np.int64)  # only the first num_ids entries count
-        self.counts = np.zeros(64, dtype=np.int64)
+    Attributes:
+        index: token id -> its place in the arrays, of which only the first `num_ids` entries count.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    index: dict[int, int] = field(default_factory=dict)
+    ids: np.ndarray = field(default_factory=lambda: np.empty(64, dtype=np.int64))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(64, dtype=np.int64))
 
     @property
     def num_ids(self) -> int:
@@ -358,10 +341,8 @@ class PenaltyState:
         self.counts[self.index[token_id]] += 1
 
     def fork(self) -> PenaltyState:
-        copy = PenaltyState(self.repetition, self.frequency, self.presence)
-        copy.index = self.index.copy()
-        copy.ids, copy.counts = self.ids.copy(), self.counts.copy()
-        return copy
+        ids, counts = self.ids.copy(), self.counts.copy()
+        return replace(self, index=self.index.copy(), ids=ids, counts=counts)
 
     def subtracted(self) -> np.ndarray:
         """What presence and frequency take from each listed token's logit."""
@@ -380,8 +361,3 @@ def _indices(
 
 def _upload(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
     return ship(logits.device, values)[0].to(logits.dtype)
-
-
-def _ban(logits: torch.Tensor, lines: Sequence[int], ids: Sequence[np.ndarray]) -> None:
-    line, token = _indices(lines, ids, logits.device)
-    logits[line, token] = -torch.inf

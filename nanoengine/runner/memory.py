@@ -1,7 +1,7 @@
 """Where the memory goes: how many KV blocks fit, and what the largest steps take beside them.
 
     GPU   a share of all memory, less what is used already, the weights among it
-          less the activations of the largest steps, measured by running them (`LargestSteps`)
+          less the activations of the largest steps, measured by running them (`largest_steps.py`)
           less CUDA graphs, measured by capturing two, and the staging buffers of a host tier
     CPU   a share of the free memory, or 4 GiB if that is less
 
@@ -12,13 +12,13 @@ calls this at its start. Nothing here allocates KV blocks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nanoengine.core.layout import KVGroup
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.settings.config import EngineConfig
@@ -40,31 +40,31 @@ class MemoryPlan:
     """Where the memory goes; bytes. `max_model_len` is what the pool was found to allow.
 
     `graph_bytes` is what a GPU lost to the decode step, its graphs and the driver's copies of them;
-    `staging_bytes` are buffers between the GPU and a host tier. `state_bytes` are those of one
-    state, of which a snapshot stays behind every `snapshot_tokens`.
+    `staging_bytes` are buffers between the GPU and a host tier.
     """
 
-    weight_bytes: int
-    activation_bytes: int
-    graph_bytes: int
-    staging_bytes: int
-    kv_bytes: int
-    num_blocks: int
-    block_size: int
+    layout: KVLayout
     max_model_len: int
-    num_states: int = 0
-    state_bytes: int = 0
-    snapshot_tokens: int = 0
+    weight_bytes: int
+    activation_bytes: int = 0
+    graph_bytes: int = 0
+    staging_bytes: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """All blocks of the KV cache."""
+        return self.layout.num_blocks * self.layout.block_bytes
 
     def __str__(self) -> str:
-        tokens = (self.num_blocks - 1) * self.block_size
+        layout = self.layout
+        num_tokens = (layout.num_blocks - 1) * layout.block_size
         parts = [
             ("weights", self.weight_bytes),
             ("activations", self.activation_bytes),
             ("CUDA graphs", self.graph_bytes),
             ("host tier's staging", self.staging_bytes),
             ("KV cache", self.kv_bytes),
-            ("states", self.num_states * self.state_bytes),
+            ("states", layout.num_states * layout.state_bytes),
         ]
         named = ", ".join(
             f"{name} {size / GIB:.2f} GiB"
@@ -73,31 +73,28 @@ class MemoryPlan:
         )
         lines = [
             f"memory: {named}",
-            f"KV cache: {self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens"
-            f" = {tokens / self.max_model_len:.1f} sequences of {self.max_model_len}",
+            f"KV cache: {layout.num_blocks} blocks of {layout.block_size} tokens = {num_tokens}"
+            f" tokens = {num_tokens / self.max_model_len:.1f} sequences of {self.max_model_len}",
         ]
-        if self.num_states:
-            tokens = self.state_bytes * self.num_blocks * self.block_size / self.kv_bytes
+        if layout.num_states:
             lines.append(
-                f"states: {self.num_states} of {self.state_bytes / 2**20:.2f} MiB, each as much as"
-                f" {tokens:,.0f} tokens of the KV cache; a snapshot every {self.snapshot_tokens}"
-                " tokens"
+                f"states: {layout.num_states} of {layout.state_bytes / 2**20:.2f} MiB, each as much"
+                f" as {layout.state_bytes * layout.block_size / layout.block_bytes:,.0f} tokens of"
+                " the KV cache; a snapshot every"
+                f" {(layout.snapshot_every or 0) * layout.block_size} tokens"
             )
         return "\n".join(lines)
 
 
 def plan_memory(
     config: EngineConfig,
+    layout: KVLayout,
     *,
-    block_bytes: int,
-    block_size: int,
-    groups: Sequence[KVGroup],
     context_len: int,
     weight_bytes: int,
     device: torch.device,
     measure: Callable[[], tuple[int, int]],
     ranks: Collectives,
-    state_bytes: int = 0,
 ) -> MemoryPlan:
     """Decides the number of blocks and of states, and the effective max_model_len.
 
@@ -105,62 +102,56 @@ def plan_memory(
     one for a snapshot, or as many as half of the memory holds.
 
     Args:
-        block_bytes: of one block, over all layers of a group.
+        layout: what a block and a state are; how many there are is found here.
         context_len: the model's longest context [tokens].
         measure: returns the bytes that activations and CUDA graphs take; called only on a GPU, and
             only where no setting gives the size of the pool.
         ranks: all of them take the least of their numbers of blocks.
-        state_bytes: of one state, over all layers that keep one; 0: there are none.
 
     Raises:
         ConfigError: a setting asks for more memory than there is, or `max_model_len` for more
             blocks than fit.
     """
-    activation_bytes = graph_bytes = num_states = 0
-    kv_groups = [group for group in groups if group.snapshot_every is None]
+    block_bytes, state_bytes = layout.block_bytes, layout.state_bytes
     # Why on a GPU alone: there a host tier copies by way of buffers.
-    stages = device.type == "cuda" and bool(config.kv_tiers)
-    staging_bytes = staging_size(block_bytes) if stages else 0
-    if stages and state_bytes:
-        staging_bytes += staging_size(state_bytes)
+    staged = (block_bytes, state_bytes) if device.type == "cuda" and config.kv_tiers else ()
+    staging_bytes = sum(2 * staging_blocks(size) * size for size in staged if size)
+    activation_bytes = graph_bytes = 0
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
         num_states = _num_states(config, num_blocks * block_bytes, state_bytes)
         num_bytes = num_blocks * block_bytes + num_states * state_bytes
         require_memory(f"num_kv_blocks={num_blocks}", num_bytes, device)
-    elif config.kv_cache_gib is not None:
-        require_memory(f"kv_cache_gib={config.kv_cache_gib}", config.kv_cache_gib * GIB, device)
-        num_bytes = int(config.kv_cache_gib * GIB)
-        num_states = _num_states(config, num_bytes // 2, state_bytes)
-        num_blocks = num_blocks_for_bytes(num_bytes - num_states * state_bytes, block_bytes)
     else:
-        if device.type == "cpu":
+        if config.kv_cache_gib is not None:
+            require_memory(f"kv_cache_gib={config.kv_cache_gib}", config.kv_cache_gib * GIB, device)
+            budget = int(config.kv_cache_gib * GIB)
+        elif device.type == "cpu":
             budget = _cpu_budget(config) // ranks.shard.world_size
         else:
             activation_bytes, graph_bytes = measure()
             budget = _gpu_budget(config, device) - activation_bytes - graph_bytes - staging_bytes
         num_states = _num_states(config, budget // 2, state_bytes)
-        budget -= num_states * state_bytes
-        longest = -(-(config.max_model_len or context_len) // block_size) * len(kv_groups)
-        # Why the bound: with these blocks every row has the longest sequence.
-        most = config.max_num_seqs * longest + 1
-        num_blocks = min(num_blocks_for_bytes(budget, block_bytes), most)
-    num_blocks = ranks.least(num_blocks)
+        num_blocks = num_blocks_for_bytes(budget - num_states * state_bytes, block_bytes)
+        if config.kv_cache_gib is None:
+            longest = -(-(config.max_model_len or context_len) // layout.block_size)
+            longest *= len(kv_groups(layout.groups))
+            # Why the bound: with these blocks every row has the longest sequence.
+            num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)
+    layout = replace(layout, num_blocks=ranks.least(num_blocks), num_states=num_states)
     return MemoryPlan(
+        layout=layout,
+        max_model_len=_max_model_len(config.max_model_len, context_len, layout),
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
         staging_bytes=staging_bytes,
-        kv_bytes=num_blocks * block_bytes,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=_max_model_len(
-            config.max_model_len, context_len, num_blocks, block_size, kv_groups
-        ),
-        num_states=num_states,
-        state_bytes=state_bytes,
-        snapshot_tokens=(groups[-1].snapshot_every or 0) * block_size,
     )
+
+
+def kv_groups(groups: Iterable[KVGroup]) -> tuple[KVGroup, ...]:
+    """The groups whose layers keep keys and values."""
+    return tuple(group for group in groups if group.snapshot_every is None)
 
 
 def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
@@ -170,14 +161,13 @@ def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
     return min(2 * config.max_num_seqs, max(num_bytes // state_bytes, LEAST_STATES))
 
 
-def _max_model_len(
-    asked: int | None, context_len: int, num_blocks: int, block_size: int, groups: Sequence[KVGroup]
-) -> int:
+def _max_model_len(asked: int | None, context_len: int, layout: KVLayout) -> int:
     """What is asked for, else the longest sequence that the pool holds [tokens]."""
-    if all(group.sliding_window is None for group in groups):
+    num_blocks, block_size = layout.num_blocks, layout.block_size
+    if all(group.sliding_window is None for group in layout.groups):
         tokens = (num_blocks - 1) * block_size
     else:  # a window may hold far less than the length: the scheduler judges each request
-        tokens = context_len if num_blocks > len(groups) else 0
+        tokens = context_len if num_blocks > len(kv_groups(layout.groups)) else 0
     if (asked or 2) > tokens:
         lower = f"the largest that fits is {tokens}: lower max_model_len, or " if tokens > 1 else ""
         raise ConfigError(
@@ -253,8 +243,3 @@ def require_memory(setting: str, num_bytes: float, device: torch.device) -> None
 def staging_blocks(block_bytes: int) -> int:
     """Blocks that one of the two buffers of a host tier holds."""
     return max(1, STAGING_BYTES // block_bytes)
-
-
-def staging_size(block_bytes: int) -> int:
-    """Bytes that a host tier's buffers take of a GPU."""
-    return 2 * staging_blocks(block_bytes) * block_bytes

@@ -27,7 +27,6 @@ class ModelRunner(RunnerParts):
 
     Attributes:
         special: what rows ask for beyond the most likely token; None while none asks.
-        latest: the step that was launched last.
     """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -37,18 +36,19 @@ class ModelRunner(RunnerParts):
         of the step before.
         """
         started = time.perf_counter()
-        step = LaunchedStep(plan=plan, rows=self.rows)
+        step = LaunchedStep(plan=plan, rows=self.rows, now=self.now, started=started)
         with torch.inference_mode(), self.as_current():
             self._update_rows(plan)
             if plan.transfers or plan.block_copies:
                 self._bring_blocks(plan, step)
             if plan.rows:
-                step.tensors = self._run(plan, step, started)
+                step.tensors = self._run(step)
                 if self.start_download is not None:
                     step.download = self.start_download(step.tensors)
             if plan.transfers:
                 self._store_blocks(plan, step)
-        self.latest = step
+        if self.special is not None:
+            self.special.latest = step
         return step
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -63,26 +63,25 @@ class ModelRunner(RunnerParts):
         if self.special is not None and plan.chosen_tokens:
             self.special.rewrite(plan)
 
-    def _run(self, plan: StepPlan, step: LaunchedStep, started: float) -> list[torch.Tensor]:
+    def _run(self, step: LaunchedStep) -> list[torch.Tensor]:
         """Computes the step; returns what the host wants to see of it."""
-        special = self.special
+        plan, special = step.plan, self.special
         if self.graphed is not None and self.graphed.step.fits(plan):
             assert special is not None
-            return self.graphed.run(plan, step, started, special, self.latest, self.now)
+            return self.graphed.run(step, special)
         asked = special if special is not None and special.are_asked(plan) else None
-        scored = None if asked is None else asked.scored(plan)
-        batch, lines = self.rows.make_batch(plan, scored)
+        scored = None if asked is None else asked.scorer.scored(plan)
+        batch, step.lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
-        step.times.prepare_s = time.perf_counter() - started - step.times.load_s
+        step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(self.now())
         hidden = self.model(batch)
         if asked is not None:
-            return asked.run(plan, step, lines, hidden, scored, self.latest, self.now)
-        packed = most_likely_tokens(self.model, hidden) if len(lines.entries) else None
+            return asked.run(step, hidden, scored)
+        packed = most_likely_tokens(self.model, hidden) if len(step.lines.entries) else None
         step.marks.append(self.now())
         if packed is not None:
-            self.rows.keep(lines, packed[0])
-            step.lines = lines
+            self.rows.keep(step.lines, packed[0])
         step.marks.append(self.now())
         return [] if packed is None else [packed]
 
@@ -109,12 +108,11 @@ class ModelRunner(RunnerParts):
 
     def shutdown(self) -> None:
         """Drops weights and KV cache and returns a GPU's memory to the system."""
-        self.tier_storage, self.latest = {}, None
+        self.tier_storage = {}
         # Why the backend too: it keeps views of the cache.
         parts = ("model", "graphed", "kv_cache", "rows", "special", "backend")
         for name in parts:
-            if hasattr(self, name):
-                delattr(self, name)
+            vars(self).pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,9 +1,14 @@
-"""What a model computes and stores in, and by which kernels: what the config means on a device.
+"""RunnerOptions: which model runs, on which device and by which kernels; its numbers and kernels.
 
 Called by the ModelRunner before it loads a model. Nothing is allocated here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,25 +21,45 @@ from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import ModelContext, one_rank
 from nanoengine.settings.config import EngineConfig
 
+if TYPE_CHECKING:
+    from nanoengine.runner.logits import LogitsProcessor
+
 OWN = ("naive", "triton")
 """Attention backends whose kernel set does not depend on the device."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """What an executor runs; a rank is sent the same.
+
+    Attributes:
+        config: the user's settings.
+        model_config: of the checkpoint in `directory`.
+        device, dtype, backend: as resolved from "auto".
+        quantization: of linear layers; None: floats of `dtype`.
+        processors: makes those of logits that run after those of SamplingParams.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+    quantization: Quantization | None = None
+    processors: Callable[[], Sequence[LogitsProcessor]] = tuple
+
+
 def make_context(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    quantization: Quantization | None,
-    backend: AttentionBackend,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    ranks: Collectives,
+    options: RunnerOptions, backend: AttentionBackend, ranks: Collectives
 ) -> ModelContext:
-    """What the layers of a model of `dtype` need.
+    """What the layers of the model need.
 
     Raises:
         ConfigError: the layers' sizes are odd, or `deterministic` can't be had.
     """
+    config, model_config, quantization = options.config, options.model_config, options.quantization
+    device, dtype = options.device, options.dtype
     if config.deterministic and (quantization is not None or model_config.moe is not None):
         what = "quantized weights" if quantization else "mixtures of experts"
         raise ConfigError(

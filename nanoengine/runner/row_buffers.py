@@ -117,11 +117,11 @@ class RowBuffers:
         self.pool.index_copy_(0, lines.rows_on_device, token_ids)
         self.pool_positions[lines.rows] = lines.positions
 
-    def write(self, rows: Ints, positions: Ints, token_ids: Ints, owners: Ints) -> None:
+    def write(self, lines: SamplingLines, token_ids: Ints) -> None:
         """Writes sampled tokens [L] into the host's buffers, where a row still belongs to the
-        sequence `owners` [L] that sampled it."""
-        still = self.seq_ids[rows] == owners
-        self.token_ids[rows[still], positions[still]] = token_ids[still]
+        sequence that sampled it."""
+        still = self.seq_ids[lines.rows] == lines.seq_ids
+        self.token_ids[lines.rows[still], lines.positions[still]] = token_ids[still]
 
     def make_batch(
         self, plan: StepPlan, scored: tuple[Ints, Ints] | None = None

@@ -4,7 +4,7 @@
                 │  (logits.py) └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
                 └─ log-probabilities, if asked for
 
-Steps of `only_greedy` rows skip the Sampler where the model finds their `most_likely` tokens
+Steps of `only_masked` rows skip the Sampler where the model finds their `most_likely` tokens
 without computing all logits.
 
 On a CPU, the Sampler groups rows by their filters, and each filter looks at values to stop early.
@@ -12,7 +12,7 @@ On a GPU a look at values would make the host wait, so all rows go through `devi
 which gives the same tokens.
 
 It knows rows and sampling parameters, but no scheduler, no model and no text. Rows live across
-steps: `admit`, `fork` and `release` follow the plan, and `accept_tokens` tells their processors
+steps: `admit`, `fork` and `release` follow the plan, and `RowEdits.accept` tells their processors
 which sampled tokens became part of the sequence.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
@@ -20,48 +20,31 @@ Legend: L lines of logits, V vocabulary, N top log-probabilities.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from nanoengine.core.plan import AdmittedSequence, Fork
-from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
+from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
 from nanoengine.runner.greedy import check_vocabulary, pack_tokens
-from nanoengine.runner.logits import (
-    LogitsProcessor,
-    Raised,
-    RowEdits,
-    apply_processors,
-    standard_processors,
-)
+from nanoengine.runner.logits import LogitsProcessor, RowEdits, stages_of, standard_processors
 from nanoengine.runner.sampled import SampledTokens
 from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,
     draw,
-    draw_min_p,
     draw_top_k,
-    draw_top_p,
+    draw_widening,
     line_chunks,
+    mix,
     pad_to_blocks,
     uniforms,
     widen,
 )
 from nanoengine.runner.scores import token_logprobs
 from nanoengine.runner.transfers import ship
-
-
-def accept_tokens(edits: Mapping[int, RowEdits], token_ids: Sequence[Sequence[int]]) -> None:
-    """Tells processors the tokens that rows have gained.
-
-    Args:
-        edits: as `Sampler.edits_of` returns them.
-        token_ids: of each entry, those that it sampled, or the drafts that were right and one more.
-    """
-    for entry, of_row in edits.items():
-        for token_id in token_ids[entry]:
-            of_row.accept(token_id)
 
 
 class Sampler:
@@ -72,6 +55,15 @@ class Sampler:
         max_num_seqs: rows are 0 ... max_num_seqs - 1.
         eos_token_ids: the model's, masked until min_tokens.
         processors: further stages, run after those of SamplingParams.
+
+    Attributes:
+        seeds: as `uniforms` takes them.
+        drawers: how each row's tokens are drawn on a CPU, by place in DRAWERS.
+        params: temperature (0: greedy), top_k (V where it is off), top_p and min_p of each row.
+        edited: which rows have an entry in `edits`.
+        num_logprobs: -1 where none are asked for.
+        forcing: rows with a processor that may know what must come next.
+        changed: rows with new parameters; the decode step empties it.
 
     Raises:
         ValueError: a size or an EOS id is out of range.
@@ -87,17 +79,14 @@ class Sampler:
         check_vocabulary(vocab_size, eos_token_ids)
         self.vocab_size = vocab_size
         self.processors = (*standard_processors(eos_token_ids), *processors)
-        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.temperature = np.zeros(max_num_seqs)
-        self.top_k = np.full(max_num_seqs, float(vocab_size))
-        self.top_p = np.ones(max_num_seqs)
-        self.min_p = np.zeros(max_num_seqs)
-        self.greedy = np.ones(max_num_seqs, dtype=bool)
-        self.edited = np.zeros(max_num_seqs, dtype=bool)  # the row has an entry in `edits`
-        self.num_logprobs = np.full(max_num_seqs, -1)  # -1: none asked for
+        self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self.drawers = np.zeros(max_num_seqs, dtype=np.int64)
+        self.params = np.tile([[0.0], [vocab_size], [1.0], [0.0]], max_num_seqs)
+        self.edited = np.zeros(max_num_seqs, dtype=bool)
+        self.num_logprobs = np.full(max_num_seqs, -1)
         self.edits: dict[int, RowEdits] = {}
-        self.forcing: set[int] = set()  # rows with a processor that may know what must come next
-        self.changed: set[int] = set()  # rows with new parameters; the decode step empties it
+        self.forcing: set[int] = set()
+        self.changed: set[int] = set()
 
     def admit(self, sequence: AdmittedSequence) -> None:
         """Starts a row, for a new sequence or one that comes back with its output tokens.
@@ -105,16 +94,22 @@ class Sampler:
         The engine has checked every id that the parameters name against the vocabulary.
         """
         params, row = sequence.params, sequence.row
-        self.seed[row] = sequence.seed
         # Why the bound: above it float32 has only inf, and -inf / inf would be NaN.
-        self.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
-        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.greedy[row] = params.is_greedy
+        temperature = min(params.temperature, float(np.finfo(np.float32).max))
+        filters = 0 < params.top_k < self.vocab_size, params.min_p > 0, params.top_p < 1
+        top_k = params.top_k if filters[0] else self.vocab_size
+        if params.is_greedy:
+            self.drawers[row], temperature = 0, 0.0
+        else:
+            self.drawers[row] = 2 + filters.index(True) if any(filters) else 1
+        self.params[:, row] = temperature, top_k, params.top_p, params.min_p
+        self._seed(row, sequence.seed)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.changed.add(row)
         self._set_edits(row, RowEdits.admit(self.processors, sequence))
+
+    def _seed(self, row: int, seed: int) -> None:
+        self.seeds[row : row + 1] = mix(np.array([seed], dtype=np.int64))
+        self.changed.add(row)
 
     def _set_edits(self, row: int, edits: RowEdits | None) -> None:
         self.edited[row] = edits is not None
@@ -133,19 +128,11 @@ class Sampler:
 
     def fork(self, fork: Fork) -> None:
         """Makes a row a copy of its parent, with its own seed."""
-        for column in (
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.greedy,
-            self.num_logprobs,
-        ):
-            column[fork.row] = column[fork.parent_row]
-        self.seed[fork.row] = fork.seed
-        self.changed.add(fork.row)
-        parent = self.edits.get(fork.parent_row)
-        self._set_edits(fork.row, None if parent is None else parent.fork())
+        row, parent = fork.row, fork.parent_row
+        self.params[:, row] = self.params[:, parent]
+        self.drawers[row], self.num_logprobs[row] = self.drawers[parent], self.num_logprobs[parent]
+        self._seed(row, fork.seed)
+        self._set_edits(row, self.edits[parent].fork() if self.edited[parent] else None)
 
     def release(self, row: int) -> None:
         """Forgets a row's tokens; its parameters are overwritten by the next `admit`."""
@@ -153,7 +140,7 @@ class Sampler:
 
     def edits_of(self, rows: Sequence[int]) -> dict[int, RowEdits]:
         """What must see the tokens that these rows are about to sample, by their place in `rows`.
-        `accept_tokens` tells it.
+        `RowEdits.accept` tells it.
 
         Why not the rows: by the time the tokens are known, a row may have passed on.
         """
@@ -170,15 +157,11 @@ class Sampler:
         processors edit them, or log-probabilities are reported."""
         return bool(self.edited[rows].any() or (self.num_logprobs[rows] >= 0).any())
 
-    def only_greedy(self, rows: np.ndarray) -> bool:
-        """Whether these rows ask for nothing but the largest of the model's own logits."""
-        return bool(self.greedy[rows].all()) and not self.looks_at_logits(rows)
-
     def only_masked(self, rows: np.ndarray) -> bool:
         """Whether these rows ask for the largest of the model's own logits, but for bans alone."""
         return (
-            bool(self.greedy[rows].all())
-            and not bool((self.num_logprobs[rows] >= 0).any())
+            not self.drawers[rows].any()
+            and not (self.num_logprobs[rows] >= 0).any()
             and all(self.edits[row].only_bans for row in rows[self.edited[rows]].tolist())
         )
 
@@ -192,13 +175,11 @@ class Sampler:
         """
         edits = self._edits(rows, np.arange(len(rows)), drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
-        for place, processor in enumerate(self.processors):
-            of_line = {i: row.states[place] for i, row in edits.items() if place in row.states}
-            if of_line:
-                try:
-                    masks[list(of_line)] &= processor.masks(list(of_line.values()))
-                except Exception:
-                    return None
+        for _, processor, lines, states in stages_of(self.processors, edits):
+            try:
+                masks[lines] &= processor.masks(states)
+            except Exception:
+                return None
         return masks
 
     def sample(
@@ -236,7 +217,19 @@ class Sampler:
                 errors |= {
                     int(lines[start + i]): row.error for i, row in inside.items() if row.error
                 }
-        return self._with_logprobs(logits, rows, torch.where(valid, token_ids, 0), valid, errors)
+        token_ids = torch.where(valid, token_ids, 0)
+        asked = self.num_logprobs[rows]
+        reported = np.flatnonzero(asked >= 0)
+        logprobs = None
+        if len(reported):
+            (index,) = ship(device, reported)
+            logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
+        return SampledTokens(
+            packed=pack_tokens(token_ids, valid),
+            logprob_lines=[(int(line), int(asked[line])) for line in reported],
+            logprobs=logprobs,
+            errors=errors,
+        )
 
     def _edited_lines(
         self, logits: torch.Tensor, lines: np.ndarray, edits: dict[int, RowEdits]
@@ -252,92 +245,49 @@ class Sampler:
             work = _take(logits, lines, copy=True)
             for i, row in whole.items():  # Why one by one: this finds whose error it is.
                 if (raised := self._apply(work, {i: row})) is not None:
-                    row.fail(raised.place, raised.error)
+                    row.fail(*raised)
         for i, row in edits.items():
             if row.error is not None:
                 work[i] = -torch.inf
         return work
 
-    def _apply(self, work: torch.Tensor, edits: Mapping[int, RowEdits]) -> Raised | None:
-        return apply_processors(self.processors, work[:, : self.vocab_size], edits)
-
-    def _with_logprobs(
-        self,
-        logits: torch.Tensor,
-        rows: np.ndarray,
-        token_ids: torch.Tensor,
-        valid: torch.Tensor,
-        errors: dict[int, str],
-    ) -> SampledTokens:
-        """Adds log-probabilities under the raw logits, for the lines that asked for them."""
-        asked = self.num_logprobs[rows]
-        lines = np.flatnonzero(asked >= 0)
-        logprobs = None
-        if len(lines):
-            (index,) = ship(logits.device, lines)
-            logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
-        return SampledTokens(
-            packed=pack_tokens(token_ids, valid),
-            logprob_lines=[(int(line), int(asked[line])) for line in lines],
-            logprobs=logprobs,
-            errors=errors,
-        )
+    def _apply(
+        self, work: torch.Tensor, edits: Mapping[int, RowEdits]
+    ) -> tuple[int, Exception] | None:
+        """Edits these lines in place by all processors, in their order; returns what one of them
+        has raised, and its place. The lines are edited in part then."""
+        for place, processor, lines, states in stages_of(self.processors, edits):
+            try:
+                processor.apply(work[:, : self.vocab_size], lines, states)
+            except Exception as error:
+                return place, error
+        return None
 
     def _groups(
         self, rows: np.ndarray, positions: np.ndarray, device: torch.device
     ) -> Iterator[tuple[np.ndarray, LineSampler]]:
         """Groups the lines by how they are sampled: each filter stops early in its own way."""
         if device.type != "cpu":
-            yield np.arange(len(rows)), self._device_sampler(rows, positions, device)
+            kind, params = self.kind(rows), self._draw_params(rows, positions, device)
+            yield np.arange(len(rows)), lambda lines, at: sample_on_device(lines, params[at], kind)
             return
-        greedy = self.greedy[rows]
-        if greedy.all():
-            yield np.arange(len(rows)), _sample_greedy
-            return
-        kind = np.select(
-            [self.top_k[rows] < self.vocab_size, self.min_p[rows] > 0, self.top_p[rows] < 1],
-            [0, 1, 2],
-            default=3,
-        )
-        if greedy.any():
-            yield np.flatnonzero(greedy), _sample_greedy
-        for k, draw_lines in enumerate((draw_top_k, draw_min_p, draw_top_p, draw)):
-            lines = np.flatnonzero(~greedy & (kind == k))
-            if not len(lines):
-                continue
-            of = rows[lines]
-            params = DrawParams.pack(
-                temperature=self.temperature[of],
-                top_k=self.top_k[of],
-                top_p=self.top_p[of],
-                min_p=self.min_p[of],
-                uniform=uniforms(self.seed[of], positions[lines]),
-                device=device,
-            )
-            yield lines, _drawer(draw_lines, params)
+        drawers = self.drawers[rows]
+        for number in sorted(set(drawers.tolist())):
+            lines, sample = np.flatnonzero(drawers == number), _sample_greedy
+            if drawer := DRAWERS[number]:
+                params = self._draw_params(rows[lines], positions[lines], device)
+                sample = functools.partial(_sample_drawn, drawer, params)
+            yield lines, sample
+
+    def _draw_params(
+        self, rows: np.ndarray, positions: np.ndarray, device: torch.device
+    ) -> DrawParams:
+        return DrawParams.pack(self.params[:, rows], uniforms(self.seeds[rows], positions), device)
 
     def kind(self, rows: np.ndarray) -> SamplingKind:
         """How `sample_on_device` takes these rows together."""
-        drawn = rows[~self.greedy[rows]]
-        if not len(drawn):
-            return SamplingKind.GREEDY
-        filters = (self.min_p[drawn] > 0) | (self.top_p[drawn] < 1)
-        filters |= self.top_k[drawn] < self.vocab_size
-        return SamplingKind.FILTERED if filters.any() else SamplingKind.DRAWN
-
-    def columns(self, rows: np.ndarray) -> np.ndarray:
-        """Temperature (0 where greedy), top_k, top_p and min_p of these rows, [4, L] float64."""
-        temperature = np.where(self.greedy[rows], 0.0, self.temperature[rows])
-        return np.stack((temperature, self.top_k[rows], self.top_p[rows], self.min_p[rows]))
-
-    def _device_sampler(
-        self, rows: np.ndarray, positions: np.ndarray, device: torch.device
-    ) -> LineSampler:
-        kind = self.kind(rows)
-        uniform = uniforms(self.seed[rows], positions)
-        (packed,) = ship(device, np.vstack((self.columns(rows), uniform)))
-        params = device_params(packed)
-        return lambda logits, lines: sample_on_device(logits, params[lines], kind)
+        most = int(self.drawers[rows].max(initial=0))
+        return (SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED)[min(most, 2)]
 
     def _edits(
         self, rows: np.ndarray, lines: np.ndarray, drafts: Mapping[int, Sequence[int]]
@@ -352,7 +302,7 @@ class Sampler:
             else:
                 num_before, edits = latest[row]
                 edits = edits.fork()
-                edits.accept(drafts[row][num_before])
+                edits.accept(drafts[row][num_before : num_before + 1])
                 latest[row] = num_before + 1, edits
             found[i] = latest[row][1]
         return found
@@ -362,17 +312,21 @@ LineSampler = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 """From the edited logits of some lines of a group to their tokens, and which of these are valid."""
 
 
+DRAWERS = (None, draw, draw_top_k, draw_widening, draw_widening)
+"""How lines are drawn: greedy ones not at all, those without filters from all tokens; else by the
+first filter that they have, of top_k, min_p and top_p, each of which stops early in its own way."""
+
+
 def _sample_greedy(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids, largest = argmax(logits)
     return token_ids, largest.isfinite()
 
 
-def _drawer(draw_lines: Callable[..., torch.Tensor], params: DrawParams) -> LineSampler:
-    def drawn(logits: torch.Tensor, lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        largest = logits.amax(-1, keepdim=True)
-        return draw_lines(logits, largest, params[lines]), largest[:, 0].isfinite()
-
-    return drawn
+def _sample_drawn(
+    draw_lines: Callable[..., torch.Tensor], params: DrawParams, logits: torch.Tensor, lines: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = logits.amax(-1, keepdim=True)
+    return draw_lines(logits, largest, params[lines]), largest[:, 0].isfinite()
 
 
 def _take(logits: torch.Tensor, lines: np.ndarray, copy: bool) -> torch.Tensor:

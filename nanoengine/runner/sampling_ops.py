@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
+from nanoengine.runner.greedy import MAX_VOCAB_SIZE
 from nanoengine.runner.transfers import ship
 
 CPU_CHUNK = 2**19
@@ -38,12 +41,26 @@ FIRST_WIDTH = 64
 SCALE = 2.0**34
 """Weight of a line's most likely token, as a whole number."""
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio, odd: its multiples spread evenly over the 64-bit numbers."""
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""2**64 divided by the golden ratio, odd, as int64: its multiples spread evenly over the 64-bit
+numbers."""
+
+Bits = TypeVar("Bits", NDArray[np.int64], torch.Tensor)
+"""int64, of an array or of a tensor on any device. Numbers wrap as unsigned ones do; only shifts to
+the right must leave the sign behind."""
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position), 53 random bits each, as float64 [L].
+def uniforms(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position), [L]; the seeds as `mix` makes them.
+
+    >>> uniforms(mix(np.array([7, 8])), np.array([0, 0])).round(4).tolist()
+    [0.5243, 0.9262]
+    """
+    return random_bits(seeds, positions) * 2.0**-53
+
+
+def random_bits(seeds: Bits, positions: Bits) -> Bits:
+    """53 random bits for each (seed, position), int64 [L].
 
     Counter-based: nothing is kept between calls, so a token can be drawn again after preemption.
     The seed is mixed before the position is added, or else seeds that differ by a multiple of
@@ -52,47 +69,40 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Source: the SplitMix64 output function of Steele, Lea and Flood, "Fast splittable pseudorandom
     number generators", OOPSLA 2014; keying by counter as in Salmon et al., "Parallel random
     numbers: as easy as 1, 2, 3".
-
-    >>> uniforms(np.array([7, 8]), np.array([0, 0])).round(4).tolist()
-    [0.5243, 0.9262]
     """
-    counter = np.asarray(positions).astype(np.uint64) + np.uint64(1)
-    bits = mix(mix(np.asarray(seeds).astype(np.uint64)) + counter * GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _shift(mix(seeds + (positions + 1) * GOLDEN), 11)
 
 
-def mix(z: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64, on uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def mix(z: Bits) -> Bits:
+    """The output function of SplitMix64."""
+    z = (z ^ _shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shift(z, 27)) * (0x94D049BB133111EB - 2**64)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Bits, count: int) -> Bits:
+    return (z >> count) & (2 ** (64 - count) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """How each of L lines is drawn: one float64 tensor [5, L], so that it is one copy to the
-    device.
+    """How each of L lines is drawn.
 
-    The other fields are plain numbers, known without asking the device.
+    Attributes:
+        packed: temperature, top_k (V where it is off), top_p (1), min_p (0) and the random number
+            of each line, [5, L] float64: one copy to the device.
+        uses_min_p, max_top_k: bounds that are known without asking the device.
     """
 
     packed: torch.Tensor
-    uses_min_p: bool
-    max_top_k: int
+    uses_min_p: bool = True
+    max_top_k: int = MAX_VOCAB_SIZE
 
     @staticmethod
-    def pack(
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniform: np.ndarray,
-        device: torch.device,
-    ) -> DrawParams:
-        """All arrays are [L]; `top_k` is V where it is off, `top_p` is 1, `min_p` is 0."""
-        columns = np.stack((temperature, top_k, top_p, min_p, uniform)).astype(np.float64)
-        (packed,) = ship(device, columns)
-        return DrawParams(packed, bool(min_p.any()), int(top_k.max()))
+    def pack(columns: np.ndarray, uniform: np.ndarray, device: torch.device) -> DrawParams:
+        """Of `Sampler.columns` [4, L] and random numbers [L]."""
+        (packed,) = ship(device, np.vstack((columns, uniform)))
+        return DrawParams(packed, bool(columns[3].any()), int(columns[1].max()))
 
     def __getitem__(self, lines: slice | torch.Tensor) -> DrawParams:
         return DrawParams(self.packed[:, lines], self.uses_min_p, self.max_top_k)
@@ -213,72 +223,55 @@ def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
     top_p is a share of the probability that min_p and top_k have left. Arguments as for `draw`.
     """
     width = min(params.max_top_k, logits.shape[-1])
-    return _draw_candidates(logits, largest, params, width, total=None)[0]
+    return _draw_candidates(top_candidates(logits, width), largest, params)[0]
 
 
 def draw_all_sorted(
     logits: torch.Tensor, largest: torch.Tensor, params: DrawParams
 ) -> torch.Tensor:
-    """Draws from the tokens that min_p, top_k and then top_p leave, by a full sort; ids [L].
+    """The same by a full sort, which asks neither host nor device for anything."""
+    candidates = logits.sort(dim=-1, descending=True, stable=True)
+    return _draw_candidates(candidates, largest, params)[0]
 
-    Arguments as for `draw`.
+
+def draw_widening(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """Draws from the tokens that min_p and then top_p leave, for lines without top_k; ids [L]. All
+    of them have a min_p, or none has. Arguments as for `draw`.
+
+    It is not known beforehand how many tokens the filters keep. So a few candidates are tried, and
+    lines that these don't cover are tried again with eight times as many, at last with all.
     """
-    return _draw_candidates(logits, largest, params, logits.shape[-1], total=None)[0]
-
-
-def draw_min_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that min_p and then top_p leave, for lines with min_p; ids [L].
-
-    Arguments as for `draw`.
-    """
-    return _draw_widening(logits, largest, params, total=None)
-
-
-def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Draws from the tokens that top_p leaves, for lines with neither top_k nor min_p; ids [L].
-
-    Arguments as for `draw`.
-    """
-    blocks = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
-    return _draw_widening(logits, largest, params, blocks.double().sum((-1, -2))[:, None])
-
-
-def _draw_widening(
-    logits: torch.Tensor, largest: torch.Tensor, params: DrawParams, total: torch.Tensor | None
-) -> torch.Tensor:
-    """Draws where it is not known beforehand how many tokens the filters keep.
-
-    A few candidates are tried, and lines that these don't cover are tried again with eight times as
-    many, at last with all.
-    """
+    total = None
+    if not params.uses_min_p:
+        blocks = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
+        total = blocks.double().sum((-1, -2))[:, None]
     width, vocab_size = min(FIRST_WIDTH, logits.shape[-1]), logits.shape[-1]
-    ids, covered = _draw_candidates(logits, largest, params, width, total)
+    ids, covered = _draw_candidates(top_candidates(logits, width), largest, params, total)
     while width < vocab_size and not covered.all():
         width = min(8 * width, vocab_size)
         left = (~covered).nonzero()[:, 0]
         ids[left], covered[left] = _draw_candidates(
-            logits[left],
+            top_candidates(logits[left], width),
             largest[left],
             params[left],
-            width,
             None if total is None else total[left],
         )
     return ids
 
 
 def _draw_candidates(
-    logits: torch.Tensor,
+    candidates: tuple[torch.Tensor, torch.Tensor],
     largest: torch.Tensor,
     params: DrawParams,
-    width: int,
-    total: torch.Tensor | None,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the best `width` tokens; ids [L], and whether all that the filters keep is there.
+    """Draws from the best tokens, given as `top_candidates` does; ids [L], and whether all that the
+    filters keep are there.
 
     `total` [L, 1] is the weight of all tokens, which top_p is a share of; None takes that of the
     candidates, which is the same if min_p or top_k has removed the last of them.
     """
-    values, ids = top_candidates(logits, width)
+    values, ids = candidates
     # [L, K], falling along the line: every filter keeps a prefix.
     weights = draw_weights(values, largest, params).double()
     weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")

@@ -81,20 +81,22 @@ class PromptScorer:
         """Forgets a row."""
         self._asked.pop(row, None)
 
-    def scored(self, plan: StepPlan) -> tuple[Ints, Ints]:
-        """Which positions of each entry are followed by a prompt token to be scored.
+    def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
+        """Which positions of each entry are followed by a prompt token to be scored, as
+        `RowBuffers.make_batch` takes them.
 
         Returns:
-            [E], positions before the first of them; [E], how many they are.
+            [E], positions before the first of them; [E], how many they are. None: there are none.
         """
+        if not self._asked:
+            return None
         skipped, counts = np.zeros((2, len(plan.rows)), np.int64)
-        if self._asked:
-            for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
-                _, first, num_prompt = self._asked.get(row, (0, 0, 0))
-                end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
-                skipped[entry] = max(first - start, 0)
-                counts[entry] = max(end - max(start, first), 0)
-        return skipped, counts
+        for entry, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
+            _, first, num_prompt = self._asked.get(row, (0, 0, 0))
+            end = min(start + plan.num_scheduled_tokens[entry], num_prompt - 1)
+            skipped[entry] = max(first - start, 0)
+            counts[entry] = max(end - max(start, first), 0)
+        return (skipped, counts) if counts.any() else None
 
     def score(
         self, plan: StepPlan, scored: tuple[Ints, Ints], hidden: torch.Tensor

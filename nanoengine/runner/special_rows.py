@@ -9,7 +9,7 @@ Made by the ModelRunner at the first row that is not plain; steps without such r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,11 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.greedy import is_plain, pack_found
 from nanoengine.runner.logits import LogitsProcessor, RowEdits
-from nanoengine.runner.row_buffers import Ints, RowBuffers, SamplingLines
-from nanoengine.runner.sampled import SampledTokens, to_records
-from nanoengine.runner.sampler import Sampler, accept_tokens
+from nanoengine.runner.row_buffers import Ints, RowBuffers
+from nanoengine.runner.sampled import FetchedTokens, SampledTokens, to_records
+from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.scores import PromptScorer
-from nanoengine.runner.step import LaunchedStep, Mark
+from nanoengine.runner.step import LaunchedStep
 
 
 class SpecialRows:
@@ -33,6 +33,9 @@ class SpecialRows:
         rows, model: the runner's.
         processors: of logits, run after those of SamplingParams.
         all_rows: plain rows come here too, because something looks at the logits of each.
+
+    Attributes:
+        latest: the step before, whose tokens processors must know.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class SpecialRows:
         self.sampler = Sampler(config.vocab_size, num_rows, config.eos_token_ids, processors)
         self.scorer = PromptScorer(rows, model.logits)
         self._asks = np.full(num_rows, all_rows)
+        self.latest: LaunchedStep | None = None
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows."""
@@ -71,96 +75,66 @@ class SpecialRows:
         """Whether a step must come here."""
         return bool(plan.draft_token_ids) or bool(self._asks[plan.rows].any())
 
-    def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
-        """Positions whose prompt tokens are scored, as `RowBuffers.make_batch` takes them."""
-        skipped, counts = self.scorer.scored(plan)
-        return (skipped, counts) if counts.any() else None
-
     def run(
-        self,
-        plan: StepPlan,
-        step: LaunchedStep,
-        lines: SamplingLines,
-        hidden: torch.Tensor,
-        scored: tuple[Ints, Ints] | None,
-        latest: LaunchedStep | None,
-        now: Callable[[], Mark],
+        self, step: LaunchedStep, hidden: torch.Tensor, scored: tuple[Ints, Ints] | None
     ) -> list[torch.Tensor]:
         """Samples from a step's hidden states; returns what the host wants to see.
 
         Args:
             hidden: of the lines, then of the scored positions, [.., hidden_size].
-            latest: the step before, whose tokens processors must know.
-            now: a moment, for the step's times.
+            scored: as `PromptScorer.scored` returns them.
         """
-        sampling, scoring = hidden.tensor_split([len(lines.entries)])
-        found = self._most_likely(plan, lines, sampling, latest)
-        logits = None if found else self.model.logits(sampling)  # [L, V]
-        step.marks.append(now())
+        sampling, scoring = hidden.tensor_split([len(step.lines.entries)])
+        sampled = self._most_likely(step, sampling)
+        logits = None if sampled else self.model.logits(sampling)  # [L, V]
+        step.marks.append(step.now())
         tensors: list[torch.Tensor] = []
-        if len(lines.entries):
-            sampled = found or self.sample(plan, lines, logits, latest)
+        if len(step.lines.entries):
+            sampled = sampled or self.sample(step, logits)
             # Why not with drafts: how many of them count is found on the host, in `take`.
-            if not plan.draft_token_ids:
-                self.rows.keep(lines, sampled.token_ids)
-            tensors += self.await_tokens(plan, step, lines, sampled)
+            if not step.plan.draft_token_ids:
+                self.rows.keep(step.lines, sampled.token_ids)
+            tensors += self.await_tokens(step, sampled)
         if scored is not None:
             step.special = step.special or Awaited()
-            entries, scores = self.scorer.score(plan, scored, scoring)
-            step.special.scored_entries = entries
+            step.special.scored_entries, scores = self.scorer.score(step.plan, scored, scoring)
             tensors += scores
-        step.marks.append(now())
+        step.marks.append(step.now())
         return tensors
 
-    def _most_likely(
-        self,
-        plan: StepPlan,
-        lines: SamplingLines,
-        hidden: torch.Tensor,
-        latest: LaunchedStep | None,
-    ) -> SampledTokens | None:
+    def _most_likely(self, step: LaunchedStep, hidden: torch.Tensor) -> SampledTokens | None:
         """The tokens of all lines where they are greedy and the model needs no logits for it."""
-        if self.sampler.only_greedy(lines.rows):
-            found = self.model.most_likely(hidden)
-        elif self.sampler.only_masked(lines.rows):
-
-            def masks() -> np.ndarray | None:
-                _learn_tokens(latest)
-                return self.sampler.masks(lines.rows, plan.draft_token_ids)
-
-            found = self.model.most_likely(hidden, masks)
-        else:
+        rows = step.lines.rows
+        if not self.sampler.only_masked(rows):
             return None
+
+        def masks() -> np.ndarray | None:
+            self._learn_tokens()
+            return self.sampler.masks(rows, step.plan.draft_token_ids)
+
+        is_masked = self.sampler.edited[rows].any()
+        found = self.model.most_likely(hidden, masks if is_masked else None)
         return None if found is None else SampledTokens(packed=pack_found(*found))
 
-    def sample(
-        self,
-        plan: StepPlan,
-        lines: SamplingLines,
-        logits: torch.Tensor,
-        latest: LaunchedStep | None,
-    ) -> SampledTokens:
+    def sample(self, step: LaunchedStep, logits: torch.Tensor) -> SampledTokens:
         """Samples a token a line."""
-        if self.sampler.edited[lines.rows].any():
-            _learn_tokens(latest)
-        return self.sampler.sample(logits, lines.rows, lines.positions, plan.draft_token_ids)
+        rows, positions = step.lines.rows, step.lines.positions
+        if self.sampler.edited[rows].any():
+            self._learn_tokens()
+        return self.sampler.sample(logits, rows, positions, step.plan.draft_token_ids)
 
-    def await_tokens(
-        self, plan: StepPlan, step: LaunchedStep, lines: SamplingLines, sampled: SampledTokens
-    ) -> list[torch.Tensor]:
+    def _learn_tokens(self) -> None:
+        """Waits for the tokens of the step before, which processors must know.
+
+        Why not before the forward: it runs while they learn.
+        """
+        if self.latest is not None:
+            self.latest.result()
+
+    def await_tokens(self, step: LaunchedStep, sampled: SampledTokens) -> list[torch.Tensor]:
         """Notes who waits for the tokens; returns what the host wants to see of them."""
-        step.lines = lines
-        step.special = Awaited(sampled=sampled, edits=self.sampler.edits_of(plan.rows))
+        step.special = Awaited(sampled=sampled, edits=self.sampler.edits_of(step.plan.rows))
         return sampled.tensors
-
-
-def _learn_tokens(latest: LaunchedStep | None) -> None:
-    """Waits for the tokens of the step before, which processors must know.
-
-    Why not before the forward: it runs while they learn.
-    """
-    if latest is not None:
-        latest.result()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,25 +153,17 @@ class Awaited:
 
     def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:
         """Fills the result: the tensors are those of `sampled`, then those of the prompt scores."""
-        if self.sampled is not None:
-            self._tell_tokens(step, self.sampled, tensors, result)
         scores = tensors[len(tensors) - len(self.scored_entries) :]
         for entry, tensor in zip(self.scored_entries, scores, strict=True):
             found = result.prompt_logprobs.setdefault(entry, [])
             found += [to_records(line) for line in tensor.tolist()]
+        if self.sampled is not None:
+            self._tell_tokens(step, self.sampled.fetch(tensors), result)
 
-    def _tell_tokens(
-        self,
-        step: LaunchedStep,
-        sampled: SampledTokens,
-        tensors: list[torch.Tensor],
-        result: StepResult,
-    ) -> None:
+    def _tell_tokens(self, step: LaunchedStep, fetched: FetchedTokens, result: StepResult) -> None:
         """Sorts tokens by sequence, keeps accepted ones, and tells rows and processors."""
-        plan, lines, fetched = step.plan, step.lines, sampled.fetch(tensors)
-        assert lines is not None
-        token_ids = np.array(fetched.token_ids)
-        step.rows.write(lines.rows, lines.positions, token_ids, lines.seq_ids)
+        plan, lines = step.plan, step.lines
+        step.rows.write(lines, np.array(fetched.token_ids))
         over: set[int] = set()  # entries that go no further in this step
         for line, entry in enumerate(lines.entries.tolist()):
             tokens = result.token_ids[entry]
@@ -212,4 +178,5 @@ class Awaited:
                 result.errors[entry] = fetched.errors[line]
             if line in fetched.logprobs:
                 result.logprobs.setdefault(entry, []).append(fetched.logprobs[line])
-        accept_tokens(self.edits, result.token_ids)
+        for entry, edits in self.edits.items():
+            edits.accept(result.token_ids[entry])

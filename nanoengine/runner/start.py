@@ -13,16 +13,13 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from nanoengine.attention import backend_class, make_backend
-from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.core.doors import TierStorage
 from nanoengine.core.layout import KVLayout
 from nanoengine.errors import ConfigError
@@ -31,17 +28,14 @@ from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
 from nanoengine.runner.greedy import check_vocabulary
 from nanoengine.runner.kv_cache import KVCache
-from nanoengine.runner.memory import free_gpu_bytes, plan_memory, require_memory
-from nanoengine.runner.numerics import make_context, use_isa
+from nanoengine.runner.memory import free_gpu_bytes, kv_groups, plan_memory, require_memory
+from nanoengine.runner.numerics import RunnerOptions, make_context, use_isa
 from nanoengine.runner.row_buffers import RowBuffers
-from nanoengine.runner.step import LaunchedStep, Mark
+from nanoengine.runner.step import Mark
 from nanoengine.runner.transfers import Download
-from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from nanoengine.runner.graphs import GraphedDecode
-    from nanoengine.runner.largest_steps import LargestSteps
-    from nanoengine.runner.logits import LogitsProcessor
     from nanoengine.runner.sampler import Sampler
     from nanoengine.runner.special_rows import SpecialRows
 
@@ -62,54 +56,30 @@ def current_device(device: torch.device) -> Callable[[], contextlib.AbstractCont
 class RunnerParts:
     """The parts of a ModelRunner: model, memory plan, KV cache, rows, backend.
 
-    Args:
-        config: the user's settings.
-        model_config: of the checkpoint in `directory`.
-        device, dtype, backend: as resolved from "auto".
-        quantization: of linear layers; None: floats of `dtype`.
-        processors: makes those of logits that run after those of SamplingParams.
-        ranks: with whom this one shares each layer; None: with nobody.
+    `ranks` are with whom this one shares each layer; None: with nobody.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        directory: Path,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        backend: str,
-        quantization: Quantization | None = None,
-        processors: Callable[[], Sequence[LogitsProcessor]] = tuple,
-        ranks: Collectives | None = None,
-    ) -> None:
-        use_isa(config)
+    def __init__(self, options: RunnerOptions, ranks: Collectives | None = None) -> None:
+        self.options, self.config, self.model_config = options, options.config, options.model_config
+        use_isa(self.config)
         self.ranks = ranks or Collectives()
-        self._processors = processors
-        self.config = config
-        self.model_config = model_config
-        self.device = device
-        self.as_current = current_device(device)
-        self.dtype = dtype
-        self.quantization = quantization
-        self.directory = directory
-        default = backend_class(backend).default_block_size
-        self.block_size = config.block_size or default
-        self.kv_dtype = kv_cache.stored_dtype(config.kv_cache_dtype, dtype)
+        self.device, self.dtype = options.device, options.dtype
+        self.as_current = current_device(self.device)
+        default = backend_class(options.backend).default_block_size
+        self.block_size = self.config.block_size or default
+        self.kv_dtype = kv_cache.stored_dtype(self.config.kv_cache_dtype, self.dtype)
         self.backend = make_backend(
-            backend,
-            device=device,
-            dtype=dtype,
-            head_dim=model_config.head_dim,
+            options.backend,
+            device=self.device,
+            dtype=self.dtype,
+            head_dim=self.model_config.head_dim,
             block_size=self.block_size,
             kv_dtype=self.kv_dtype,
-            deterministic=config.deterministic,
+            deterministic=self.config.deterministic,
         )
         self.groups = kv_cache.make_groups(
-            model_config, block_size=self.block_size, dtype=dtype, kv_dtype=self.kv_dtype
+            self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
-        self.load_s = 0.0
         self.num_parameters = 0
         self.extra_block_bytes = 0  # of a block, for what else is kept of its tokens
         self.tier_storage: dict[str, TierStorage] = {}
@@ -134,42 +104,42 @@ class RunnerParts:
                 f"max_model_len must be at most the model's context of {context_len}, got {asked}"
             )
         self.load()
-        self._kv_groups = kv_cache.kv_groups(self.groups)
-        block_bytes = kv_cache.block_bytes(
+        block_bytes = self.extra_block_bytes + kv_cache.block_bytes(
             block_size=self.block_size,
             num_kv_heads=self._num_kv_heads,
             head_dim=self.model_config.head_dim,
-            num_layers=max(len(group.layers) for group in self._kv_groups),
+            num_layers=max(len(group.layers) for group in kv_groups(self.groups)),
             dtype=self.kv_dtype,
         )
         plans = (layer.plan for layer in self.model.state_layers)
-        state_bytes = kv_cache.state_bytes(plans, self.dtype)
-        block_bytes += self.extra_block_bytes
+        layout = KVLayout(
+            num_blocks=0,
+            block_size=self.block_size,
+            block_bytes=block_bytes,
+            groups=self.groups,
+            state_bytes=kv_cache.state_bytes(plans, self.dtype),
+        )
         self._require_rows(SAMPLER_BYTES)
         check_vocabulary(self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.memory = plan_memory(
             self.config,
-            block_bytes=block_bytes,
-            block_size=self.block_size,
-            groups=self.groups,
+            layout,
             context_len=context_len,
             weight_bytes=self.weight_bytes,
             device=self.device,
-            measure=self._measure,
+            measure=functools.partial(self._measure, layout),
             ranks=self.ranks,
-            state_bytes=state_bytes,
         )
-        self.kv_cache = self._allocate(self.memory.num_blocks, self.memory.num_states)
-        self.rows = self._make_rows(self.memory.max_model_len, self.memory.num_blocks)
+        layout = self.memory.layout
+        self.kv_cache = self._allocate(layout)
+        self.rows = self._make_rows(self.memory.max_model_len, layout.num_blocks)
         self.special: SpecialRows | None = None
         if self._uses_graphs or self.config.logits_processors:
             self.need_special(all_rows=True)
         self.graphed: GraphedDecode | None = None
         if self._uses_graphs:
             free = free_gpu_bytes(self.device)
-            self.graphed = self._make_graphed(
-                self.rows, self.memory.max_model_len, self.need_special().sampler
-            )
+            self.graphed = self._make_graphed(self.rows, self.need_special().sampler)
             self.graphed.capture(self.graphed.sizes)
             taken = max(0, free - free_gpu_bytes(self.device))
             self.memory = dataclasses.replace(self.memory, graph_bytes=taken)
@@ -181,33 +151,17 @@ class RunnerParts:
             side_stream = torch.cuda.Stream(self.device)
             self.start_download = functools.partial(Download, stream=side_stream)
             self.now = event_now
-        self.latest: LaunchedStep | None = None
-        return KVLayout(
-            num_blocks=self.memory.num_blocks,
-            block_size=self.block_size,
-            block_bytes=block_bytes,
-            groups=self.groups,
-            num_states=self.memory.num_states,
-            state_bytes=state_bytes,
-        )
+        return layout
 
     def load(self) -> None:
         """Loads the model, once: `start` does, unless it is loaded ahead of that."""
         if self.num_parameters:
             return
         started = time.perf_counter()
-        context = make_context(
-            self.config,
-            self.model_config,
-            self.quantization,
-            self.backend,
-            device=self.device,
-            dtype=self.dtype,
-            ranks=self.ranks,
-        )
+        context = make_context(self.options, self.backend, self.ranks)
         self.model = load_model(
             self.model_config,
-            self.directory,
+            self.options.directory,
             context=context,
             load_format=self.config.load_format,
             seed=self.config.seed,
@@ -231,32 +185,22 @@ class RunnerParts:
         if self.special is None:
             from nanoengine.runner.special_rows import SpecialRows
 
-            self.special = SpecialRows(self.rows, self.model, self._processors(), all_rows=all_rows)
+            processors = self.options.processors()
+            self.special = SpecialRows(self.rows, self.model, processors, all_rows=all_rows)
         return self.special
 
-    def _make_graphed(
-        self, rows: RowBuffers, max_model_len: int, sampler: Sampler
-    ) -> GraphedDecode:
+    def _make_graphed(self, rows: RowBuffers, sampler: Sampler) -> GraphedDecode:
         """The decode step on the device, with no graph captured yet."""
         from nanoengine.runner.decode_step import DecodeStep
         from nanoengine.runner.graphs import CudaGraphs, GraphedDecode
 
-        step = DecodeStep(
-            forward=self.model,
-            logits=self.model.logits,
-            prepare=self.backend.prepare,
-            rows=rows,
-            sampler=sampler,
-            max_model_len=max_model_len,
-            dtype=self.dtype,
-        )
-        return GraphedDecode(step, max_num_seqs=self.config.max_num_seqs, graphs=CudaGraphs())
+        step = DecodeStep(self.model, self.backend, rows, sampler, self.dtype)
+        return GraphedDecode(step, CudaGraphs())
 
     def _require_rows(self, bytes_a_row: int) -> None:
         """Raises ConfigError if `max_num_seqs` rows would need more memory than the host has."""
         rows = self.config.max_num_seqs
-        cpu = torch.device("cpu")
-        require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, cpu)
+        require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, torch.device("cpu"))
 
     def _make_rows(self, max_model_len: int, num_blocks: int) -> RowBuffers:
         self._require_rows(max_model_len * np.dtype(np.int32).itemsize)
@@ -269,51 +213,43 @@ class RunnerParts:
             first_state=num_blocks if self.model_config.states else None,
         )
 
-    def _allocate(self, num_blocks: int, num_states: int) -> KVCache:
+    def _allocate(self, layout: KVLayout) -> KVCache:
         cache = KVCache(
-            groups=self.groups,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
+            layout,
             num_kv_heads=self._num_kv_heads,
             head_dim=self.model_config.head_dim,
-            layout=self.backend.kv_layout,
+            order=self.backend.kv_layout,
             dtype=self.kv_dtype,
             device=self.device,
-            num_states=num_states,
             state_dtype=kv_cache.state_dtype_for(self.dtype),
         )
         cache.bind(self.model.attention_layers, self.model.state_layers)
         return cache
 
-    def _measure(self) -> tuple[int, int]:
+    def _measure(self, layout: KVLayout) -> tuple[int, int]:
         """Bytes that a GPU's largest steps take for activations, and bytes of all CUDA graphs."""
-        # Every slot is in the null block, and every state in slot 0.
-        self._allocate(2, 1 if self.model_config.states else 0)
-        activation_bytes = self._largest_steps().peak_bytes()
-        taken = 0
+        from nanoengine.runner.largest_steps import peak_bytes
+
+        # Every slot is in the null block, and every state in one slot.
+        num_states = 1 if layout.state_bytes else 0
+        self._allocate(dataclasses.replace(layout, num_blocks=2, num_states=num_states))
+        budget, taken = self.config.step_budget(self.device.type), 0
+        activation_bytes = peak_bytes(self.model, self.backend, self._longest_rows(), budget)
         if self._uses_graphs:
             from nanoengine.runner.graphs import graph_bytes
             from nanoengine.runner.sampler import Sampler
 
             torch.cuda.empty_cache()
-            longest = self.config.max_model_len or self.model_config.max_position_embeddings
             sampler = Sampler(self.model_config.vocab_size, self.config.max_num_seqs)
             taken = graph_bytes(
-                lambda: self._make_graphed(self._make_rows(longest, 0), longest, sampler),
+                lambda: self._make_graphed(self._longest_rows(), sampler),
                 lambda: free_gpu_bytes(self.device),
             )
         gc.collect()
         torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
         return activation_bytes, taken
 
-    def _largest_steps(self) -> LargestSteps:
-        from nanoengine.runner.largest_steps import LargestSteps
-
-        return LargestSteps(
-            model=self.model,
-            prepare=self.backend.prepare,
-            config=self.config,
-            num_groups=len(self._kv_groups),
-            block_size=self.block_size,
-            device=self.device,
-        )
+    def _longest_rows(self) -> RowBuffers:
+        """Fresh rows for the longest sequences that the memory may turn out to allow."""
+        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        return self._make_rows(longest, 2)

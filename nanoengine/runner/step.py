@@ -38,8 +38,10 @@ class LaunchedStep:
     """A step under way. The Executor door's `Launched`.
 
     Attributes:
+        now: a moment, for the marks.
+        started: when the launch began, by the host's clock [s].
         times: what is known so far; the marks add forward and sampling.
-        lines: who samples; None if nobody does.
+        lines: who samples; there are none before the step runs.
         tensors: what the host wants to see: `SampledTokens.packed` first.
         download: brings them to the host; None: they are there.
         marks: before the forward, behind it, behind the sampling.
@@ -49,8 +51,10 @@ class LaunchedStep:
 
     plan: StepPlan
     rows: RowBuffers
+    now: Callable[[], Mark]
+    started: float
     times: StepTimes = field(default_factory=StepTimes)
-    lines: SamplingLines | None = None
+    lines: SamplingLines = field(init=False, repr=False)
     tensors: list[torch.Tensor] = field(default_factory=list)
     download: Download | None = None
     marks: list[Mark] = field(default_factory=list)
@@ -86,8 +90,7 @@ class LaunchedStep:
     def _take(self, packed: torch.Tensor, result: StepResult) -> None:
         """Tells each row its token, and sorts tokens [2, L] by entry of the plan."""
         lines, (token_ids, valid) = self.lines, packed.numpy()
-        assert lines is not None
-        self.rows.write(lines.rows, lines.positions, token_ids, lines.seq_ids)
+        self.rows.write(lines, token_ids)
         of_line = zip(lines.entries.tolist(), token_ids.tolist(), valid.tolist(), strict=True)
         for entry, token_id, is_valid in of_line:
             result.token_ids[entry].append(token_id)

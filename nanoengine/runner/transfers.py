@@ -13,6 +13,7 @@ finished, so this costs no allocation after the first steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,10 +27,9 @@ def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tenso
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    offsets, size = [], 0
-    for array in arrays:
-        offsets.append(size)
-        size += -(-array.nbytes // 16) * 16  # Why 16: kernels load aligned
+    # Why 16: kernels load aligned
+    ends = accumulate(-(-array.nbytes // 16) * 16 for array in arrays)
+    *offsets, size = 0, *ends
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     host = buffer.numpy()
     for array, offset in zip(arrays, offsets, strict=True):
@@ -47,27 +47,22 @@ class Download:
     """Tensors on their way to the host, as they are after all work issued so far.
 
     Args:
-        stream: a GPU's side stream, on which they travel, so that no step waits for them; None:
-            the tensors are on the host already.
+        stream: a GPU's side stream, on which they travel, so that no step waits for them.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-        self._host = list(tensors)
-        self._arrived: torch.cuda.Event | None = None
-        if stream is None:
-            return
+    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        self._host = []
         # Why kept: their memory must not get another use before it is copied.
         self._sources = list(tensors)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            for i, tensor in enumerate(tensors):
-                self._host[i] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                self._host[i].copy_(tensor, non_blocking=True)
+            for tensor in tensors:
+                self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+                self._host[-1].copy_(tensor, non_blocking=True)
             self._arrived = stream.record_event()
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors on the host, once they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._sources = []
+        self._arrived.synchronize()
+        self._sources = []
         return self._host

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from nanoengine.kernels import triton_rows as kernels
-from nanoengine.runner.device_rows import DeviceRows, Gathered
+from nanoengine.runner.device_rows import DeviceRows
 
 WIDTH = 512
 """Entries of a block table copied at a time: 4 for each of 128 threads, 16 bytes."""
@@ -25,18 +25,18 @@ ADVANCED = 128
 class TritonRows(DeviceRows):
     """As its twin, to the bit."""
 
-    def gather(self, rows: torch.Tensor) -> Gathered:
+    def gather(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         num_groups, with_padding, num_blocks = self.tables.shape
         size, device = len(rows), rows.device
-        gathered = Gathered(
-            token_ids=torch.empty(size, dtype=torch.int64, device=device),
-            positions=torch.empty(size, dtype=torch.int64, device=device),
-            slot_mapping=torch.empty((num_groups, size), dtype=torch.int64, device=device),
-            seq_lens=torch.empty(size, dtype=torch.int32, device=device),
-            block_tables=self.tables.new_empty((num_groups, size, num_blocks)),
-        )
+        gathered = {
+            "token_ids": torch.empty(size, dtype=torch.int64, device=device),
+            "positions": torch.empty(size, dtype=torch.int64, device=device),
+            "slot_mapping": torch.empty((num_groups, size), dtype=torch.int64, device=device),
+            "seq_lens": torch.empty(size, dtype=torch.int32, device=device),
+            "block_tables": self.tables.new_empty((num_groups, size, num_blocks)),
+        }
         kernels.gather_kernel[(size, num_groups)](
-            *gathered, self.draw_params,
+            *gathered.values(), self.draw_params,
             rows, self.pool, self.lengths, self.tables, self.columns, self.seeds,
             LINES=with_padding, NUM_BLOCKS=num_blocks, BLOCK_SIZE=self.block_size,
             WIDTH=WIDTH, num_warps=4,

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from nanoengine.runner import device_sampling
-from nanoengine.runner.device_sampling import SamplingKind, device_params, sample_on_device
-from nanoengine.runner.sampling_ops import uniforms
+from nanoengine.runner.device_sampling import SamplingKind, sample_on_device
+from nanoengine.runner.sampling_ops import DrawParams
 from tests.support.attention_cases import DEVICE
+from tests.support.logits import uniforms_of
 
 LINES, SIZE = 200, 151936
 KINDS = list(SamplingKind)
@@ -32,9 +33,9 @@ def params(kind):
         rng.choice([20, 100, 5000, SIZE], LINES) if filters else np.full(LINES, SIZE),
         rng.choice([0.5, 0.95, 1.0], LINES) if filters else np.ones(LINES),
         rng.choice([0.0, 0.01], LINES) if filters else np.zeros(LINES),
-        uniforms(np.arange(LINES), np.full(LINES, 5)),
+        uniforms_of(np.arange(LINES), np.full(LINES, 5)),
     ]
-    return device_params(torch.from_numpy(np.stack(columns).astype(np.float64)).to(DEVICE))
+    return DrawParams(torch.from_numpy(np.stack(columns).astype(np.float64)).to(DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ from nanoengine.cli.info import device_lines
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.isa import CURRENT, ISAS, choose, cpu_features, target_features
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,8 +97,12 @@ def test_an_engine_is_refused_one_that_its_cpu_lacks(name):
 def test_a_rank_obeys_too():
     """It makes a runner of what it is sent, and nothing else."""
     config, cpu = EngineConfig(model="any", cpu_isa="sse9"), torch.device("cpu")
+    options = RunnerOptions(
+        config=config, model_config=None, directory=None, device=cpu, dtype=torch.float32,
+        backend="cpu",
+    )  # fmt: skip
     with pytest.raises(ConfigError, match="'sse9'"):
-        ModelRunner(config, None, None, device=cpu, dtype=torch.float32, backend="cpu")
+        ModelRunner(options)
 
 
 def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.layers.collectives import LOOPBACK, Collectives, Shard
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint
 
@@ -58,14 +59,14 @@ class Poorer(Collectives):
 def test_all_ranks_take_as_many_blocks_as_the_poorest_has() -> None:
     directory = checkpoint("llama")
     config = EngineConfig(model=directory, kv_cache_gib=0.02)
-    runner = ModelRunner(
-        config,
-        load_model_config(directory),
-        Path(directory),
+    options = RunnerOptions(
+        config=config,
+        model_config=load_model_config(directory),
+        directory=Path(directory),
         device=CPU,
         dtype=torch.float64,
         backend="naive",
-        ranks=Poorer(),
     )
-    assert runner.start().num_blocks == runner.memory.num_blocks == 17
+    runner = ModelRunner(options, Poorer())
+    assert runner.start().num_blocks == runner.memory.layout.num_blocks == 17
     assert runner.memory.max_model_len == 16 * runner.block_size

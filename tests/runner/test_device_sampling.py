@@ -6,22 +6,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.core.layout import KVGroup
+from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, BlockCopy
 from nanoengine.runner.device_sampling import (
     SamplingKind,
-    device_params,
-    draw_thresholds,
-    mixed_seeds,
-    row_uniforms,
     sample_on_device,
 )
 from nanoengine.runner.kv_cache import KVCache
 from nanoengine.runner.sampler import Sampler
-from nanoengine.runner.sampling_ops import FIRST_WIDTH, DrawParams, draw_all_sorted, uniforms
+from nanoengine.runner.sampling_ops import (
+    FIRST_WIDTH,
+    DrawParams,
+    draw_all_sorted,
+    draw_top_k,
+    mix,
+    random_bits,
+)
 from nanoengine.runner.scores import token_logprobs
 from nanoengine.settings.params import SamplingParams
-from tests.support.logits import random_logits
+from tests.support.logits import random_logits, uniforms_of
 
 NUM_LINES = 12
 CPU = torch.device("cpu")
@@ -30,28 +33,27 @@ CPU = torch.device("cpu")
 def sampler_of(kind, vocab_size, seed):
     """A CPU sampler whose rows have random parameters of that kind."""
     rng, sampler = np.random.default_rng(seed), Sampler(vocab_size, NUM_LINES)
-    sampler.seed[:] = rng.integers(0, 2**63, NUM_LINES)
-    if kind is SamplingKind.GREEDY:
-        return sampler
-    sampler.temperature[:] = rng.choice([1e-3, 0.6, 1.0, 3.0], NUM_LINES)
-    sampler.greedy[:] = rng.random(NUM_LINES) < 0.2
-    if kind is SamplingKind.DRAWN:
-        return sampler
-    sampler.top_k[:] = rng.integers(1, vocab_size + 1, NUM_LINES)
-    sampler.top_k[1::2] = np.minimum(sampler.top_k[1::2], FIRST_WIDTH)
-    sampler.top_k[::5] = vocab_size  # off
-    sampler.top_p[:] = rng.choice([1.0, 1e-6, 0.5, 0.95], NUM_LINES)
-    sampler.min_p[:] = rng.choice([0.0, 0.05, 1.0], NUM_LINES)
-    sampler.top_p[::5], sampler.min_p[::5] = 1.0, 0.0
+    filtered = kind is SamplingKind.FILTERED
+    for row in range(NUM_LINES):
+        params, most = {}, FIRST_WIDTH if row % 2 else vocab_size
+        if filtered and row % 5:
+            params["top_k"] = int(min(rng.integers(1, vocab_size + 1), most))
+            params["top_p"] = float(rng.choice([1.0, 1e-6, 0.5, 0.95]))
+            params["min_p"] = float(rng.choice([0.0, 0.05, 1.0]))
+        greedy = kind is SamplingKind.GREEDY or rng.random() < 0.2
+        temperature = 0.0 if greedy else float(rng.choice([1e-3, 0.6, 1.0, 3.0]))
+        drawn = SamplingParams(temperature=temperature, **params)
+        sampler.admit(
+            AdmittedSequence(row, row, [1], 1, 0, drawn, seed=int(rng.integers(0, 2**63)))
+        )
     return sampler
 
 
 def packed(sampler, positions):
     """The sampler's parameters as the device holds them."""
-    rows = np.arange(NUM_LINES)
-    uniform = row_uniforms(torch.from_numpy(mixed_seeds(sampler.seed)), torch.from_numpy(positions))
-    columns = torch.from_numpy(sampler.columns(rows))
-    return device_params(torch.cat((columns, uniform[None])))
+    seeds = torch.from_numpy(sampler.seeds)
+    uniform = random_bits(seeds, torch.from_numpy(positions)).double() * 2.0**-53
+    return DrawParams(torch.cat((torch.from_numpy(sampler.params), uniform[None])))
 
 
 @pytest.mark.parametrize("kind", list(SamplingKind))
@@ -78,18 +80,20 @@ def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9999999, 1.0]),
     min_p=st.sampled_from([0.0, 0.2, 1.0]),
 )
-def test_thresholds_are_the_full_sort(seed, vocab_size, spread, steps, uniform, top_p, min_p):
-    """Ties, -0.0, -inf, tiny and huge logits: the search finds what the sort finds."""
+def test_a_full_sort_draws_what_a_search_draws(
+    seed, vocab_size, spread, steps, uniform, top_p, min_p
+):
+    """Ties, -0.0, -inf, tiny and huge logits."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab_size, generator=generator) * spread
     logits = (logits * steps).round() / steps
     logits[0, seed % vocab_size] = -torch.inf if vocab_size > 1 else 0.0
-    one = np.ones(3)
-    top_k = np.array([1 + seed % vocab_size, vocab_size, max(1, vocab_size // 2)])
-    params = DrawParams.pack(0.7 * one, top_k, top_p * one, min_p * one, uniform * one, CPU)
+    top_k = [1 + seed % vocab_size, vocab_size, max(1, vocab_size // 2)]
+    columns = np.array([[0.7] * 3, top_k, [top_p] * 3, [min_p] * 3])
+    params = DrawParams.pack(columns, np.full(3, uniform), CPU)
     largest = logits.amax(-1, keepdim=True)
-    expected = draw_all_sorted(logits, largest, params)
-    assert draw_thresholds(logits, largest, params).tolist() == expected.tolist()
+    expected = draw_top_k(logits, largest, params)
+    assert draw_all_sorted(logits, largest, params).tolist() == expected.tolist()
 
 
 def test_lines_are_worked_on_in_chunks(monkeypatch):
@@ -118,8 +122,8 @@ def test_a_line_without_a_valid_token_is_told_and_its_neighbours_are_not(kind, b
 def test_the_device_draws_the_same_uniforms():
     seeds = np.array([0, 7, 2**63 - 1, 2**62 + 12345])
     positions = np.array([0, 1, 2**40, 99])
-    found = row_uniforms(torch.from_numpy(mixed_seeds(seeds)), torch.from_numpy(positions))
-    assert found.tolist() == uniforms(seeds, positions).tolist()
+    found = random_bits(mix(torch.from_numpy(seeds)), torch.from_numpy(positions))
+    assert (found.double() * 2.0**-53).tolist() == uniforms_of(seeds, positions).tolist()
 
 
 # --- never a question to the device --------------------------------------------------------------
@@ -151,15 +155,9 @@ def test_sampling_never_asks_the_device(kind, edited, meta):
 
 
 def test_block_copies_and_scores_never_ask_the_device(meta):
+    layout = KVLayout(num_blocks=4, block_size=8, block_bytes=0, groups=(KVGroup(layers=(0,)),))
     cache = KVCache(
-        groups=(KVGroup(layers=(0,)),),
-        num_blocks=4,
-        block_size=8,
-        num_kv_heads=1,
-        head_dim=8,
-        layout="PKD",
-        dtype=torch.float32,
-        device=meta,
+        layout, num_kv_heads=1, head_dim=8, order="PKD", dtype=torch.float32, device=meta
     )
     cache.copy_blocks([BlockCopy(1, 2), BlockCopy(1, 3)])
     scores = token_logprobs(torch.zeros(5, 131, device=meta), torch.zeros(5, device=meta).long(), 4)

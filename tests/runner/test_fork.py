@@ -267,12 +267,10 @@ def test_outputs_show_forks_that_join_while_they_grow():
 def test_a_block_may_be_read_and_written_by_copies_of_one_step():
     """The last other user of the source was preempted in the step: its block is handed out."""
     cache = KVCache(
-        groups=make_layout(4, 3).groups,
-        num_blocks=4,
-        block_size=3,
+        make_layout(4, 3),
         num_kv_heads=1,
         head_dim=1,
-        layout="PKD",
+        order="PKD",
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -80,7 +80,7 @@ def test_the_memory_plan_counts_what_graphs_take():
         assert f"CUDA graphs {plan.graph_bytes / 2**30:.2f} GiB" in info.memory_plan
         free, total = torch.cuda.mem_get_info()
         assert total - free + plan.activation_bytes <= 0.5 * total
-        assert 100 < plan.num_blocks < 20 * 512 // 16, "no more than there is room for"
+        assert 100 < plan.layout.num_blocks < 20 * 512 // 16, "no more than there is room for"
         close(gpu, engine)
 
 
@@ -97,7 +97,7 @@ def test_a_decode_is_one_kernel_before_the_layers_and_two_after_the_logits():
         gpu.kernels.clear()
         with (
             torch.inference_mode(),
-            mock.patch.object(decode, "_forward", side_effect=LayersReached),
+            mock.patch.object(decode, "_model", side_effect=LayersReached),
             pytest.raises(LayersReached),
         ):
             decode.forward(1)

@@ -119,7 +119,7 @@ class Model:
         self.prepared.append(batch)
         return "prepared"
 
-    def forward(self, batch):
+    def __call__(self, batch):
         assert batch.attention == "prepared"
         assert batch.logits_indices is None, "all rows go on: nothing is gathered"
         written = batch.token_ids.expand_as(batch.slot_mapping)
@@ -147,16 +147,13 @@ def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
         device=device,
     )
     model, sampler = Model(num_groups, device=device), Sampler(VOCAB, max_num_seqs)
-    step = DecodeStep(
-        forward=model.forward,
-        logits=model.logits,
-        prepare=model.prepare,
-        rows=rows,
-        sampler=sampler,
-        max_model_len=64,
-        dtype=torch.float32,
-    )
-    return model, rows, sampler, step
+    return model, rows, sampler, DecodeStep(model, model, rows, sampler, torch.float32)
+
+
+def eager(step, size, kind):
+    """The step without a graph; without a kind it stops at the logits."""
+    logits = step.forward(size)
+    return logits if kind is None else step.sample(size, kind)
 
 
 def admit(rows, sampler, step, *new):
@@ -200,7 +197,7 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
     with torch.inference_mode():
         model, rows, sampler, step = make_step(num_groups=num_groups)
         graphs = RecordedGraphs()
-        graphed = GraphedDecode(step, max_num_seqs=8, graphs=graphs)
+        graphed = GraphedDecode(step, graphs)
         graphed.capture(graphed.sizes)
         new = [(r, [3 * r + 1] * (2 + 3 * r), range(10 * r + 10, 10 * r + 20), GREEDY)
                for r in range(5)]  # fmt: skip
@@ -214,7 +211,7 @@ def test_a_padded_replay_is_the_eager_step(num_groups):
             step.load(plan, size)
             token_ids, valid = graphed(size, SamplingKind.GREEDY)
             twin.load(plan, count)
-            expected, _ = twin(count, SamplingKind.GREEDY)
+            expected, _ = eager(twin, count, SamplingKind.GREEDY)
             assert token_ids[:count].tolist() == expected.tolist()
             assert valid.all()
             assert torch.equal(model.cache[:, BLOCK:], twin_model.cache[:, BLOCK:])
@@ -234,10 +231,10 @@ def test_padding_writes_the_null_block_alone():
         model, rows, sampler, step = make_step()
         admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         step.load(decodes((0, 1), (1, 1)), 2)
-        step(2, SamplingKind.GREEDY)
+        eager(step, 2, SamplingKind.GREEDY)
         cache = model.cache.clone()
         step.load(decodes((1, 2)), 4)  # row 0 has left, its place in the batch is padding now
-        step(4, SamplingKind.GREEDY)
+        eager(step, 4, SamplingKind.GREEDY)
         batch = model.prepared[-1]
         assert batch.slot_mapping.tolist() == [[8 * BLOCK + 2, 0, 0, 0]]
         assert batch.seq_lens.tolist() == [3, 1, 1, 1]
@@ -260,15 +257,15 @@ def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
         admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         for later in range(3):
             step.load(decodes((0, 1 + later), (1, 1 + later)), 2)
-            step(2, SamplingKind.GREEDY)
-        # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns; then nothing at all
-        assert shipped == [[2, 2, 2, 2, 2, 4, 4, 2, 8, 2]]
+            eager(step, 2, SamplingKind.GREEDY)
+        # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns, 2 seeds; then nothing at all
+        assert shipped == [[2, 2, 2, 2, 2, 4, 4, 2, 8, 2, 2]]
         grown = decodes((0, 4), (1, 4))
         grown.table_updates.append(TableUpdate(1, 0, 2, (11,)))
         rows.update(grown)
         step.update(grown)
         step.load(grown, 2)
-        assert shipped[1:] == [[2, 0, 0, 0, 0, 1, 1, 0, 0, 0]]
+        assert shipped[1:] == [[2, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0]]
         assert step.held.tables[0, 1, :3].tolist() == [8, 9, 11]
 
 
@@ -295,7 +292,7 @@ def test_a_decode_step_never_asks_its_device(monkeypatch):
         admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         for kind in (None, *SamplingKind):
             lines = step.load(decodes((0, 1), (1, 1)), 4)
-            outputs = step(4, kind)
+            outputs = eager(step, 4, kind)
             assert outputs[0].shape[0] == 4
             assert lines.rows_on_device.shape == (2,)
 

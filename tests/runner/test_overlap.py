@@ -20,7 +20,7 @@ from nanoengine.core.tiers.cost import CostModel, LoadCost
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.features.beam import BeamSearch, BeamSearchParams
-from nanoengine.runner.row_buffers import RowBuffers
+from nanoengine.runner.row_buffers import RowBuffers, SamplingLines
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from tests.support import engines
@@ -365,10 +365,14 @@ def test_the_host_is_told_only_of_rows_that_still_belong_to_who_sampled():
     )
     old = AdmittedSequence(0, 10, [1, 2, 3], 3, 0, params(), 0)
     rows.update(StepPlan(step=0, admitted=[old, old._replace(row=1, seq_id=11)]))
-    at, owners = np.array([0, 1]), rows.seq_ids[np.array([0, 1])]
+    at = np.array([0, 1])
+    lines = SamplingLines(
+        entries=at, rows=at, seq_ids=rows.seq_ids[at], positions=np.array([3, 3]),
+        rows_on_device=torch.from_numpy(at),
+    )  # fmt: skip
     new = AdmittedSequence(0, 12, [7, 8, 9, 6], 4, 0, params(), 0)
     rows.update(StepPlan(step=1, released=[0], admitted=[new]))
-    rows.write(at, np.array([3, 3]), np.array([50, 51]), owners)
+    rows.write(lines, np.array([50, 51]))
     assert rows.token_ids[:, :4].tolist() == [[7, 8, 9, 6], [1, 2, 3, 51]]
 
 

@@ -13,9 +13,12 @@ from nanoengine.build import build_engine
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
 from nanoengine.kernels.isa import CURRENT
+from nanoengine.runner import largest_steps
 from nanoengine.runner.device_sampling import SamplingKind
 from nanoengine.runner.graphs import capture_sizes
+from nanoengine.runner.largest_steps import largest_batches
 from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.runner.transfers import ship
 from nanoengine.settings.config import EngineConfig
 from tests.support.checkpoints import make_checkpoint
@@ -59,10 +62,11 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     directory = checkpoint("qwen3")
     config = EngineConfig(model=directory, max_num_seqs=24, max_num_batched_tokens=700)
     cpu = torch.device("cpu")
-    runner = ModelRunner(
-        config, load_model_config(directory), Path(directory),
+    options = RunnerOptions(
+        config=config, model_config=load_model_config(directory), directory=Path(directory),
         device=cpu, dtype=torch.float32, backend="naive",
     )  # fmt: skip
+    runner = ModelRunner(options)
     runner.start()
     seen = []
     monkeypatch.setattr(
@@ -72,9 +76,9 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     forward = runner.model.forward
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
-        steps = runner._largest_steps()
-        for batch in steps.batches():
-            steps.run(batch)
+        for batch in largest_batches(runner._longest_rows(), 700):
+            batch.attention = runner.backend.prepare(batch)
+            largest_steps.run(runner.model, batch, 24)
     sampled = (24, 256, SamplingKind.FILTERED)
     assert seen == [700, sampled, 24, sampled]
 

@@ -15,20 +15,18 @@ import torch
 from nanoengine.core.plan import AdmittedSequence, Fork
 from nanoengine.runner import sampling_ops
 from nanoengine.runner.sampled import to_records
-from nanoengine.runner.sampler import Sampler, accept_tokens
+from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.sampling_ops import (
     DrawParams,
     argmax,
     draw,
-    draw_min_p,
-    draw_top_p,
+    draw_widening,
     mix,
     top_candidates,
-    uniforms,
 )
 from nanoengine.runner.scores import token_logprobs
 from nanoengine.settings.params import SamplingParams
-from tests.support.logits import random_logits
+from tests.support.logits import random_logits, uniforms_of
 
 EOS = (2, 3)
 
@@ -52,6 +50,12 @@ def sampler_of(vocab_size, *sequences, eos=EOS, processors=()):
     for sequence in sequences:
         sampler.admit(sequence)
     return sampler
+
+
+def accept(sampler, rows, token_ids):
+    """Tells processors the tokens that rows have gained."""
+    for i, edits in sampler.edits_of(rows).items():
+        edits.accept(token_ids[i])
 
 
 def sample_one(params, logits, position=3, **known):
@@ -116,7 +120,7 @@ def reference_token(logits, sequence, position, eos=EOS):
             before += weights[token]
         order = kept
     total = sum(weights[token] for token in order)
-    uniform = uniforms(np.array([sequence.seed]), np.array([position]))[0]
+    uniform = uniforms_of(np.array([sequence.seed]), np.array([position]))[0]
     target = min(math.floor(uniform * total), total - 1)
     for token in order:
         target -= weights[token]
@@ -272,10 +276,11 @@ def test_float64_logits_are_compared_in_float64():
 
 
 def test_random_numbers_are_splitmix64_and_uniform():
-    assert int(mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64))[0]) == 0xE220A8397B1DCDAF
+    first = mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64).view(np.int64))
+    assert int(first.view(np.uint64)[0]) == 0xE220A8397B1DCDAF
     for u in (
-        uniforms(np.full(100_000, 7), np.arange(100_000)),
-        uniforms(np.arange(100_000), np.full(100_000, 7)),
+        uniforms_of(np.full(100_000, 7), np.arange(100_000)),
+        uniforms_of(np.arange(100_000), np.full(100_000, 7)),
     ):
         assert 0 <= u.min() <= u.max() < 1
         assert len(np.unique(u)) == len(u)
@@ -283,21 +288,22 @@ def test_random_numbers_are_splitmix64_and_uniform():
         assert chi_square(counts, np.full(64, 1 / 64)) < limit(63)
         assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 0.015
     seeds, positions = np.meshgrid(np.arange(300), np.arange(300))
-    assert len(np.unique(uniforms(seeds.ravel(), positions.ravel()))) == 90_000
+    assert len(np.unique(uniforms_of(seeds.ravel(), positions.ravel()))) == 90_000
     far = np.array([7 + 0x9E3779B97F4A7C15], dtype=np.uint64)  # one step of the generator away
-    assert not np.isin(uniforms(far, np.array([5])), uniforms(np.full(99, 7), np.arange(99)))
-    assert uniforms(np.array([2**63 - 1]), np.array([2**40])).shape == (1,)
+    assert not np.isin(uniforms_of(far, np.array([5])), uniforms_of(np.full(99, 7), np.arange(99)))
+    assert uniforms_of(np.array([2**63 - 1]), np.array([2**40])).shape == (1,)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("draw_one", [draw, draw_top_p, draw_min_p])
-def test_tokens_without_probability_are_never_drawn(uniform, draw_one):
+@pytest.mark.parametrize(
+    ("draw_one", "min_p"), [(draw, 0.0), (draw_widening, 0.0), (draw_widening, 1e-15)]
+)
+def test_tokens_without_probability_are_never_drawn(uniform, draw_one, min_p):
     x = torch.full((1, 640), -torch.inf)
     likely = [70, 71, 300, 513]
     x[0, likely] = torch.tensor([-0.5, 0.0, -30.0, -1.0])  # -30: rounds to no weight
-    top_p = np.array([0.99])
-    one = np.ones(1)
-    params = DrawParams.pack(one, one * 640, top_p, one * 0, one * uniform, x.device)
+    columns = np.array([[1.0], [640.0], [0.99], [min_p]])
+    params = DrawParams.pack(columns, np.array([uniform]), x.device)
     assert draw_one(x, x.amax(-1, keepdim=True), params).item() in (70, 71, 513)
 
 
@@ -396,7 +402,7 @@ def run(sampler, row, position, num_tokens, vocab_size):
     for place in range(position, position + num_tokens):
         logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(place)) / 2
         tokens += sampler.sample(logits, [row], [place]).fetch().token_ids
-        accept_tokens(sampler.edits_of([row]), [tokens[-1:]])
+        accept(sampler, [row], [tokens[-1:]])
     return tokens
 
 
@@ -631,7 +637,7 @@ def test_a_further_processor_enters_by_the_door():
     sampler = sampler_of(10, *sequences, processors=(OnlyEven(),))
     tokens = sampler.sample(torch.arange(10.0).expand(2, -1), [0, 1], [1, 1]).fetch().token_ids
     assert tokens == [8, 9]
-    accept_tokens(sampler.edits_of([1, 0]), [[9], [8, 6]])
+    accept(sampler, [1, 0], [[9], [8, 6]])
     assert list(sampler.edits[0].states.values())[-1].accepted == 2
 
 

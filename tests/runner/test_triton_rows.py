@@ -5,10 +5,10 @@ import torch
 
 from nanoengine.runner import triton_rows
 from nanoengine.runner.device_rows import DeviceRows
-from nanoengine.runner.device_sampling import mixed_seeds
-from nanoengine.runner.sampling_ops import uniforms
+from nanoengine.runner.sampling_ops import mix
 from nanoengine.runner.triton_rows import TritonRows
 from tests.support.attention_cases import DEVICE
+from tests.support.logits import uniforms_of
 
 LINES, BLOCK_SIZE = 8, 4
 SEEDS = [0, 7, 2**63 - 1, 2**62 + 12345, 1, 2, 3, 0]
@@ -35,7 +35,7 @@ def held(kind, num_groups):
     found.lengths.copy_(lengths)
     found.tables[:, :-1] = torch.randint(1, 2**30, shape, generator=generator).int().to(DEVICE)
     found.columns[:, :-1] = torch.rand((4, LINES - 1), generator=generator).double().to(DEVICE)
-    found.seeds.copy_(torch.from_numpy(mixed_seeds(SEEDS)))
+    found.seeds.copy_(mix(torch.tensor(SEEDS)))
     return found
 
 
@@ -44,12 +44,14 @@ def held(kind, num_groups):
 def test_gathers_the_inputs_of_its_twin(rows, num_groups):
     ours, twin = held(TritonRows, num_groups), held(DeviceRows, num_groups)
     rows = torch.tensor(rows, device=DEVICE)
-    for mine, expected in zip(ours.gather(rows), twin.gather(rows), strict=True):
-        assert mine.dtype == expected.dtype
-        assert torch.equal(mine, expected)
+    expected = twin.gather(rows)
+    for name, mine in ours.gather(rows).items():
+        assert mine.dtype == expected[name].dtype
+        assert torch.equal(mine, expected.pop(name))
+    assert not expected
     assert torch.equal(ours.draw_params, twin.draw_params)
     positions = twin.lengths[rows].cpu().numpy() + 1
-    numbers = uniforms(torch.tensor(SEEDS)[rows.cpu()].numpy(), positions)
+    numbers = uniforms_of(torch.tensor(SEEDS)[rows.cpu()].numpy(), positions)
     assert ours.draw_params[4, : len(rows)].tolist() == numbers.tolist()
 
 

@@ -7,16 +7,11 @@ import triton
 
 from nanoengine.kernels import triton_sampling as kernels
 from nanoengine.runner import device_sampling, triton_sampling
-from nanoengine.runner.device_sampling import (
-    SamplingKind,
-    device_params,
-    has_kernel,
-    sample_on_device,
-)
-from nanoengine.runner.sampling_ops import draw_all_sorted, uniforms
+from nanoengine.runner.device_sampling import SamplingKind, has_kernel, sample_on_device
+from nanoengine.runner.sampling_ops import DrawParams, draw_all_sorted
 from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.attention_cases import DEVICE
-from tests.support.logits import random_logits
+from tests.support.logits import random_logits, uniforms_of
 
 ALMOST_ONE = 1 - 2.0**-53
 """The greatest uniform number: it draws the last token that the filters keep."""
@@ -46,7 +41,7 @@ def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0
 
 
 def twin(logits, params, kind):
-    return sample_on_device(logits.cpu(), device_params(params.cpu()), kind)[0].tolist()
+    return sample_on_device(logits.cpu(), DrawParams(params.cpu()), kind)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -57,7 +52,7 @@ def test_draws_the_tokens_of_its_twin(dtype):
     logits[:, 0] = 0.0
     params = params_of(
         num_lines, size, temperature=rng.choice([0.0, 1e-3, 0.7, 3.0], num_lines),
-        uniform=uniforms(np.arange(num_lines), np.full(num_lines, 7)),
+        uniform=uniforms_of(np.arange(num_lines), np.full(num_lines, 7)),
     )  # fmt: skip
     ids, valid = sample_lines(logits, params, draws=True, filters=False)
     assert ids.tolist() == twin(logits, params, SamplingKind.DRAWN)
@@ -103,7 +98,7 @@ def test_what_filters_leave_ends_where_the_sort_says(filters):
     params = params_of(len(logits), 66, **filters, uniform=ALMOST_ONE)
     ids, valid = sample_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
     largest = logits.amax(-1, keepdim=True)
-    expected = draw_all_sorted(logits, largest, device_params(params.cpu()))
+    expected = draw_all_sorted(logits, largest, DrawParams(params.cpu()))
     assert ids.tolist() == expected.tolist()
     assert valid.all()
 
@@ -198,7 +193,9 @@ def test_seeds_draw_by_probability():
     """Chi-square with 5 degrees of freedom: above 20.5 once in a thousand."""
     num_lines = 120
     logits = torch.tensor([0.0, 1.0, 0.3, -0.5, 0.8, 0.1])
-    params = params_of(num_lines, 6, uniform=uniforms(np.arange(num_lines), np.full(num_lines, 11)))
+    params = params_of(
+        num_lines, 6, uniform=uniforms_of(np.arange(num_lines), np.full(num_lines, 11))
+    )
     ids, _ = sample_lines(logits.to(DEVICE).expand(num_lines, -1), params, True, False)
     expected = num_lines * logits.softmax(-1)
     counts = torch.bincount(ids.cpu(), minlength=6)
@@ -234,6 +231,6 @@ def test_a_gpu_takes_the_kernel(monkeypatch):
     monkeypatch.setattr(triton_sampling, "sample_lines", kernel)
     logits = random_logits(2, 2, 20).to(DEVICE)
     for kind in SamplingKind:
-        ids, _ = sample_on_device(logits, device_params(params_of(2, 20)), kind)
+        ids, _ = sample_on_device(logits, DrawParams(params_of(2, 20)), kind)
         assert ids.shape == (2,)
     assert taken == [(False, False), (True, False), (True, True)]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.features.structured import Structured
-from nanoengine.runner.sampler import Sampler, accept_tokens
+from nanoengine.runner.sampler import Sampler
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
@@ -138,8 +138,8 @@ class Rows:
                 self.errors[row] = found.errors[line]
             else:
                 self.outputs[row].append(found.token_ids[line])
-        given = [found.token_ids[i : i + 1] for i in range(len(rows))]
-        accept_tokens(self.sampler.edits_of(rows), given)
+        for i, edits in self.sampler.edits_of(rows).items():
+            edits.accept(found.token_ids[i : i + 1])
 
     def text(self, row: int) -> str | None:
         """The text of a row that is complete, else None."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from nanoengine.runner.sampling_ops import mix, uniforms
 
 
 def random_logits(seed, num_lines, vocab_size):
@@ -14,3 +17,8 @@ def random_logits(seed, num_lines, vocab_size):
     x[::2] = (x[::2] * 4).round() / 4
     x[1::3, 5::7] = -torch.inf
     return x
+
+
+def uniforms_of(seeds, positions):
+    """The random numbers of seeds as requests bring them."""
+    return uniforms(mix(np.asarray(seeds).astype(np.int64)), np.asarray(positions))
