@@ -43,6 +43,10 @@ GENERATION_DEFAULTS = {
 """Key of generation_config.json -> field of SamplingParams. Source: vLLM's `ModelConfig`."""
 
 
+VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
+"""Begins the names of tensors of a multimodal checkpoint that its text part has no use for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What a checkpoint computes. Names are Hugging Face's where one exists.
@@ -117,8 +121,10 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
 def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """The normalised form of a parsed config.json; see `load_model_config`."""
-    generation, (raw, architecture, left_out) = generation or {}, _text_part(raw)
+    generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES[architecture]
+    left_out = [VISION] if is_part else []
+    left_out += [family.left_out] if family.left_out else []
     keys = Keys(raw, family.defaults)
     partial_heads = "partial_rotary_factor" in family.defaults
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
@@ -163,9 +169,9 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         states=states,
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names,
-        left_out=left_out or family.left_out or _drafting_layers(keys),
+        left_out="|".join(left_out) or _drafting_layers(keys),
         dtype=_dtype(keys),
-        quantization=_quantization(keys, family, plan, left_out, tied=tied),
+        quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
         eos_token_ids=_end_ids(vocab_size, keys, generation),
         generation_defaults=_generation_defaults(generation),
     )
@@ -176,8 +182,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     return config
 
 
-def _text_part(raw: Json) -> tuple[Json, str, str]:
-    """The config of what generates text, its architecture, and which tensors it has no use for.
+def _text_part(raw: Json) -> tuple[Json, str, bool]:
+    """The config of what generates text, its architecture, and whether it is part of another.
 
     A multimodal config has the text part's keys in `text_config`, some of them outside as well.
     """
@@ -185,8 +191,7 @@ def _text_part(raw: Json) -> tuple[Json, str, str]:
     named = given.get("architectures") or []
     for name in named:
         if name in TEXT_PARTS:
-            by_type, left_out = TEXT_PARTS[name]
-            text = given.get("text_config") or {}
+            by_type, text = TEXT_PARTS[name], given.get("text_config") or {}
             kind = text.get("model_type")
             if kind not in by_type:
                 raise UnsupportedModelError(
@@ -194,11 +199,11 @@ def _text_part(raw: Json) -> tuple[Json, str, str]:
                     f" {', '.join(by_type)}"
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
-            return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], left_out
+            return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:
         if name in FAMILIES:
-            return raw, name, ""
+            return raw, name, False
     what = ", ".join(map(shown, named)) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
         f"unsupported architecture {what}; supported: {', '.join([*FAMILIES, *TEXT_PARTS])}"
@@ -270,7 +275,7 @@ def _check_longrope(config: ModelConfig) -> None:
 
 
 def _quantization(
-    keys: Keys, family: Family, plan: LayerPlan, left_out: str, *, tied: bool
+    keys: Keys, family: Family, plan: LayerPlan, *, is_part: bool, tied: bool
 ) -> StoredQuantization | None:
     raw = keys.get("quantization_config")
     if not raw:
@@ -281,7 +286,7 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " gpt_oss, whose experts it is for"
         )
-    if left_out:
+    if is_part:
         raise UnsupportedModelError(
             f"quantization_config of {stored.format} is not implemented for the text part of a"
             " multimodal checkpoint; supported: checkpoints of floats"

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.kernels import ordered
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear
 from nanoengine.layers.other_rotary import head_order
@@ -25,9 +24,8 @@ class OneTensor(MergedLinear):
             rows = torch.arange(first + part.start, first + part.stop)
             found.append(ordered(rows, self.row_order(name, len(rows))))
             first += size
-        picked = torch.cat(found)
-        shape, rows = (first, self.in_features), slice(0, len(picked))
-        return self.slots_of(path, shape, (slice(0, first),), rows, picked)
+        matrix = MatrixPart((first, self.in_features), order=torch.cat(found))
+        return self.slots_of(path, matrix)
 
 
 class OtherQKV(QKVLinear):

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import NormKind
-from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.kernels import empty_parameter, ordered
+from nanoengine.checkpoint.slots import WeightSlot, ordered, whole_slots
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.other_rotary import head_order
@@ -55,8 +54,8 @@ class LayerNorm(Layer):
         super().__init__()
         self.size, self.eps = size, eps
         dtype = norm_dtype("layer", context.dtype)
-        self.weight = empty_parameter((size,), dtype, context.device)
-        self.bias = empty_parameter((size,), dtype, context.device) if bias else None
+        self.weight = context.parameter(size, dtype=dtype)
+        self.bias = context.parameter(size, dtype=dtype) if bias else None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -68,11 +67,7 @@ class LayerNorm(Layer):
         return normed.to(x.dtype), total
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        tensors = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
-        return {
-            f"{path}.{name}": WeightSlot(shape=(self.size,), store=tensor.copy_)
-            for name, tensor in tensors.items()
-        }
+        return whole_slots(path, weight=self.weight, bias=self.bias)
 
 
 class OtherHeadNorm(HeadNorm):
@@ -112,7 +107,7 @@ class WidthNorm(Layer):
         self.shards = [context.shard.of_heads(count) for count in heads]
         self.counts = [s.split(count) for s, count in zip(self.shards, heads, strict=True)]
         dtype = norm_dtype(config.plan.norm, context.dtype)
-        self.weight = empty_parameter((sum(self.counts), self.head_dim), dtype, context.device)
+        self.weight = context.parameter(sum(self.counts), self.head_dim, dtype=dtype)
 
     @property
     def weights(self) -> HeadNormWeights | None:
@@ -143,8 +138,7 @@ class WidthNorm(Layer):
             size = heads * self.head_dim
 
             def store(weight: torch.Tensor, rows: torch.Tensor = rows) -> None:
-                by_head = weight.view(rows.shape)
-                rows.copy_(by_head if self.order is None else by_head[:, self.order])
+                rows.copy_(ordered(weight.view(rows.shape).T, self.order).T)
 
             slots[f"{beside}.{name}.weight"] = WeightSlot(
                 shape=(size,), part=(shard.slice(size, name),), store=store

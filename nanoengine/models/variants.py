@@ -32,7 +32,7 @@ from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.embedding import Embedding, OutputHead
-from nanoengine.layers.kernels import Masks, empty_parameter
+from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
@@ -321,7 +321,7 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
             f"attention backend {backend.name} does not compute this model's attention sinks:"
             " set attention_backend='auto'"
         )
-    return empty_parameter((num_heads,), wide, context.device)
+    return context.parameter(num_heads, dtype=wide)
 
 
 class TorchAttention(VariantAttention):

@@ -302,8 +302,8 @@ def test_attention_layers_are_in_order_and_bind_their_cache(tmp_path: Path) -> N
     assert layers[0].spec.scale == 16**-0.5
     k_cache, v_cache = torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)
     layers[2].bind(k_cache, v_cache, 1)
-    assert layers[2].k_cache is k_cache
-    assert layers[2].v_cache is v_cache
+    assert layers[2].cache.k_cache is k_cache
+    assert layers[2].cache.v_cache is v_cache
     assert [layer.spec.group for layer in layers] == [0, 0, 1]
 
 
