@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +21,7 @@ from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
 from nanoengine.checkpoint.readers import FULL, SLIDING
-from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_rotary_dim
+from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, shown
 from nanoengine.settings.json_file import read_object
@@ -30,17 +29,11 @@ from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+Ropes = tuple[RopeConfig | None, ...]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
-GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Key of generation_config.json -> field of SamplingParams. Source: vLLM's `ModelConfig`."""
+GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"
+"""Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
 VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
@@ -81,7 +74,7 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     plan: LayerPlan
-    ropes: tuple[RopeConfig | None, ...]
+    ropes: Ropes
     sliding_windows: tuple[int | None, ...]
     states: StatePlan | None = None
     moe: MoEConfig | None = None
@@ -145,10 +138,14 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
     states = _states(family, keys)
     windows = _sliding_windows(architecture, family, keys, states)
-    read = partial(
-        read_rope, keys, absent=family.rope, extra=family.rope_extra, partial=partial_heads
-    )
-    ropes = family.ropes(keys, read, [window is not None for window in windows])
+    slides = [window is not None for window in windows]
+    if family.bases:
+        full, sliding = read_ropes_by_kind(keys, *family.bases)
+        ropes: Ropes = tuple(sliding if slide else full for slide in slides)
+    else:
+        extra, absent = family.rope_extra, family.rope
+        rope = read_rope(keys, absent=absent, extra=extra, partial=partial_heads)
+        ropes = tuple(rope if turned else None for turned in family.turned(keys, slides))
     tied = keys.get("tie_word_embeddings")
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
@@ -253,7 +250,7 @@ def _drafting_layers(keys: Keys) -> str:
     return rf"model\.layers\.({numbers})\." if more else ""
 
 
-def _longest_context(keys: Keys, ropes: tuple[RopeConfig | None, ...]) -> int:
+def _longest_context(keys: Keys, ropes: Ropes) -> int:
     longest = keys.require("max_position_embeddings")
     for rope in ropes:
         if rope is not None and rope.type == "yarn":
@@ -326,7 +323,8 @@ def _end_ids(vocab_size: int, keys: Keys, generation: Json) -> tuple[int, ...]:
 def _generation_defaults(generation: Json) -> dict[str, float]:
     """The authors' sampling settings, as fields of SamplingParams that it accepts."""
     found = {}
-    for name, ours in GENERATION_DEFAULTS.items():
+    for ours in GENERATION_DEFAULTS:
+        name = "max_new_tokens" if ours == "max_tokens" else ours
         if generation.get(name) is None:
             continue
         kind = int if name in ("top_k", "max_new_tokens") else float

@@ -24,7 +24,9 @@ class Family:
         plan: what its layers compute.
         states: which of them keep a state, and of what kind; None: all keep keys and values.
         windows: which layers have the sliding window.
-        ropes: how each layer turns its heads.
+        turned: which layers turn their heads.
+        bases: the keys of the angles' base in layers that see everything, and in those with a
+            window, where the two differ; None: angles are the same in all layers.
         moe: its mixture of experts.
         defaults: values of absent keys, where they are not those of `KEYS`. A family that has one
             of `partial_rotary_factor` obeys that key; others turn whole heads.
@@ -40,7 +42,8 @@ class Family:
     plan: readers.PlanReader = readers.PLAIN
     states: readers.StatesReader | None = None
     windows: readers.WindowsReader = readers.never
-    ropes: readers.RopesReader = readers.same
+    turned: readers.TurnedReader = readers.always
+    bases: tuple[str, str] | None = None
     moe: readers.MoEReader | None = None
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
@@ -150,7 +153,7 @@ FAMILIES: dict[str, Family] = {
         "cohere", plan=COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5}, eps="layer_norm_eps",
     ),
     "Cohere2ForCausalLM": Family(
-        "cohere2", plan=COHERE, windows=all_but_every(), ropes=readers.only_with_window,
+        "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
@@ -174,7 +177,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4", plan=plan(norms="behind", head_norm="head"), windows=all_but_every(),
-        ropes=readers.exaone_ropes,
+        turned=readers.exaone_turned,
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
             "sliding_window_pattern": 4,
@@ -196,7 +199,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text", plan=plan(head_norm="head", **GEMMA), windows=all_but_every(),
-        ropes=readers.by_window("rope_theta", "rope_local_base_freq"),
+        bases=("rope_theta", "rope_local_base_freq"),
         defaults={
             **GEMMA_DEFAULTS, "vocab_size": 262_208, "num_attention_heads": 8,
             "max_position_embeddings": 131_072, "sliding_window_pattern": 6, "rope_theta": 1e6,
@@ -312,7 +315,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3", plan=OLMO2, windows=all_but_every(4),
-        ropes=readers.by_window("rope_theta", "rope_theta"),
+        bases=("rope_theta", "rope_theta"),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         names=GEMMA_NAMES,
     ),
@@ -371,7 +374,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
-        ropes=readers.smollm_ropes,
+        turned=readers.smollm_turned,
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
     "StableLmForCausalLM": Family(

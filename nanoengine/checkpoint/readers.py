@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from nanoengine.checkpoint.keys import KEYS, Keys
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.rope import RopeConfig, read_ropes_by_kind
 from nanoengine.errors import UnsupportedModelError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -203,48 +202,27 @@ def _named(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-# --- how layers turn heads ------------------------------------------------------------------------
+# --- which layers turn their heads ----------------------------------------------------------------
 
-Ropes = tuple[RopeConfig | None, ...]
-"""Layer by layer; None: its heads are not turned."""
-
-ReadRope = Callable[[], RopeConfig]
-"""Reads the rotation that all layers of a model have which are turned."""
-
-RopesReader = Callable[[Keys, ReadRope, Sequence[bool]], Ropes]
-"""The second argument says which layers have a window."""
+TurnedReader = Callable[[Keys, Sequence[bool]], Sequence[int]]
+"""The second argument says which layers have a window; a 0 in the answer is not turned."""
 
 
-def same(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return (read(),) * len(slides)
+def always(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    return [True] * len(slides)
 
 
-def by_window(full: str, sliding: str) -> RopesReader:
-    """Layers with a window have angles of their own; the keys of each kind's base."""
-
-    def ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-        found = read_ropes_by_kind(keys, {FULL: full, SLIDING: sliding})
-        return tuple(found[SLIDING if slide else FULL] for slide in slides)
-
-    return ropes
+def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    return slides
 
 
-def only_with_window(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return _where(slides, read())
-
-
-def exaone_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
+def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     """In a model with windows, layers that see everything are not turned."""
-    windowed = keys.get("sliding_window") is not None
-    return (only_with_window if windowed else same)(keys, read, slides)
+    return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
-def smollm_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return _where(_turned(keys, len(slides)), read())
-
-
-def _where(turned: Sequence[int], rope: RopeConfig) -> Ropes:
-    return tuple(rope if turn else None for turn in turned)
+def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    return _turned(keys, len(slides))
 
 
 def _turned(keys: Keys, layers: int) -> Sequence[int]:

@@ -84,18 +84,20 @@ def read_rope(keys: Keys, *, absent: Json, extra: Mapping[str, bool], partial: b
     return _rope(given, keys, keys.get("rope_theta"), original, key, extra, partial)
 
 
-def read_ropes_by_kind(keys: Keys, bases: Mapping[str, str]) -> dict[str, RopeConfig]:
-    """RoPE by layer type, each with the key of its base; scaling, where there is any, is for the
-    layers that see everything. As transformers has it, what stands beside the layer types in
-    `rope_parameters` is ignored."""
+def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
+    """RoPE of layers that see everything, and of those with a window, by the keys of their bases;
+    scaling, where there is any, is for the former. As transformers has it, what stands beside the
+    layer types in `rope_parameters` is ignored."""
     nested, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
-    keys.ignored += [f"rope_parameters.{key}" for key in sorted(nested.keys() - bases.keys())]
-    found = {}
-    for kind, base in bases.items():
+    kinds = ("full_attention", full, scaling), ("sliding_attention", sliding, {})
+    others = sorted(nested.keys() - {kind for kind, _, _ in kinds})
+    keys.ignored += [f"rope_parameters.{key}" for key in others]
+    found = []
+    for kind, base, more in kinds:
         where = f"config.json: rope_parameters: {kind}"
         own = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
-        given = {**(own or {}), **(scaling if kind == "full_attention" else {})}
-        found[kind] = _rope(given, keys, keys.get(base), 0, "rope_parameters", {}, partial=False)
+        given = {**(own or {}), **more}
+        found.append(_rope(given, keys, keys.get(base), 0, "rope_parameters", {}, partial=False))
     return found
 
 

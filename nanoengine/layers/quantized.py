@@ -145,11 +145,7 @@ class QuantizedLinear(LinearMethod):
             self.load(self.tied)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        if self.order is not None:
-            rows = rows.index_select(1, self.order)
-        out = self.multiply(rows, bias)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+        return self.multiply(x if self.order is None else x.index_select(1, self.order), bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.tied is not None, self.name

@@ -336,20 +336,16 @@ class TransposedLinear(LinearMethod):
         super().__init__(name)
         self.made.append(name)
 
-    def create(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: torch.Tensor | None = None,
-    ) -> None:
-        self.tied = weight
-        self.register_buffer("stored", torch.empty(in_features, out_features, dtype=dtype))
+    def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.tied = None
+        self.register_buffer("stored", torch.empty(*shape[::-1], dtype=dtype))
 
-    def load(self, weight: torch.Tensor, rows: slice) -> None:
-        self.stored[:, rows] = weight.T
+    def hold(self, weight: torch.Tensor) -> None:
+        self.create(weight.shape, weight.dtype, weight.device)
+        self.tied = weight
+
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        self.stored[:, first : first + len(weight)] = weight.T
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x @ self.stored
