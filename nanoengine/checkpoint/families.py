@@ -7,12 +7,15 @@ say is as in Llama. A new family of known mechanisms is a row; a new mechanism i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nanoengine.checkpoint import readers
-from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.readers import all_but_every, experts, key, plan, size, windows
+from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.readers import Reader, all_but_every, experts, key, plan, size, windows
+
+PLAIN, INNER_SIZE = plan(), size("intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,18 @@ class Family:
     """
 
     model_type: str
-    plan: readers.PlanReader = readers.PLAIN
-    states: readers.StatesReader | None = None
+    plan: Reader[LayerPlan] = PLAIN
+    states: Reader[StatePlan] | None = None
     windows: readers.WindowsReader = readers.never
     turned: readers.TurnedReader = readers.always
     bases: tuple[str, str] | None = None
-    moe: readers.MoEReader | None = None
+    moe: Reader[MoEConfig] | None = None
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
-    inner: Callable[[Keys], int] = readers.INNER_SIZE
+    inner: Reader[int] = INNER_SIZE
     eps: str = "rms_norm_eps"
 
 

@@ -6,7 +6,7 @@
 How a weight is stored and multiplied is a `LinearMethod`. Used by the models; knows neither
 checkpoint files nor attention.
 
-Special: `other_linears.py`, where a checkpoint stores matrices fused, or heads in another order.
+Special: `variants.py`, where a checkpoint stores matrices fused, or heads in another order.
 """
 
 from __future__ import annotations

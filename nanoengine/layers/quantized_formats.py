@@ -208,7 +208,7 @@ class PackQuantized(StoredFormat):
         unsigned = unpack_words(tensors["weight_packed"], self.bits)[:, :num_columns]
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
-            zeros = unpack_words(zeros.T, self.bits)[:, :num_rows].T.contiguous()
+            zeros = unpack_words(zeros.T, self.bits)[:, :num_rows].T
         weight = self._weight(unsigned, tensors["weight_scale"], zeros)
         return in_groups(weight, tensors.get("weight_g_idx"))
 

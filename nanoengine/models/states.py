@@ -28,7 +28,7 @@ from nanoengine.layers.collectives import Shard
 from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan, step, through_chunks
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
-from nanoengine.layers.other_linears import OneTensor
+from nanoengine.layers.variants import OneTensor
 from nanoengine.models.decoder import taken
 
 
