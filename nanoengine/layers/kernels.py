@@ -142,7 +142,7 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features], the dtype of x."""
+        """[..., in_features] -> [..., out_features], the dtype of x."""
 
     def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
         """[T, in_features] -> act(gate) * up [T, out_features / 2], where the outputs are gate,

@@ -78,6 +78,8 @@ class PackedLinear(UnquantizedLinear):
             self.is_packed = True
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.dim() != 2:
+            return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
         out = np.empty((x.shape[0], self.shape[0]), np.float32)
         kernel = kernels.linear_of_rounded if self.rounds_inputs else kernels.linear
         kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())

@@ -145,6 +145,8 @@ class QuantizedLinear(LinearMethod):
             self.load(self.tied)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.dim() != 2:
+            return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
         return self.multiply(x if self.order is None else x.index_select(1, self.order), bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

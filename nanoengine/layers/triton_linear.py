@@ -101,21 +101,23 @@ def multiply(
     activation: str,
     config: GemmConfig,
 ) -> torch.Tensor:
-    """x [T, I] @ weight.T + bias; with an activation act(gate) * up of the outputs' halves."""
+    """x [..., I] @ weight.T + bias; with an activation act(gate) * up of the outputs' halves."""
     assert not activation or activation in GATES, activation
     assert weight.is_contiguous(), "the kernel reads whole rows"
+    in_features = x.shape[-1]
     out_features = len(weight) // 2 if activation else len(weight)
-    rows = x if x.stride(1) == 1 else x.contiguous()
+    rows = x.reshape(-1, in_features)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(len(rows), config.rows), triton.cdiv(out_features, config.columns))
     triton_gemm.gemm_kernel[grid](
         out, rows, weight, weight if bias is None else bias, len(rows),
-        X_ROW=rows.stride(0), IN=x.shape[1], OUT=out_features,
+        X_ROW=rows.stride(0), IN=in_features, OUT=out_features,
         M=config.rows, N=config.columns, K=config.inputs,
         BIAS=bias is not None, ACTIVATION=activation,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    return out
+    return out.view(*x.shape[:-1], out_features)
 
 
 @functools.cache

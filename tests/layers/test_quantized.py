@@ -188,18 +188,18 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(option: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.dtype) -> None:
-    weight, x, bias = random(48, 96), random(10, 96, seed=1, dtype=dtype), random(48, seed=2)
+    weight, x, bias = random(48, 96), random(2, 5, 96, seed=1, dtype=dtype), random(48, seed=2)
     made = method(weight, option, dtype=dtype)
     bits, group_size = (8, 96) if option.startswith("int8") else (4, 32)
     matrix = quantize(weight, bits, group_size).dequantized().double()
     inputs = x.double()
     if not option.endswith("weight_only"):
-        values, scales = quantize_rows(x)
-        inputs = values.double() * scales.double().unsqueeze(1)
+        values, scales = quantize_rows(x.flatten(0, 1))
+        inputs = (values.double() * scales.double().unsqueeze(1)).view_as(inputs)
     expected = inputs @ matrix.T + bias.double()
     found = made.apply(x, bias.to(dtype))
     assert found.dtype == dtype
-    assert found.shape == (10, 48)
+    assert found.shape == (2, 5, 48)
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.3}[dtype]
     assert (found.double() - expected).abs().max() < tolerance
     if dtype != torch.bfloat16:
