@@ -143,8 +143,8 @@ def prefill(shape: str, seconds: float) -> None:
 
 def loaded(method: LinearMethod, weight: torch.Tensor) -> LinearMethod:
     """The method with this weight."""
-    method.create(weight.shape[1], weight.shape[0], dtype=torch.float32, device=CPU)
-    method.load(weight, slice(0, weight.shape[0]))
+    method.create(weight.shape, torch.float32, CPU)
+    method.load(weight)
     return method
 
 

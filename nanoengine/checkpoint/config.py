@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +21,7 @@ from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
 from nanoengine.checkpoint.readers import FULL, SLIDING
-from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_rotary_dim
+from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, shown
 from nanoengine.settings.json_file import read_object
@@ -30,17 +29,15 @@ from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+Ropes = tuple[RopeConfig | None, ...]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
-GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Key of generation_config.json -> field of SamplingParams. Source: vLLM's `ModelConfig`."""
+GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"
+"""Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
+
+
+VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
+"""Begins the names of tensors of a multimodal checkpoint that its text part has no use for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +74,7 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     plan: LayerPlan
-    ropes: tuple[RopeConfig | None, ...]
+    ropes: Ropes
     sliding_windows: tuple[int | None, ...]
     states: StatePlan | None = None
     moe: MoEConfig | None = None
@@ -117,8 +114,10 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
 def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig:
     """The normalised form of a parsed config.json; see `load_model_config`."""
-    generation, (raw, architecture, left_out) = generation or {}, _text_part(raw)
+    generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES[architecture]
+    left_out = [VISION] if is_part else []
+    left_out += [family.left_out] if family.left_out else []
     keys = Keys(raw, family.defaults)
     partial_heads = "partial_rotary_factor" in family.defaults
     heads, hidden_size = keys.require("num_attention_heads"), keys.require("hidden_size")
@@ -139,10 +138,14 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
     states = _states(family, keys)
     windows = _sliding_windows(architecture, family, keys, states)
-    read = partial(
-        read_rope, keys, absent=family.rope, extra=family.rope_extra, partial=partial_heads
-    )
-    ropes = family.ropes(keys, read, [window is not None for window in windows])
+    slides = [window is not None for window in windows]
+    if family.bases:
+        full, sliding = read_ropes_by_kind(keys, *family.bases)
+        ropes: Ropes = tuple(sliding if slide else full for slide in slides)
+    else:
+        extra, absent = family.rope_extra, family.rope
+        rope = read_rope(keys, absent=absent, extra=extra, partial=partial_heads)
+        ropes = tuple(rope if turned else None for turned in family.turned(keys, slides))
     tied = keys.get("tie_word_embeddings")
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
@@ -163,9 +166,9 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         states=states,
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names,
-        left_out=left_out or family.left_out or _drafting_layers(keys),
+        left_out="|".join(left_out) or _drafting_layers(keys),
         dtype=_dtype(keys),
-        quantization=_quantization(keys, family, plan, left_out, tied=tied),
+        quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
         eos_token_ids=_end_ids(vocab_size, keys, generation),
         generation_defaults=_generation_defaults(generation),
     )
@@ -176,8 +179,8 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
     return config
 
 
-def _text_part(raw: Json) -> tuple[Json, str, str]:
-    """The config of what generates text, its architecture, and which tensors it has no use for.
+def _text_part(raw: Json) -> tuple[Json, str, bool]:
+    """The config of what generates text, its architecture, and whether it is part of another.
 
     A multimodal config has the text part's keys in `text_config`, some of them outside as well.
     """
@@ -185,8 +188,7 @@ def _text_part(raw: Json) -> tuple[Json, str, str]:
     named = given.get("architectures") or []
     for name in named:
         if name in TEXT_PARTS:
-            by_type, left_out = TEXT_PARTS[name]
-            text = given.get("text_config") or {}
+            by_type, text = TEXT_PARTS[name], given.get("text_config") or {}
             kind = text.get("model_type")
             if kind not in by_type:
                 raise UnsupportedModelError(
@@ -194,11 +196,11 @@ def _text_part(raw: Json) -> tuple[Json, str, str]:
                     f" {', '.join(by_type)}"
                 )
             outside = {key: given[key] for key in OUTSIDE if given.get(key) is not None}
-            return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], left_out
+            return {**TEXT_DEFAULTS.get(kind, {}), **text, **outside}, by_type[kind], True
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     for name in named or [by_type.get(given.get("model_type", ""))]:
         if name in FAMILIES:
-            return raw, name, ""
+            return raw, name, False
     what = ", ".join(map(shown, named)) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
         f"unsupported architecture {what}; supported: {', '.join([*FAMILIES, *TEXT_PARTS])}"
@@ -248,7 +250,7 @@ def _drafting_layers(keys: Keys) -> str:
     return rf"model\.layers\.({numbers})\." if more else ""
 
 
-def _longest_context(keys: Keys, ropes: tuple[RopeConfig | None, ...]) -> int:
+def _longest_context(keys: Keys, ropes: Ropes) -> int:
     longest = keys.require("max_position_embeddings")
     for rope in ropes:
         if rope is not None and rope.type == "yarn":
@@ -270,7 +272,7 @@ def _check_longrope(config: ModelConfig) -> None:
 
 
 def _quantization(
-    keys: Keys, family: Family, plan: LayerPlan, left_out: str, *, tied: bool
+    keys: Keys, family: Family, plan: LayerPlan, *, is_part: bool, tied: bool
 ) -> StoredQuantization | None:
     raw = keys.get("quantization_config")
     if not raw:
@@ -281,7 +283,7 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " gpt_oss, whose experts it is for"
         )
-    if left_out:
+    if is_part:
         raise UnsupportedModelError(
             f"quantization_config of {stored.format} is not implemented for the text part of a"
             " multimodal checkpoint; supported: checkpoints of floats"
@@ -321,7 +323,8 @@ def _end_ids(vocab_size: int, keys: Keys, generation: Json) -> tuple[int, ...]:
 def _generation_defaults(generation: Json) -> dict[str, float]:
     """The authors' sampling settings, as fields of SamplingParams that it accepts."""
     found = {}
-    for name, ours in GENERATION_DEFAULTS.items():
+    for ours in GENERATION_DEFAULTS:
+        name = "max_new_tokens" if ours == "max_tokens" else ours
         if generation.get(name) is None:
             continue
         kind = int if name in ("top_k", "max_new_tokens") else float

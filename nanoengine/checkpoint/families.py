@@ -7,15 +7,18 @@ say is as in Llama. A new family of known mechanisms is a row; a new mechanism i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nanoengine.checkpoint import readers
-from nanoengine.checkpoint.keys import Json, Keys
-from nanoengine.checkpoint.readers import all_but_every, experts, key, plan, size, windows
+from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
+from nanoengine.checkpoint.readers import Reader, all_but_every, experts, key, plan, size, windows
+
+PLAIN, INNER_SIZE = plan(), size("intermediate_size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """One family: a row of `FAMILIES`.
 
@@ -24,7 +27,9 @@ class Family:
         plan: what its layers compute.
         states: which of them keep a state, and of what kind; None: all keep keys and values.
         windows: which layers have the sliding window.
-        ropes: how each layer turns its heads.
+        turned: which layers turn their heads.
+        bases: the keys of the angles' base in layers that see everything, and in those with a
+            window, where the two differ; None: angles are the same in all layers.
         moe: its mixture of experts.
         defaults: values of absent keys, where they are not those of `KEYS`. A family that has one
             of `partial_rotary_factor` obeys that key; others turn whole heads.
@@ -37,17 +42,18 @@ class Family:
     """
 
     model_type: str
-    plan: readers.PlanReader = readers.PLAIN
-    states: readers.StatesReader | None = None
+    plan: Reader[LayerPlan] = PLAIN
+    states: Reader[StatePlan] | None = None
     windows: readers.WindowsReader = readers.never
-    ropes: readers.RopesReader = readers.same
-    moe: readers.MoEReader | None = None
+    turned: readers.TurnedReader = readers.always
+    bases: tuple[str, str] | None = None
+    moe: Reader[MoEConfig] | None = None
     defaults: Json = field(default_factory=dict)
     rope: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
-    inner: Callable[[Keys], int] = readers.INNER_SIZE
+    inner: Reader[int] = INNER_SIZE
     eps: str = "rms_norm_eps"
 
 
@@ -142,29 +148,27 @@ DRAFTS = r"mtp\."
 
 FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": Family(
-        model_type="arcee",
+        "arcee",
         plan=plan(only={"hidden_act": ("relu2",)}, gated=False, activation="relu2", **LLAMA),
         defaults={"rms_norm_eps": 1e-5},
     ),
     "CohereForCausalLM": Family(
-        model_type="cohere", plan=COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5},
-        eps="layer_norm_eps",
+        "cohere", plan=COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5}, eps="layer_norm_eps",
     ),
     "Cohere2ForCausalLM": Family(
-        model_type="cohere2", plan=COHERE, windows=all_but_every(), ropes=readers.only_with_window,
+        "cohere2", plan=COHERE, windows=all_but_every(), turned=readers.only_with_window,
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
         eps="layer_norm_eps",
     ),
     "Dots1ForCausalLM": Family(
-        model_type="dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers),
-        moe=DEEPSEEK,
+        "dots1", plan=QWEN3, windows=windows(readers.from_max_window_layers), moe=DEEPSEEK,
         defaults={
             "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62,
             "n_shared_experts": None,
         },
     ),
     "Ernie4_5ForCausalLM": Family(
-        model_type="ernie4_5",
+        "ernie4_5",
         plan=plan(
             interleaved=True, qkv_bias=key("use_bias"), output_bias=key("use_bias"),
             mlp_bias=key("use_bias"),
@@ -175,8 +179,8 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Exaone4ForCausalLM": Family(
-        model_type="exaone4", plan=plan(norms="behind", head_norm="head"), windows=all_but_every(),
-        ropes=readers.exaone_ropes,
+        "exaone4", plan=plan(norms="behind", head_norm="head"), windows=all_but_every(),
+        turned=readers.exaone_turned,
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
             "sliding_window_pattern": 4,
@@ -184,7 +188,7 @@ FAMILIES: dict[str, Family] = {
         names=GEMMA_NAMES,
     ),
     "Gemma2ForCausalLM": Family(
-        model_type="gemma2",
+        "gemma2",
         plan=plan(
             attention_softcap=key("attn_logit_softcapping"),
             logit_softcap=key("final_logit_softcapping"), **GEMMA,
@@ -197,24 +201,24 @@ FAMILIES: dict[str, Family] = {
         names=GEMMA_NAMES,
     ),
     "Gemma3ForCausalLM": Family(
-        model_type="gemma3_text", plan=plan(head_norm="head", **GEMMA),
-        windows=all_but_every(), ropes=readers.by_window("rope_theta", "rope_local_base_freq"),
+        "gemma3_text", plan=plan(head_norm="head", **GEMMA), windows=all_but_every(),
+        bases=("rope_theta", "rope_local_base_freq"),
         defaults={
             **GEMMA_DEFAULTS, "vocab_size": 262_208, "num_attention_heads": 8,
             "max_position_embeddings": 131_072, "sliding_window_pattern": 6, "rope_theta": 1e6,
         },
         names=GEMMA_NAMES,
     ),
-    "GlmForCausalLM": Family(model_type="glm", plan=plan(**GLM), defaults=GLM_DEFAULTS),
+    "GlmForCausalLM": Family("glm", plan=plan(**GLM), defaults=GLM_DEFAULTS),
     "Glm4ForCausalLM": Family(
-        model_type="glm4", plan=plan(norms="both", **GLM), defaults=GLM_DEFAULTS,
+        "glm4", plan=plan(norms="both", **GLM), defaults=GLM_DEFAULTS,
         names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
     "Glm4MoeForCausalLM": Family(
-        model_type="glm4_moe",
+        "glm4_moe",
         plan=plan(
             qkv_bias=key("attention_bias"),
             head_norm=key("use_qk_norm", lambda asked: "head" if asked else None),
@@ -227,7 +231,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "GptOssForCausalLM": Family(
-        model_type="gpt_oss",
+        "gpt_oss",
         plan=plan(
             only={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
             norm="wide", qkv_bias=True, output_bias=True, activation="clamped_swiglu", sinks=True,
@@ -246,12 +250,9 @@ FAMILIES: dict[str, Family] = {
         },
         names={"mlp.gate": "mlp.router"},
     ),
-    "GraniteForCausalLM": Family(
-        model_type="granite", plan=GRANITE, defaults={"attention_multiplier": 1.0},
-    ),
+    "GraniteForCausalLM": Family("granite", plan=GRANITE, defaults={"attention_multiplier": 1.0}),
     "GraniteMoeForCausalLM": Family(
-        model_type="granitemoe", plan=GRANITE, moe=experts(**MIXTRAL),
-        defaults={"attention_multiplier": 1.0},
+        "granitemoe", plan=GRANITE, moe=experts(**MIXTRAL), defaults={"attention_multiplier": 1.0},
         names={
             "mlp.gate": "block_sparse_moe.router.layer",
             "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -259,16 +260,16 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "HunYuanDenseV1ForCausalLM": Family(
-        model_type="hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
+        "hunyuan_v1_dense", plan=plan(head_norm="rotated", **ATTENTION_BIAS),
         defaults={"rms_norm_eps": 1e-5},
         names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     ),
     "Lfm2ForCausalLM": Family(
-        model_type="lfm2", plan=LFM2, states=readers.conv_states, defaults=LFM2_DEFAULTS,
-        names=LFM2_NAMES, inner=readers.lfm2_inner_size, eps="norm_eps",
+        "lfm2", plan=LFM2, states=readers.conv_states, defaults=LFM2_DEFAULTS, names=LFM2_NAMES,
+        inner=readers.lfm2_inner_size, eps="norm_eps",
     ),
     "Lfm2MoeForCausalLM": Family(
-        model_type="lfm2_moe", plan=LFM2, states=readers.conv_states,
+        "lfm2_moe", plan=LFM2, states=readers.conv_states,
         moe=experts(
             correction_bias=key("use_expert_bias"), norm_epsilon=1e-6,
             layers=readers.layers_from("num_dense_layers"), **SCALED,
@@ -277,9 +278,9 @@ FAMILIES: dict[str, Family] = {
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
         eps="norm_eps",
     ),
-    "LlamaForCausalLM": Family(model_type="llama", plan=plan(**LLAMA)),
+    "LlamaForCausalLM": Family("llama", plan=plan(**LLAMA)),
     "MiniMaxM2ForCausalLM": Family(
-        model_type="minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
+        "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, head_norm="width"),
         moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True),
         defaults={
             "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6,
@@ -291,7 +292,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Ministral3ForCausalLM": Family(
-        model_type="ministral3", windows=WINDOW,
+        "ministral3", windows=WINDOW,
         defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         rope={
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
@@ -301,76 +302,73 @@ FAMILIES: dict[str, Family] = {
         rope_extra={"llama_4_scaling_beta": True, "max_position_embeddings": False},
     ),
     "MinistralForCausalLM": Family(
-        model_type="ministral", windows=windows(readers.every_layer),
+        "ministral", windows=windows(readers.every_layer),
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "MistralForCausalLM": Family(
-        model_type="mistral", windows=WINDOW,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        "mistral", windows=WINDOW, defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "MixtralForCausalLM": Family(
-        model_type="mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
+        "mixtral", windows=WINDOW, moe=experts(**MIXTRAL),
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=MIXTRAL_NAMES,
     ),
     "Olmo2ForCausalLM": Family(
-        model_type="olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
+        "olmo2", plan=OLMO2, defaults={"rms_norm_eps": 1e-5}, names=GEMMA_NAMES,
     ),
     "Olmo3ForCausalLM": Family(
-        model_type="olmo3", plan=OLMO2, windows=all_but_every(4),
-        ropes=readers.by_window("rope_theta", "rope_theta"),
+        "olmo3", plan=OLMO2, windows=all_but_every(4),
+        bases=("rope_theta", "rope_theta"),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         names=GEMMA_NAMES,
     ),
     "OlmoeForCausalLM": Family(
-        model_type="olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
+        "olmoe", plan=plan(head_norm="width", **ATTENTION_BIAS),
         moe=experts(inner="intermediate_size", **NORM_TOPK), defaults={"rms_norm_eps": 1e-5},
     ),
     "Phi3ForCausalLM": Family(
-        model_type="phi3", plan=plan(merged=True), windows=WINDOW,
+        "phi3", plan=plan(merged=True), windows=WINDOW,
         defaults={
             "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
             "original_max_position_embeddings": 4096,
         },
     ),
     "Qwen2ForCausalLM": Family(
-        model_type="qwen2", plan=plan(only={"attention_bias": (True,)}, qkv_bias=True),
-        windows=QWEN_WINDOWS, defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+        "qwen2", plan=plan(only={"attention_bias": (True,)}, qkv_bias=True), windows=QWEN_WINDOWS,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     ),
     "Qwen2MoeForCausalLM": Family(
-        model_type="qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")),
+        "qwen2_moe", plan=plan(qkv_bias=key("qkv_bias")),
         windows=windows(readers.alternate, asked=True), moe=QWEN_SHARED,
         defaults={"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
         names=SHARED_NAMES,
     ),
     "Qwen3ForCausalLM": Family(
-        model_type="qwen3", plan=QWEN3, windows=QWEN_WINDOWS,
+        "qwen3", plan=QWEN3, windows=QWEN_WINDOWS,
         defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
         rope_extra=M_ROPE,
     ),
     "Qwen3MoeForCausalLM": Family(
-        model_type="qwen3_moe", plan=QWEN3,
-        windows=windows(readers.every_layer, asked=True, named=False), moe=experts(**QWEN),
-        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+        "qwen3_moe", plan=QWEN3, windows=windows(readers.every_layer, asked=True, named=False),
+        moe=experts(**QWEN), defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     ),
     "Qwen3NextForCausalLM": Family(
-        model_type="qwen3_next", plan=QWEN_NEXT, states=readers.delta_states(merged=True),
-        moe=QWEN_SHARED,
+        "qwen3_next", plan=QWEN_NEXT, states=readers.delta_states(merged=True), moe=QWEN_SHARED,
         defaults=NEXT_DEFAULTS | {"norm_topk_prob": True}, names=SHARED_NAMES, left_out=DRAFTS,
     ),
     "Qwen3_5ForCausalLM": Family(
-        model_type="qwen3_5_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
+        "qwen3_5_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
         defaults=NEXT_DEFAULTS | {"num_key_value_heads": 4}, rope_extra=M_ROPE, left_out=DRAFTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        model_type="qwen3_5_moe_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
+        "qwen3_5_moe_text", plan=QWEN_NEXT, states=readers.delta_states(merged=False),
         moe=QWEN_SHARED,
         # Why a size: all layers have experts, and such configs name no other MLP.
         defaults=NEXT_DEFAULTS | {"norm_topk_prob": True, "intermediate_size": 1},
         rope_extra=M_ROPE, names=SHARED_NAMES, left_out=DRAFTS,
     ),
     "SeedOssForCausalLM": Family(
-        model_type="seed_oss",
+        "seed_oss",
         plan=plan(
             qkv_bias=key("attention_bias"), output_bias=key("attention_out_bias"),
             mlp_bias=key("mlp_bias"),
@@ -378,12 +376,12 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
     ),
     "SmolLM3ForCausalLM": Family(
-        model_type="smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
-        ropes=readers.smollm_ropes,
+        "smollm3", plan=plan(**LLAMA), windows=windows(readers.not_turned, asked=True),
+        turned=readers.smollm_turned,
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
     "StableLmForCausalLM": Family(
-        model_type="stablelm",
+        "stablelm",
         plan=plan(
             norms=key("use_parallel_residual", lambda asked: "parallel" if asked else "before"),
             norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
@@ -394,25 +392,18 @@ FAMILIES: dict[str, Family] = {
 # fmt: on
 """Supported architecture -> its row."""
 
-VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
-TEXT_PARTS: dict[str, tuple[Mapping[str, str], str]] = {
-    "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, VISION),
-    "Mistral3ForConditionalGeneration": (
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
-        VISION,
-    ),
-    "Qwen3_5ForConditionalGeneration": (
-        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-        rf"{VISION}|{DRAFTS}",
-    ),
-    "Qwen3_5MoeForConditionalGeneration": (
-        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-        rf"{VISION}|{DRAFTS}",
-    ),
-    "Qwen3VLForConditionalGeneration": ({"qwen3_vl_text": "Qwen3ForCausalLM"}, VISION),
+TEXT_PARTS: dict[str, Mapping[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
 """Multimodal architecture -> the `model_type` of its `text_config` -> the architecture of its text
-part; and the expression that begins the names of tensors that this part has no use for."""
+part."""
 
 TEXT_DEFAULTS: dict[str, Json] = {"qwen3_vl_text": {"rope_theta": 5e5}}
 """`model_type` of a `text_config` -> values of absent keys that its architecture's row hasn't."""

@@ -18,25 +18,12 @@ from nanoengine.settings.checks import check_value, shown
 Json = Mapping[str, Any]
 
 KINDS: dict[str, Any] = {
-    "quant_method": str,
-    "bits": int,
-    "w_bit": int,
-    "group_size": int,
-    "desc_act": bool,
-    "q_group_size": int,
-    "format": str,
-    "checkpoint_format": str,
-    "lm_head": bool,
-    "version": str,
-    "modules_to_not_convert": list[str],
+    **dict.fromkeys(("bits", "w_bit", "num_bits", "group_size", "q_group_size"), int),
+    **dict.fromkeys(("desc_act", "lm_head", "symmetric"), bool),
+    **dict.fromkeys(("quant_method", "format", "checkpoint_format", "version", "strategy"), str),
+    **dict.fromkeys(("modules_to_not_convert", "ignore"), list[str]),
+    **dict.fromkeys(("weights", "input_activations", "sparsity_config"), dict[str, Any]),
     "config_groups": dict[str, dict[str, Any]],
-    "weights": dict[str, Any],
-    "input_activations": dict[str, Any],
-    "num_bits": int,
-    "strategy": str,
-    "symmetric": bool,
-    "sparsity_config": dict[str, Any],
-    "ignore": list[str],
 }
 """Key that is read -> what its value is, wherever in `quantization_config` it stands."""
 
@@ -98,6 +85,9 @@ class StoredQuantization:
         return held[0]
 
 
+IN_MXFP4 = StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """How the engine holds and multiplies linear layers.
@@ -137,30 +127,28 @@ def resolve_quantization(
                 " leave the option out, or give a checkpoint of that format"
             )
         option = None
-    if option is None and stored is None:
+    if option is not None:
+        bits, floats = int(option[3]), option.endswith("weight_only")
+        activations: Literal["int8", "float"] = "float" if floats else "int8"
+    elif stored is None:
         return None
+    elif stored.format == "mxfp4" and device != "cpu":
+        return None  # held as floats: layers read the stored form into what they hold
+    else:
+        bits, activations = stored.bits, stored.activations
     what = f"quantization={option!r}" if option else "a quantized checkpoint"
-    bits = int(option[3]) if option else None
-    if stored and bits is not None and bits != stored.bits:
+    if stored and bits != stored.bits:
         raise ConfigError(
             f"{what} contradicts the checkpoint, which is stored in int{stored.bits}"
             f" ({stored.format}): leave the option out, or ask for 'int{stored.bits}' or"
             f" 'int{stored.bits}_weight_only'"
         )
-    if device != "cpu" and option is None and stored and stored.format == "mxfp4":
-        return None  # held as floats: layers read the stored form into what they hold
     if device != "cpu":
         raise ConfigError(
             f"{what} runs on the CPU only, got device={device!r}: use device='cpu', or a"
             " checkpoint and options without quantization"
         )
-    if option is None:
-        assert stored is not None
-        return Quantization(bits=stored.bits, activations=stored.activations, stored=stored)
-    assert bits is not None
-    return Quantization(
-        bits=bits, activations="float" if option.endswith("weight_only") else "int8", stored=stored
-    )
+    return Quantization(bits=bits, activations=activations, stored=stored)
 
 
 def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
@@ -195,11 +183,9 @@ def _gptq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     layout = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     _allow("gptq", "checkpoint_format", layout, "gptq", "gptq_v2")
     _allow("gptq", "bits", raw.get("bits"), 4, 8)
-    _allow("gptq", "is_marlin_format", raw.get("is_marlin_format") or False, False)
-    _allow("gptq", "pack_dtype", raw.get("pack_dtype") or "int32", "int32")
-    _allow("gptq", "dynamic", raw.get("dynamic") or {}, {})
-    modules = raw.get("modules_in_block_to_quantize") or []
-    _allow("gptq", "modules_in_block_to_quantize", modules, [])
+    usual = {"is_marlin_format": False, "pack_dtype": "int32", "dynamic": {}}
+    for key, value in {**usual, "modules_in_block_to_quantize": []}.items():
+        _allow("gptq", key, raw.get(key) or value, value)
     group_size = _group_size(raw.get("group_size", -1))
     return StoredQuantization(
         format="gptq",
@@ -276,7 +262,7 @@ def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
                 f"quantization_config of {method} has modules_to_not_convert={shown(name)};"
                 " supported: experts all in 4 bits, and names of other layers"
             )
-    return StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=True)
+    return IN_MXFP4
 
 
 TOKEN_ACTIVATIONS = {

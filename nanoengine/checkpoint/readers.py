@@ -13,22 +13,21 @@ from typing import Any, TypeVar
 
 from nanoengine.checkpoint.keys import KEYS, Keys
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
-from nanoengine.checkpoint.rope import RopeConfig, read_ropes_by_kind
 from nanoengine.errors import UnsupportedModelError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR, CONV = "linear_attention", "conv"
 
 T = TypeVar("T")
-Read = Callable[[Keys], Any]
+Reader = Callable[[Keys], T]
 
 
-def key(name: str, make: Callable[[Any], Any] | None = None) -> Read:
+def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
     """Reads a key; `make` turns its value into the field's."""
     return lambda keys: make(keys.get(name)) if make else keys.get(name)
 
 
-def size(*names: str) -> Read:
+def size(*names: str) -> Reader[int]:
     """Reads the first of these keys that is there, which the model can't do without."""
 
     def read(keys: Keys) -> int:
@@ -48,10 +47,8 @@ def _made(kind: Callable[..., T], fields: Mapping[str, Any], keys: Keys) -> T:
 
 # --- plans ----------------------------------------------------------------------------------------
 
-PlanReader = Callable[[Keys], LayerPlan]
 
-
-def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> PlanReader:
+def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerPlan]:
     """A plan of these fields; `only`: keys -> the values that are implemented."""
 
     def read(keys: Keys) -> LayerPlan:
@@ -62,11 +59,7 @@ def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Pl
     return read
 
 
-PLAIN = plan()
-
 # --- the MLP's inner size -------------------------------------------------------------------------
-
-INNER_SIZE = size("intermediate_size")
 
 
 def lfm2_inner_size(keys: Keys) -> int:
@@ -81,10 +74,8 @@ def lfm2_inner_size(keys: Keys) -> int:
 
 # --- which layers keep a state --------------------------------------------------------------------
 
-StatesReader = Callable[[Keys], StatePlan]
 
-
-def delta_states(*, merged: bool) -> StatesReader:
+def delta_states(*, merged: bool) -> Reader[StatePlan]:
     """Qwen3-Next: every layer but each `full_attention_interval`-th."""
 
     def states(keys: Keys) -> StatePlan:
@@ -177,7 +168,7 @@ def alternate(keys: Keys, layers: int) -> list[bool]:
 
 
 def not_turned(keys: Keys, layers: int) -> list[bool]:
-    return [not turned for turned in _turned(keys, layers)]
+    return [not turned for turned in smollm_turned(keys, never(keys, None, layers))]
 
 
 def all_but_every(number: int | None = None) -> WindowsReader:
@@ -203,53 +194,29 @@ def _named(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-# --- how layers turn heads ------------------------------------------------------------------------
+# --- which layers turn their heads ----------------------------------------------------------------
 
-Ropes = tuple[RopeConfig | None, ...]
-"""Layer by layer; None: its heads are not turned."""
-
-ReadRope = Callable[[], RopeConfig]
-"""Reads the rotation that all layers of a model have which are turned."""
-
-RopesReader = Callable[[Keys, ReadRope, Sequence[bool]], Ropes]
-"""The second argument says which layers have a window."""
+TurnedReader = Callable[[Keys, Sequence[bool]], Sequence[int]]
+"""The second argument says which layers have a window; a 0 in the answer is not turned."""
 
 
-def same(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return (read(),) * len(slides)
+def always(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    return [True] * len(slides)
 
 
-def by_window(full: str, sliding: str) -> RopesReader:
-    """Layers with a window have angles of their own; the keys of each kind's base."""
-
-    def ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-        found = read_ropes_by_kind(keys, {FULL: full, SLIDING: sliding})
-        return tuple(found[SLIDING if slide else FULL] for slide in slides)
-
-    return ropes
+def only_with_window(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
+    return slides
 
 
-def only_with_window(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return _where(slides, read())
-
-
-def exaone_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
+def exaone_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     """In a model with windows, layers that see everything are not turned."""
-    windowed = keys.get("sliding_window") is not None
-    return (only_with_window if windowed else same)(keys, read, slides)
+    return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
-def smollm_ropes(keys: Keys, read: ReadRope, slides: Sequence[bool]) -> Ropes:
-    return _where(_turned(keys, len(slides)), read())
-
-
-def _where(turned: Sequence[int], rope: RopeConfig) -> Ropes:
-    return tuple(rope if turn else None for turn in turned)
-
-
-def _turned(keys: Keys, layers: int) -> Sequence[int]:
+def smollm_turned(keys: Keys, slides: Sequence[bool]) -> Sequence[int]:
     """`no_rope_layers` has a 0 for each layer that is not turned."""
     every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
+    layers = len(slides)
     turned = given or [int((n + 1) % every != 0) for n in range(layers)]
     if len(turned) < layers:
         raise UnsupportedModelError(
@@ -260,8 +227,6 @@ def _turned(keys: Keys, layers: int) -> Sequence[int]:
 
 # --- mixtures of experts --------------------------------------------------------------------------
 
-MoEReader = Callable[[Keys], MoEConfig]
-
 
 def experts(
     *,
@@ -269,7 +234,7 @@ def experts(
     inner: str = "moe_intermediate_size",
     score: str = "softmax",
     **fields: Any,
-) -> MoEReader:
+) -> Reader[MoEConfig]:
     """A mixture of experts, by the keys that say how many there are and of which inner size."""
 
     def read(keys: Keys) -> MoEConfig:
@@ -307,7 +272,7 @@ def sparse_layers(keys: Keys) -> tuple[int, ...]:
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
-def layers_from(name: str) -> Read:
+def layers_from(name: str) -> Reader[tuple[int, ...]]:
     """The first layers, as many as this key says, are dense."""
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 

@@ -27,9 +27,8 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
 }
 """Rope type -> its required and its optional parameters."""
 
-EVERYWHERE = {
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
-}  # fmt: skip
+ORIGINAL = "original_max_position_embeddings"
+EVERYWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 """Parameters that any rope type may have."""
 
 
@@ -81,22 +80,24 @@ def read_rope(keys: Keys, *, absent: Json, extra: Mapping[str, bool], partial: b
             f"{key}={shown(given)}: parameters for each layer type are not implemented"
         )
     # Why before the dict's own: transformers overwrites that.
-    original = keys.get("original_max_position_embeddings")
+    original = keys.get(ORIGINAL)
     return _rope(given, keys, keys.get("rope_theta"), original, key, extra, partial)
 
 
-def read_ropes_by_kind(keys: Keys, bases: Mapping[str, str]) -> dict[str, RopeConfig]:
-    """RoPE by layer type, each with the key of its base; scaling, where there is any, is for the
-    layers that see everything. As transformers has it, what stands beside the layer types in
-    `rope_parameters` is ignored."""
+def read_ropes_by_kind(keys: Keys, full: str, sliding: str) -> list[RopeConfig]:
+    """RoPE of layers that see everything, and of those with a window, by the keys of their bases;
+    scaling, where there is any, is for the former. As transformers has it, what stands beside the
+    layer types in `rope_parameters` is ignored."""
     nested, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
-    keys.ignored += [f"rope_parameters.{key}" for key in sorted(nested.keys() - bases.keys())]
-    found = {}
-    for kind, base in bases.items():
+    kinds = ("full_attention", full, scaling), ("sliding_attention", sliding, {})
+    others = sorted(nested.keys() - {kind for kind, _, _ in kinds})
+    keys.ignored += [f"rope_parameters.{key}" for key in others]
+    found = []
+    for kind, base, more in kinds:
         where = f"config.json: rope_parameters: {kind}"
         own = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
-        given = {**(own or {}), **(scaling if kind == "full_attention" else {})}
-        found[kind] = _rope(given, keys, keys.get(base), 0, "rope_parameters", {}, partial=False)
+        given = {**(own or {}), **more}
+        found.append(_rope(given, keys, keys.get(base), 0, "rope_parameters", {}, partial=False))
     return found
 
 
@@ -141,59 +142,49 @@ def _rope(
         raise UnsupportedModelError(f"rope type {kind!r} needs {', '.join(missing)}")
     if unknown := {name: raw[name] for name in sorted(raw.keys() - obeyed - EVERYWHERE - {*extra})}:
         raise UnsupportedModelError(f"rope type {kind!r} has unknown parameters {shown(unknown)}")
-    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
-        raise UnsupportedModelError(
-            f"rope type 'llama3' needs low_freq_factor={values['low_freq_factor']} below"
-            f" high_freq_factor={values['high_freq_factor']}"
-        )
     if kind in ("llama3", "yarn", "longrope"):
-        values["original_max_position_embeddings"] = (
-            original
-            or given.get("original_max_position_embeddings")
-            or keys.require("max_position_embeddings")
-        )
-    if kind == "yarn":
-        values["attention_factor"] = _yarn_attention_factor(
-            values["factor"],
-            values.get("attention_factor"),
-            values.pop("mscale", None),
-            values.pop("mscale_all_dim", None),
-        )
-    if kind == "longrope":
-        _complete_longrope(values, keys.require("max_position_embeddings"))
+        longest = original or given.get(ORIGINAL) or keys.require("max_position_embeddings")
+        values[ORIGINAL] = longest
+    if kind in COMPLETED:
+        COMPLETED[kind](values, keys)
     theta = given.get("rope_theta") if "rope_theta" in given else theta
     return RopeConfig(theta=float(theta), type=kind, **values)
 
 
-def _complete_longrope(given: dict[str, Any], max_position: int) -> None:
+def _check_llama3(values: dict[str, Any], keys: Keys) -> None:
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+        raise UnsupportedModelError(
+            f"rope type 'llama3' needs low_freq_factor={low} below high_freq_factor={high}"
+        )
+
+
+def _complete_longrope(values: dict[str, Any], keys: Keys) -> None:
     """Source: LongRoPE (arXiv 2402.13753), and its magnitude as in the model code of Phi-3."""
-    original = given["original_max_position_embeddings"]
-    factor = given.pop("factor", None) or max_position / original
-    if given.get("attention_factor") is None:
-        stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0
-        given["attention_factor"] = math.sqrt(1 + stretch)
+    longest, original = keys.require("max_position_embeddings"), values[ORIGINAL]
+    factor = values.pop("factor", None) or longest / original
+    stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0
+    values.setdefault("attention_factor", math.sqrt(1 + stretch))
     for name in ("short_factor", "long_factor"):
-        given[name] = tuple(given[name])
-        if not all(1e-3 <= number <= 1e6 for number in given[name]):
+        values[name] = tuple(values[name])
+        if not all(1e-3 <= number <= 1e6 for number in values[name]):
             raise UnsupportedModelError(
-                f"rope type 'longrope' has {name}={shown(given[name])}; supported: numbers from"
+                f"rope type 'longrope' has {name}={shown(values[name])}; supported: numbers from"
                 " 0.001 to 1,000,000"
             )
 
 
-def _yarn_attention_factor(
-    factor: float, given: float | None, mscale: float | None, mscale_all_dim: float | None
-) -> float:
+def _complete_yarn(values: dict[str, Any], keys: Keys) -> None:
     """The temperature of attention's softmax as a factor on cos and sin.
 
     Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is DeepSeek-V2's.
     """
+    growth = 0.1 * math.log(max(values["factor"], 1))
+    scale, over = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+    scale, over = (scale, over) if scale and over else (1.0, 0.0)
+    found = (growth * scale + 1.0) / (growth * over + 1.0)
+    values["attention_factor"] = float(values.get("attention_factor", found))
 
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if given is not None:
-        return float(given)
-    if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+COMPLETED = {"llama3": _check_llama3, "longrope": _complete_longrope, "yarn": _complete_yarn}
+"""Rope type -> what checks its parameters, and finds those that follow from others."""

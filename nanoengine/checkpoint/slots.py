@@ -1,4 +1,5 @@
-"""WeightSlot: where one tensor of a checkpoint goes. TensorNames: what it is called there.
+"""WeightSlot: where one tensor of a checkpoint goes, and MatrixPart, if it is a matrix.
+TensorNames: what it is called there.
 
 The contract between layers and the weight loader. A layer that owns parameters offers
 `weight_slots(path)`: a slot for every checkpoint tensor it is made of. A fused layer simply offers
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +42,37 @@ class WeightSlot:
     pieces_only: bool = False
     dtypes: tuple[torch.dtype, ...] = ()
     absent: Callable[[], object] | None = None
+
+
+def whole_slots(path: str, **tensors: torch.Tensor | None) -> dict[str, WeightSlot]:
+    """Slots of tensors of the module `path` that every rank holds whole; None: there is none."""
+    return {
+        f"{path}.{name}": WeightSlot(shape=tuple(tensor.shape), store=tensor.copy_)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+
+
+class MatrixPart(NamedTuple):
+    """Which part of a checkpoint's matrix goes where in the matrix of a layer.
+
+    Attributes:
+        shape: of the checkpoint's, [outputs, inputs].
+        part: the slice of it that this rank holds; () is all of it.
+        first: the row of the layer's at which it begins.
+        order: [rows] int64, which row of the part comes first, second, ...; None: they follow each
+            other.
+    """
+
+    shape: tuple[int, int]
+    part: tuple[slice, ...] = ()
+    first: int = 0
+    order: torch.Tensor | None = None
+
+
+def ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """The rows in this order; None: as they are."""
+    return rows if order is None else rows[order]
 
 
 @runtime_checkable

@@ -40,16 +40,6 @@ class Attention(Layer):
         """Heads, scale, window and KV group of this rank's part of the layer."""
         return self.cache.spec
 
-    @property
-    def k_cache(self) -> torch.Tensor:
-        """The layer's keys, in the backend's layout."""
-        return self.cache.k_cache
-
-    @property
-    def v_cache(self) -> torch.Tensor:
-        """The layer's values, in the backend's layout."""
-        return self.cache.v_cache
-
     def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, group: int) -> None:
         """Gives the layer its slices of the KV cache and the KV group whose block tables it
         reads."""

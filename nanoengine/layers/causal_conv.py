@@ -11,13 +11,10 @@ Legend: T tokens, N tokens of one sequence, C channels, W kernel, S states.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from nanoengine.attention.batch import Span
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.kernels import empty_parameter
 from nanoengine.layers.layer import Layer, ModelContext
 
 
@@ -39,8 +36,8 @@ class CausalConv(Layer):
     ) -> None:
         super().__init__()
         self.shape, self.picked = (kernel, channels), picked
-        self.weight = empty_parameter(self.shape, context.dtype, context.device)
-        self.bias = empty_parameter((channels,), context.dtype, context.device) if bias else None
+        self.weight = context.parameter(*self.shape)
+        self.bias = context.parameter(channels) if bias else None
         self.states = torch.empty(0)
 
     def bind(self, states: torch.Tensor) -> None:
@@ -76,16 +73,12 @@ class CausalConv(Layer):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """Checkpoints hold the weight as [C, 1, W]."""
         channels, picked = self.picked
-        tensors = {"weight": self.weight.T.unsqueeze(1)}
-        if self.bias is not None:
-            tensors["bias"] = self.bias
 
-        def store(tensor: torch.Tensor, stored: torch.Tensor) -> None:
-            tensor.copy_(stored[picked.to(stored.device)])
+        def slot(tensor: torch.Tensor) -> WeightSlot:
+            def store(stored: torch.Tensor) -> None:
+                tensor.copy_(stored[picked.to(stored.device)])
 
-        return {
-            f"{path}.{name}": WeightSlot(
-                shape=(channels, *tensor.shape[1:]), store=partial(store, tensor)
-            )
-            for name, tensor in tensors.items()
-        }
+            return WeightSlot(shape=(channels, *tensor.shape[1:]), store=store)
+
+        slots = {f"{path}.weight": slot(self.weight.T.unsqueeze(1))}
+        return slots if self.bias is None else slots | {f"{path}.bias": slot(self.bias)}

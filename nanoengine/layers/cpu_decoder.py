@@ -117,34 +117,28 @@ class FusedLayers:
         if residual is None:
             x, residual = torch.zeros_like(x), x
         given, calls = (x.numpy(), residual.numpy()), self._bound()
+
+        def run(
+            call: _FusedCall,
+            layers: tuple[int, int],
+            results: tuple[np.ndarray, np.ndarray],
+            rows: np.ndarray | None,
+        ) -> None:
+            step = self.backend.step_arrays(rotation, batch, call.spec, given[0].dtype, rows)
+            decoder_layers(
+                *given, rows is None, NO_ROWS if rows is None else rows, *results, step,
+                call.operands, *layers, batch.attention.num_workers,
+            )  # fmt: skip
+
         for call in calls:
             last = len(call.operands) - (rows is not None and call is calls[-1])
             if last:
-                self._run(call, 0, last, given, given, rotation, batch, None)
+                run(call, (0, last), given, None)
         if rows is not None:  # Why arrays of their own: more rows may go on than have come in.
             shape, count = (len(rows), x.shape[1]), len(calls[-1].operands)
             x, residual = torch.empty(shape), torch.empty(shape)
-            results = x.numpy(), residual.numpy()
-            self._run(calls[-1], count - 1, count, given, results, rotation, batch, rows.numpy())
+            run(calls[-1], (count - 1, count), (x.numpy(), residual.numpy()), rows.numpy())
         return (x if self.rest is None else self.rest(x)), residual
-
-    def _run(
-        self,
-        call: _FusedCall,
-        first: int,
-        last: int,
-        given: tuple[np.ndarray, np.ndarray],
-        results: tuple[np.ndarray, np.ndarray],
-        rotation: Rotation,
-        batch: Batch,
-        rows: np.ndarray | None,
-    ) -> None:
-        """Layers first ... last - 1 of a call."""
-        step = self.backend.step_arrays(rotation, batch, call.spec, given[0].dtype, rows)
-        decoder_layers(
-            *given, rows is None, NO_ROWS if rows is None else rows, *results, step, call.operands,
-            first, last, batch.attention.num_workers,
-        )  # fmt: skip
 
     def _bound(self) -> list[_FusedCall]:
         """The calls that run all layers: one, unless their attention differs (the KV group, the

@@ -10,6 +10,7 @@ from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels.cpu_delta import delta_step
 from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+from nanoengine.layers.delta_rule import DeltaTokens
 
 
 class CPUDeltaSteps:
@@ -26,16 +27,9 @@ class CPUDeltaSteps:
         heads = plan.num_value_heads // plan.num_key_heads
         self._shape = (plan.num_key_heads, heads, plan.key_dim, plan.value_dim)
 
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        reads: torch.Tensor,
-        writes: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, tokens: DeltaTokens) -> torch.Tensor:
         """See `GatedDeltaNet.steps`."""
+        qkv, decay, beta, states, reads, writes = tokens
         rows = qkv.contiguous().numpy()
         key_heads, heads, _, values = self._shape
         out = np.empty((len(rows), key_heads * heads, values), rows.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels import cpu_linear as floats
@@ -41,8 +42,10 @@ class PanelLinear(QuantizedLinear):
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
         """What the kernel reads of this weight, and the bias, zeros if there is none."""
         if self._operands is None or self._bias is not bias:
-            added = _bias_of(bias, self.out_features)
-            self._bias, self._operands = bias, (*self.weight_operands(), added)
+            padded = torch.zeros(self.out_features + -self.out_features % PANEL)
+            if bias is not None:
+                padded[: self.out_features] = bias
+            self._bias, self._operands = bias, (*self.weight_operands(), padded.numpy())
         return self._operands
 
     def argmax(
@@ -73,17 +76,19 @@ class CPUQuantizedLinear(PanelLinear):
             super().pack(weight)
             return
         if weight.bits == 8:
-            self.values = _panels8(weight.values)
-            self.scales = _of_outputs(weight.scales.reshape(-1))
+            self.values = _panels(_padded(weight.values, UNIT), 4)
+            self.scales = _panels(_padded(weight.scales))
             return
-        self.values = _panels4(weight.values)
-        factors = row_factors(weight.scales)
-        self.scales = _of_outputs(factors)
+        # A byte holds inputs i and i + 4 of their eight, plus 8.
+        eights = _padded(weight.values, UNIT).add(8).to(torch.uint8).unflatten(1, (-1, 2, 4))
+        self.values = _panels((eights[:, :, 0] | (eights[:, :, 1] << 4)).flatten(1), 4)
+        factors = row_factors(weight.scales).unsqueeze(1)
+        self.scales = _panels(_padded(factors))
         self.register_buffer("group_scales", None)
-        self.group_scales = _panels_of_groups(weight.scales / factors.unsqueeze(1))
+        self.group_scales = _float16(_panels(_padded(weight.scales / factors)))
         self.zeros = torch.empty(0, dtype=torch.uint8)
         if weight.zeros is not None:
-            self.zeros = _panels_of_groups(weight.zeros)
+            self.zeros = _float16(_panels(_padded(weight.zeros)))
 
     def _fits(self, weight: QuantizedWeight) -> bool:
         if weight.e2m1:
@@ -119,15 +124,11 @@ class CPUWeightOnlyLinear(PanelLinear):
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
-        padded = self.out_features + -self.out_features % PANEL
-        values = weight.values
-        if weight.bits == 4:
-            values = pack_pairs(weight).view(torch.int8)
         self.form = floats.E2M1 if weight.e2m1 else weight.bits
-        values = torch.nn.functional.pad(values, (0, 0, 0, padded - self.out_features))
-        self.values = values.unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
-        self.scales = _by_panel(weight.scales)
-        self.zeros = torch.empty(0) if weight.zeros is None else _by_panel(weight.zeros)
+        values = pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
+        self.values = _panels(_padded(values))
+        self.scales = _panels(_padded(weight.scales))
+        self.zeros = torch.empty(0) if weight.zeros is None else _panels(_padded(weight.zeros))
         self._operands: tuple[Any, ...] | None = None  # made at first use, in their last place
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -142,43 +143,17 @@ class CPUWeightOnlyLinear(PanelLinear):
         return values, self.form, scales, zeros, self.group_size
 
 
-def _bias_of(bias: torch.Tensor | None, size: int) -> np.ndarray:
-    """[N] float32, padded to whole panels; zeros for None."""
-    return (torch.zeros(size + -size % PANEL) if bias is None else _of_outputs(bias)).numpy()
-
-
-def _by_panel(numbers: torch.Tensor) -> torch.Tensor:
-    """[N, G] -> flat [panels, G, 16 outputs], float32."""
-    rows = -numbers.shape[0] % PANEL
-    cut = torch.nn.functional.pad(numbers.float(), (0, 0, 0, rows)).unflatten(0, (-1, PANEL))
-    return cut.transpose(1, 2).reshape(-1)
-
-
-def _of_outputs(scales: torch.Tensor) -> torch.Tensor:
-    """[N] float32, padded to whole panels."""
-    return torch.nn.functional.pad(scales, (0, -len(scales) % PANEL)).contiguous()
-
-
-def _padded(values: torch.Tensor, fill: int) -> torch.Tensor:
+def _padded(matrix: torch.Tensor, unit: int = 1) -> torch.Tensor:
     """[N, K] with whole panels of outputs and whole units of inputs."""
-    rows, columns = -values.shape[0] % PANEL, -values.shape[1] % UNIT
-    return torch.nn.functional.pad(values, (0, columns, 0, rows), value=fill)
+    return F.pad(matrix, (0, -matrix.shape[1] % unit, 0, -len(matrix) % PANEL))
 
 
-def _panels8(values: torch.Tensor) -> torch.Tensor:
-    """int8 [N, K] -> flat [panels, K / 4, 16 outputs, 4 inputs]."""
-    cut = _padded(values, 0).unflatten(1, (-1, 4)).unflatten(0, (-1, PANEL))
+def _panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:
+    """[N, K] -> flat [panels, K / inputs, 16 outputs, inputs]."""
+    cut = matrix.unflatten(1, (-1, inputs)).unflatten(0, (-1, PANEL))
     return cut.transpose(1, 2).reshape(-1)
 
 
-def _panels4(values: torch.Tensor) -> torch.Tensor:
-    """int8 [N, K] from -8 to 7 -> flat uint8 [panels, K / 8, 16 outputs, 4 bytes]; a byte holds
-    inputs i and i + 4 of its eight, plus 8."""
-    eights = _padded(values, 0).add(8).to(torch.uint8).unflatten(1, (-1, 2, 4))
-    low, high = eights.unbind(2)
-    return (low | (high << 4)).unflatten(0, (-1, PANEL)).transpose(1, 2).reshape(-1)
-
-
-def _panels_of_groups(numbers: torch.Tensor) -> torch.Tensor:
-    """[N, G] -> flat [panels, G, 16 outputs], as the bits of float16."""
-    return _by_panel(numbers).half().view(torch.uint16)
+def _float16(numbers: torch.Tensor) -> torch.Tensor:
+    """The bits of float16."""
+    return numbers.half().view(torch.uint16)

@@ -41,6 +41,17 @@ class DeltaInputs(NamedTuple):
         return DeltaInputs(*(tensor[which] for tensor in self))
 
 
+class DeltaTokens(NamedTuple):
+    """Single tokens of several sequences, as a layer projects them: what one call takes."""
+
+    qkv: torch.Tensor  # [T, channels], before the convolution
+    decay: torch.Tensor  # [T, H]
+    beta: torch.Tensor  # [T, H]
+    states: torch.Tensor  # all of the layer's, as its `bind` had it
+    reads: torch.Tensor  # [T], as `step` has it
+    writes: torch.Tensor  # [T]
+
+
 def step(
     inputs: DeltaInputs, states: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor
 ) -> torch.Tensor:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.kernels import Masks, empty_parameter
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
+from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 
 
@@ -28,8 +28,8 @@ class Embedding(Layer):
         self.shape, self.shard = (vocab_size, hidden_size), context.shard
         self.all_reduce = context.all_reduce
         self.rows = self.shard.slice(vocab_size, "vocab_size")
-        local = (self.rows.stop - self.rows.start, hidden_size)
-        self.weight = empty_parameter(local, context.stored_dtype, context.device)
+        local = self.rows.stop - self.rows.start
+        self.weight = context.parameter(local, hidden_size, dtype=context.stored_dtype)
         self.dtype = context.dtype
         self.lookup: Callable[[torch.Tensor], torch.Tensor] = self._plain_lookup
 
@@ -61,15 +61,12 @@ class OutputHead(Layer):
         self.shape, self.rows, self.tied = embedding.shape, embedding.rows, tied
         self.all_gather, self.ranks = context.all_gather, context.shard.world_size
         self.method = context.kernels.linear(name)
-        self.method.create(
-            self.shape[1],
-            self.rows.stop - self.rows.start,
-            dtype=context.stored_dtype,
-            device=context.device,
-            weight=embedding.weight if tied else None,
-        )
         if tied:
+            self.method.hold(embedding.weight)
             embedding.lookup = self.method.rows
+        else:
+            local = self.rows.stop - self.rows.start
+            self.method.create((local, self.shape[1]), context.stored_dtype, context.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.all_gather(self.method.apply(hidden, None))
@@ -84,6 +81,5 @@ class OutputHead(Layer):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.tied:
             return {}
-        rows = slice(0, self.rows.stop - self.rows.start)
-        slot = self.method.weight_slot(path, shape=self.shape, part=(self.rows,), rows=rows)
+        slot = self.method.weight_slot(path, MatrixPart(self.shape, (self.rows,)))
         return {f"{path}.weight": slot}

@@ -28,7 +28,7 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
 
 Masks = Callable[[], np.ndarray | None]
@@ -122,26 +122,23 @@ class LinearMethod(nn.Module, ABC):
         """`name` is the layer's full name."""
         super().__init__()
 
-    @abstractmethod
-    def create(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: torch.Tensor | None = None,
-    ) -> None:
-        """Allocates storage for this rank's [out_features, in_features].
+    def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Allocates storage for this rank's [out_features, in_features]."""
+        self.hold(empty_parameter(shape, dtype, device))
 
-        A given `weight` belongs to another layer (a tied embedding), which also loads it: then
-        `load` is never called, and a method that stores weights in another form converts it in
-        `finish`.
+    @abstractmethod
+    def hold(self, weight: torch.Tensor) -> None:
+        """Takes storage that is there already.
+
+        Called in place of `create` where the weight is another layer's (a tied embedding), which
+        also loads it: then `load` is never called, and a method that stores weights in another form
+        converts it in `finish`.
         """
 
     @abstractmethod
-    def load(self, weight: torch.Tensor, rows: slice) -> None:
-        """Stores [rows, in_features] of a checkpoint, of any floating dtype."""
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        """Stores rows of a checkpoint, [rows, in_features] of any floating dtype, from `first`
+        on."""
 
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -169,54 +166,32 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight that was given to `create`, [T] -> [T, in_features]: the lookup of the
+        """Rows of a weight that was given to `hold`, [T] -> [T, in_features]: the lookup of the
         embedding that it is tied to."""
 
-    def weight_slot(
-        self,
-        name: str,
-        *,
-        shape: tuple[int, int],
-        part: tuple[slice, ...],
-        rows: slice,
-        order: torch.Tensor | None = None,
-    ) -> WeightSlot:
-        """The slot of the checkpoint's matrix `name`, of which `part` goes to `rows` here; `order`
-        [rows] int64 says which row of the part each of them is, None: they follow each other.
+    def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
+        """The slot of the checkpoint's matrix `name`.
 
         A method that reads a matrix stored in another form overrides this.
         """
-        return WeightSlot(
-            shape=shape, part=part, store=lambda weight: self.load(ordered(weight, order), rows)
-        )
+
+        def store(weight: torch.Tensor) -> None:
+            self.load(ordered(weight, matrix.order), matrix.first)
+
+        return WeightSlot(shape=matrix.shape, part=matrix.part, store=store)
 
     def finish(self) -> None:
         """Called once when all weights are loaded; a method may repack them here."""
 
 
-def ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """The rows in this order; None: as they are."""
-    return rows if order is None else rows[order]
-
-
 class UnquantizedLinear(LinearMethod):
     """A weight of the model's dtype; the readable form of all methods that store it exactly."""
 
-    def create(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: torch.Tensor | None = None,
-    ) -> None:
-        if weight is None:
-            weight = empty_parameter((out_features, in_features), dtype, device)
+    def hold(self, weight: torch.Tensor) -> None:
         self.weight = weight
 
-    def load(self, weight: torch.Tensor, rows: slice) -> None:
-        self.weight[rows].copy_(weight)
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        self.weight[first : first + len(weight)].copy_(weight)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)

@@ -25,17 +25,16 @@ def scale_slots(model: nn.Module) -> dict[str, WeightSlot]:
     Raises:
         WeightLoadError: from a slot: a scale is not a positive number.
     """
-    return {
-        f"{beside}.{name}": WeightSlot(
-            shape=(1,),
-            store=partial(_store, layer, f"{beside}.{name}"),
-            absent=partial(_store, layer, f"{beside}.{name}", torch.ones(1)),
-        )
-        for path, layer in model.named_modules()
-        if isinstance(layer, Attention)
-        for beside in (path.rpartition(".")[0],)
-        for name in KV_SCALES
-    }
+    slots = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Attention):
+            for kind in KV_SCALES:
+                name = f"{path.rpartition('.')[0]}.{kind}"
+                store = partial(_store, layer, name)
+                slots[name] = WeightSlot(
+                    shape=(1,), store=store, absent=partial(store, torch.ones(1))
+                )
+    return slots
 
 
 def _store(layer: Attention, name: str, scale: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.kernels import Kernels
+from nanoengine.layers.kernels import Kernels, empty_parameter
 
 
 class Layer(nn.Module):
@@ -74,3 +74,7 @@ class ModelContext:
     def stored_dtype(self) -> torch.dtype:
         """What embeddings and the matrices of linear layers are stored in."""
         return self.weight_dtype or self.dtype
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """One of a layer, uninitialised; `dtype` None: that of activations."""
+        return empty_parameter(shape, dtype or self.dtype, self.device)

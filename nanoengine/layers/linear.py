@@ -6,7 +6,7 @@
 How a weight is stored and multiplied is a `LinearMethod`. Used by the models; knows neither
 checkpoint files nor attention.
 
-Special: `other_linears.py`, where a checkpoint stores matrices fused, or heads in another order.
+Special: `variants.py`, where a checkpoint stores matrices fused, or heads in another order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.kernels import Kernels, empty_parameter, ordered
+from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import Layer, ModelContext
 
 
@@ -36,32 +36,21 @@ class Linear(Layer):
         super().__init__()
         self.shard = context.shard
         self.method = context.kernels.linear(name)
-        self.method.create(
-            in_features, out_features, dtype=context.stored_dtype, device=context.device
-        )
-        self.bias = (
-            empty_parameter((out_features,), context.dtype, context.device) if bias else None
-        )
+        self.method.create((out_features, in_features), context.stored_dtype, context.device)
+        self.bias = context.parameter(out_features) if bias else None
 
-    def slots_of(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        part: tuple[slice, ...],
-        rows: slice,
-        order: torch.Tensor | None = None,
-    ) -> dict[str, WeightSlot]:
+    def slots_of(self, name: str, matrix: MatrixPart) -> dict[str, WeightSlot]:
         """Slots of the checkpoint's matrix `name` and its bias; see `LinearMethod.weight_slot`."""
-        slots = {
-            f"{name}.weight": self.method.weight_slot(
-                name, shape=shape, part=part, rows=rows, order=order
-            )
-        }
+        shape, part, first, order = matrix
+        slots = {f"{name}.weight": self.method.weight_slot(name, matrix)}
         if self.bias is not None:
-            store = self.bias[rows].copy_
-            slots[f"{name}.bias"] = WeightSlot(
-                shape=shape[:1], part=part[:1], store=lambda bias: store(ordered(bias, order))
-            )
+            ours = self.bias[first:]
+
+            def store(bias: torch.Tensor) -> None:
+                rows = ordered(bias, order)
+                ours[: len(rows)].copy_(rows)
+
+            slots[f"{name}.bias"] = WeightSlot(shape=shape[:1], part=part[:1], store=store)
         return slots
 
 
@@ -99,13 +88,13 @@ class MergedLinear(Linear):
         return self.method.apply_gated(x, activation, kernels)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, slots, start = path.rpartition(".")[0], {}, 0
+        beside, slots, first = path.rpartition(".")[0], {}, 0
         for name, size in self.parts.items():
             part = self.shards[name].slice(size, name)
-            rows = slice(start, start + part.stop - part.start)
-            shape, order = (size, self.in_features), self.row_order(name, rows.stop - start)
-            slots |= self.slots_of(f"{beside}.{name}", shape, (part,), rows, order)
-            start = rows.stop
+            count, shape = part.stop - part.start, (size, self.in_features)
+            matrix = MatrixPart(shape, (part,), first, self.row_order(name, count))
+            slots |= self.slots_of(f"{beside}.{name}", matrix)
+            first += count
         return slots
 
     def row_order(self, name: str, num_rows: int) -> torch.Tensor | None:
@@ -161,5 +150,5 @@ class RowParallelLinear(Linear):
         return self.all_reduce(self.method.apply(x, bias))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        rows, columns = slice(0, self.shape[0]), self.shard.slice(self.shape[1], path)
-        return self.slots_of(path, self.shape, (slice(None), columns), rows)
+        columns = self.shard.slice(self.shape[1], path)
+        return self.slots_of(path, MatrixPart(self.shape, (slice(None), columns)))

@@ -13,40 +13,50 @@ Legend: T tokens, E experts, k experts of a token, I inner size of an expert.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from nanoengine.checkpoint.plan import MoEConfig
-from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.kernels import LinearMethod, empty_parameter
+from nanoengine.checkpoint.quantization import IN_MXFP4
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.linear import Linear
 from nanoengine.layers.quantized import QuantizedLinear
-from nanoengine.layers.quantized_formats import mxfp4_slots
+from nanoengine.layers.quantized_formats import MXFP4
 from nanoengine.layers.quantized_weight import QuantizedWeight
 
 
-class Router(Layer):
+class ExactLinear(Linear):
+    """A small matrix that every rank holds whole, in the dtype of activations.
+
+    Why not in the dtype that weights are stored in: a rounding here is another expert there.
+    """
+
+    def __init__(
+        self, path: str, hidden_size: int, outputs: int, *, bias: bool, context: ModelContext
+    ) -> None:
+        exact = replace(context, weight_dtype=None)
+        super().__init__(path, hidden_size, outputs, bias=bias, context=exact)
+        self.shape = outputs, hidden_size
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return self.slots_of(path, MatrixPart(self.shape))
+
+
+class Router(ExactLinear):
     """Scores the experts: hidden [T, hidden_size] -> (weights [T, k], expert ids [T, k])."""
 
     def __init__(
         self, path: str, hidden_size: int, moe: MoEConfig, *, context: ModelContext
     ) -> None:
-        super().__init__()
-        self.moe, self.shape = moe, (moe.num_experts, hidden_size)
-        # Why not the dtype that weights are stored in: a rounding here is another expert there.
-        self.method = context.kernels.linear(path)
-        self.method.create(hidden_size, moe.num_experts, dtype=context.dtype, device=context.device)
-        self.bias = (
-            empty_parameter((moe.num_experts,), context.dtype, context.device)
-            if moe.router_bias
-            else None
-        )
+        super().__init__(path, hidden_size, moe.num_experts, bias=moe.router_bias, context=context)
         wide = torch.promote_types(context.dtype, torch.float32)
-        self.e_score_correction_bias = (
-            empty_parameter((moe.num_experts,), wide, context.device)
-            if moe.correction_bias
-            else None
-        )
+        self.moe, self.e_score_correction_bias = moe, None
+        if moe.correction_bias:
+            self.e_score_correction_bias = context.parameter(moe.num_experts, dtype=wide)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         moe, wide = self.moe, torch.promote_types(hidden.dtype, torch.float32)
@@ -72,17 +82,8 @@ class Router(Layer):
         return groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        biases = {"bias": self.bias, "e_score_correction_bias": self.e_score_correction_bias}
-        slots = {
-            f"{path}.{name}": WeightSlot(shape=tuple(tensor.shape), store=tensor.copy_)
-            for name, tensor in biases.items()
-            if tensor is not None
-        }
-        rows = slice(0, self.shape[0])
-        slots[f"{path}.weight"] = self.method.weight_slot(
-            path, shape=self.shape, part=(), rows=rows
-        )
-        return slots
+        correction = whole_slots(path, e_score_correction_bias=self.e_score_correction_bias)
+        return super().weight_slots(path) | correction
 
 
 class Expert(Layer):
@@ -92,11 +93,11 @@ class Expert(Layer):
         self, path: str, hidden_size: int, local: int, activation: str, *, context: ModelContext
     ) -> None:
         super().__init__()
-        where = {"dtype": context.stored_dtype, "device": context.device}
+        where = context.stored_dtype, context.device
         self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
-        self.gate_up.create(hidden_size, 2 * local, **where)
+        self.gate_up.create((2 * local, hidden_size), *where)
         self.down = context.kernels.linear(f"{path}.down_proj")
-        self.down.create(local, hidden_size, **where)
+        self.down.create((hidden_size, local), *where)
         self.activation, self.ops = activation, context.kernels
 
     def forward(
@@ -139,9 +140,8 @@ class Experts(Layer):
         )
         self.gate_up_bias = self.down_bias = None
         if moe.expert_bias:
-            where = context.dtype, context.device
-            self.gate_up_bias = empty_parameter((num_experts, 2 * self.local), *where)
-            self.down_bias = empty_parameter((num_experts, hidden_size), *where)
+            self.gate_up_bias = context.parameter(num_experts, 2 * self.local)
+            self.down_bias = context.parameter(num_experts, hidden_size)
         self.all_reduce = context.all_reduce
 
     def forward(
@@ -175,100 +175,68 @@ class Experts(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         num_experts, inner, hidden = self.shape
-        gate_up, down = (2 * inner, hidden), (hidden, inner)
-        pieces = self._mxfp4_pieces(path) if self.moe.inputs_first else self._pieces(path)
-        stored_in_4_bits = isinstance(self.experts[0].down, QuantizedLinear) and (
-            self.experts[0].down.stored is not None
-        )
-        slots = {}
-        for name, shape, store in (
-            ("gate_up_proj", gate_up, self._store_gate_up),
-            ("down_proj", down, self._store_down),
-        ):
-            stacked = shape[::-1] if self.moe.inputs_first else shape
-            slots[f"{path}.{name}"] = WeightSlot(
-                shape=(num_experts, *stacked),
-                store=store,
-                pieces=pieces[name],
-                pieces_only=self.moe.inputs_first and stored_in_4_bits,
+        rows, everything = self._gate_up_rows(), slice(None)
+        gate = MatrixPart((inner, hidden), (self.part,))
+        parts = {"gate_proj": gate, "up_proj": gate._replace(first=self.local)}
+        methods = [each.gate_up for each in self.experts]
+        slots = self._stack(f"{path}.gate_up_proj", methods, parts, (rows, everything))
+        parts = {"down_proj": MatrixPart((hidden, inner), (everything, self.part))}
+        methods = [each.down for each in self.experts]
+        slots |= self._stack(f"{path}.down_proj", methods, parts, (everything, self.part))
+        if self.gate_up_bias is not None:
+            store = self.gate_up_bias.copy_
+            slots[f"{path}.gate_up_proj_bias"] = WeightSlot(
+                shape=(num_experts, 2 * inner), store=lambda stacked: store(stacked[:, rows])
             )
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            slots |= self._bias_slots(path, self.gate_up_bias, self.down_bias)
-        return slots
+        return slots | whole_slots(path, down_proj_bias=self.down_bias)
 
-    def _pieces(self, path: str) -> dict[str, dict[str, WeightSlot]]:
-        """The matrices expert by expert, by the name of the stack that they make up."""
-        _, inner, hidden = self.shape
-        gate_up_pieces, down_pieces = {}, {}
-        for index, expert in enumerate(self.experts):
-            name, first = f"{path}.{index}", 0
-            for matrix in ("gate_proj", "up_proj"):
-                gate_up_pieces[f"{name}.{matrix}.weight"] = expert.gate_up.weight_slot(
-                    f"{name}.{matrix}",
-                    shape=(inner, hidden),
-                    part=(self.part,),
-                    rows=slice(first, first + self.local),
-                )
-                first += self.local
-            down_pieces[f"{name}.down_proj.weight"] = expert.down.weight_slot(
-                f"{name}.down_proj",
-                shape=(hidden, inner),
-                part=(slice(None), self.part),
-                rows=slice(0, hidden),
-            )
-        return {"gate_up_proj": gate_up_pieces, "down_proj": down_pieces}
-
-    def _mxfp4_pieces(self, path: str) -> dict[str, dict[str, WeightSlot]]:
-        """The stacks in blocks of 4 bits and their scales."""
-        num_experts, inner, hidden = self.shape
-
-        def gate_up(index: int, weight: QuantizedWeight) -> None:
-            store_quantized(self.experts[index].gate_up, weight.in_order(self._gate_up_rows()))
-
-        def down(index: int, weight: QuantizedWeight) -> None:
-            store_quantized(self.experts[index].down, weight.part(slice(None), self.part))
-
-        return {
-            "gate_up_proj": mxfp4_slots(
-                f"{path}.gate_up_proj", (num_experts, 2 * inner, hidden), gate_up
-            ),
-            "down_proj": mxfp4_slots(f"{path}.down_proj", (num_experts, hidden, inner), down),
-        }
-
-    def _bias_slots(
-        self, path: str, gate_up: torch.Tensor, down: torch.Tensor
+    def _stack(
+        self,
+        name: str,
+        methods: list[LinearMethod],
+        parts: dict[str, MatrixPart],
+        taken: tuple[slice | torch.Tensor, slice],
     ) -> dict[str, WeightSlot]:
-        num_experts, inner, hidden = self.shape
-        return {
-            f"{path}.gate_up_proj_bias": WeightSlot(
-                shape=(num_experts, 2 * inner),
-                store=lambda stacked: gate_up.copy_(stacked[:, self._gate_up_rows()]),
-            ),
-            f"{path}.down_proj_bias": WeightSlot(shape=(num_experts, hidden), store=down.copy_),
-        }
+        """The slot of a stack of matrices, one an expert, of which this rank has what is `taken`.
+
+        Its pieces are a stack in blocks of 4 bits, or the `parts` of the matrices one by one.
+        """
+        path, count, transposed = name.rpartition(".")[0], len(methods), self.moe.inputs_first
+        outputs, inputs = zip(*(part.shape for part in parts.values()), strict=True)
+        shape = sum(outputs), inputs[0]
+
+        def store(stacked: torch.Tensor) -> None:
+            for method, weight in zip(methods, stacked, strict=True):
+                method.load((weight.T if transposed else weight)[taken])
+
+        waiting = iter(methods)
+
+        def store_quantized(weight: QuantizedWeight) -> None:
+            method, mine = next(waiting), weight.part(*taken)
+            if isinstance(method, QuantizedLinear):
+                method.load_quantized(mine)
+            else:
+                method.load(mine.dequantized())
+
+        if transposed:
+            pieces = MXFP4(IN_MXFP4).slots(name, shape, store_quantized, count)
+            only = getattr(methods[0], "stored", None) is not None
+            slot = WeightSlot(
+                shape=(count, *shape[::-1]), store=store, pieces=pieces, pieces_only=only
+            )
+        else:
+            pieces = {
+                f"{path}.{index}.{part}.weight": method.weight_slot(
+                    f"{path}.{index}.{part}", matrix
+                )
+                for index, method in enumerate(methods)
+                for part, matrix in parts.items()
+            }
+            slot = WeightSlot(shape=(count, *shape), store=store, pieces=pieces)
+        return {name: slot}
 
     def _gate_up_rows(self) -> torch.Tensor:
         """Which rows of a checkpoint's gate and up this rank has, gate first: [2 * local]."""
         rows = torch.arange(2 * self.shape[1])
         halves = rows.view(-1, 2).T if self.moe.interleaved else rows.view(2, -1)
         return halves[:, self.part].flatten()
-
-    def _store_gate_up(self, stacked: torch.Tensor) -> None:
-        rows = self._gate_up_rows()
-        for expert, weight in zip(self.experts, stacked, strict=True):
-            matrix = weight.T if self.moe.inputs_first else weight
-            expert.gate_up.load(matrix[rows], slice(0, 2 * self.local))
-
-    def _store_down(self, stacked: torch.Tensor) -> None:
-        for expert, weight in zip(self.experts, stacked, strict=True):
-            matrix = weight.T if self.moe.inputs_first else weight
-            expert.down.load(matrix[:, self.part], slice(0, len(matrix)))
-
-
-def store_quantized(method: LinearMethod, weight: QuantizedWeight) -> None:
-    """Gives a method all rows of its matrix: as they are where it holds such, else as floats."""
-    rows = slice(0, len(weight.values))
-    if isinstance(method, QuantizedLinear):
-        method.load_quantized(weight, rows)
-    else:
-        method.load(weight.dequantized(), rows)

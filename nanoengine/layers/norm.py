@@ -3,7 +3,7 @@
 The arithmetic of RMSNorm is `Kernels.rms_norm`; heads are normed by the attention backend, on their
 way into the cache.
 
-Special: `other_norms.py`, with other factors, with a mean, or over all heads together.
+Special: `variants.py`, with other factors, with a mean, or over all heads together.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 
@@ -18,7 +18,6 @@ import torch
 
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.slots import WeightSlot
-from nanoengine.layers.kernels import empty_parameter
 from nanoengine.layers.layer import Layer, ModelContext
 
 
@@ -30,7 +29,7 @@ class RMSNorm(Layer):
     ) -> None:
         super().__init__()
         self.eps, self.kernels = eps, context.kernels
-        self.weight = empty_parameter((size,), dtype or context.dtype, context.device)
+        self.weight = context.parameter(size, dtype=dtype)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -68,7 +67,7 @@ class HeadNorm(Layer):
     ) -> None:
         super().__init__()
         self.num_heads, shape = spec.num_heads, (spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        self.weight = empty_parameter(shape, dtype or context.dtype, context.device)
+        self.weight = context.parameter(*shape, dtype=dtype)
         self.weights = HeadNormWeights(weight=self.weight, eps=eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from nanoengine.kernels import cpu_linear as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.kernels import LinearMethod, Masks, empty_parameter
+from nanoengine.layers.kernels import Masks, UnquantizedLinear
 
 SCREENED_BYTES = 2**24
 """A weight from this size on has an int8 copy, which takes another quarter of its bytes. Why: a
@@ -35,7 +34,7 @@ PANEL_DTYPES = {
 the kernels tell the two apart by the sign: int16 is float16, uint16 bfloat16."""
 
 
-class PackedLinear(LinearMethod):
+class PackedLinear(UnquantizedLinear):
     """A weight on the CPU, float32, bfloat16 or float16, packed once all of its rows are loaded.
 
     16-bit weights become float32 in registers, so results have the bits of a float32 copy. A tied
@@ -52,28 +51,18 @@ class PackedLinear(LinearMethod):
         super().__init__(name)
         self.rounds_inputs = rounds_inputs
 
-    def create(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: torch.Tensor | None = None,
-    ) -> None:
-        assert dtype in PANEL_DTYPES and device.type == "cpu", (dtype, device)
+    def hold(self, weight: torch.Tensor) -> None:
+        super().hold(weight)
+        self.shape, dtype = weight.shape, weight.dtype
+        assert dtype in PANEL_DTYPES and weight.device.type == "cpu", (dtype, weight.device)
         assert dtype == torch.bfloat16 or not self.rounds_inputs, dtype
-        assert dtype == torch.float32 or in_features % 2 == 0, in_features
-        self.shape = (out_features, in_features)
-        self.is_packed, self.rows_left = False, out_features
-        if weight is None:
-            weight = empty_parameter(self.shape, dtype, device)
-        self.weight = weight
-        self.no_bias = np.zeros(out_features, np.float32)
+        assert dtype == torch.float32 or self.shape[1] % 2 == 0, self.shape
+        self.is_packed, self.rows_left = False, self.shape[0]
+        self.no_bias = np.zeros(self.shape[0], np.float32)
 
-    def load(self, weight: torch.Tensor, rows: slice) -> None:
-        self.weight[rows].copy_(weight)
-        self.rows_left -= rows.stop - rows.start
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        super().load(weight, first)
+        self.rows_left -= len(weight)
         if not self.rows_left:
             self.finish()
 
@@ -105,9 +94,8 @@ class PackedLinear(LinearMethod):
         return (self.panels.view(np.uint32) if self.rounds_inputs else self.panels,)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, [T] -> [T, in_features], for the embedding it is tied to."""
         if not self.is_packed:
-            return F.embedding(ids, self.weight).float()
+            return super().rows(ids).float()
         out = np.empty((ids.shape[0], self.shape[1]), np.float32)
         kernels.unpack_rows(self.panels, ids.numpy(), out, self.shape[0])
         return torch.from_numpy(out)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
@@ -47,30 +47,20 @@ def quantized_linears(
     """What makes the method of a linear layer, given its full name: `exact` does for layers that
     are not to be rounded, or that the checkpoint stores as floats. `kind`: `QuantizedLinear` or a
     faster one."""
-    return partial(_method, quantization, exact, kind or QuantizedLinear)
+    stored, kind = quantization.stored, kind or QuantizedLinear
+    quantized = partial(kind, activations=quantization.activations)
 
+    def method(name: str) -> LinearMethod:
+        if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
+            return exact(name)
+        if stored is not None:
+            reader = FORMATS[stored.format](stored)
+            return quantized(name, bits=stored.bits, group_size=stored.group_size, stored=reader)
+        # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
+        bits = 8 if name == "lm_head" else quantization.bits
+        return quantized(name, bits=bits, group_size=GROUP_SIZE if bits == 4 else None)
 
-def _method(
-    quantization: Quantization,
-    exact: Callable[[str], LinearMethod],
-    kind: type[QuantizedLinear],
-    name: str,
-) -> LinearMethod:
-    stored, activations = quantization.stored, quantization.activations
-    if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
-        return exact(name)
-    if stored is not None:
-        return kind(
-            name,
-            bits=stored.bits,
-            group_size=stored.group_size,
-            activations=activations,
-            stored=FORMATS[stored.format](stored),
-        )
-    # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
-    bits = 8 if name == "lm_head" else quantization.bits
-    group_size = GROUP_SIZE if bits == 4 else None
-    return kind(name, bits=bits, group_size=group_size, activations=activations)
+    return method
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,37 +106,33 @@ class QuantizedLinear(LinearMethod):
         super().__init__(name)
         self.name, self.bits, self.group_size = name, bits, group_size
         self.activations, self.stored = activations, stored
+        self.tied: torch.Tensor | None = None
         for buffer in ("values", "scales", "zeros", "order"):
             self.register_buffer(buffer, None)
 
-    def create(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: torch.Tensor | None = None,
-    ) -> None:
+    def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         assert device.type == "cpu", device
-        self.in_features, self.out_features, self.tied = in_features, out_features, weight
-        self.group_size = self.group_size or in_features
-        if in_features % self.group_size:
+        self.out_features, self.in_features = shape
+        self.group_size = self.group_size or self.in_features
+        if self.in_features % self.group_size:
             raise ConfigError(
                 f"int{self.bits} weights share a scale in groups of {self.group_size} inputs, and"
-                f" {self.name} has {in_features}, no multiple of that"
+                f" {self.name} has {self.in_features}, no multiple of that"
             )
         self._parts: dict[int, QuantizedWeight] = {}
 
-    def load(self, weight: torch.Tensor, rows: slice) -> None:
+    def hold(self, weight: torch.Tensor) -> None:
+        self.tied, (rows, columns) = weight, weight.shape
+        self.create((rows, columns), weight.dtype, weight.device)
+
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = quantize(weight[start : start + ROWS_AT_ONCE], self.bits, self.group_size)
-            first = rows.start + start
-            self.load_quantized(part, slice(first, first + len(part.values)))
+            self.load_quantized(part, first + start)
 
-    def load_quantized(self, weight: QuantizedWeight, rows: slice) -> None:
-        """Takes [rows, in_features]; with the last of them the whole is packed."""
-        self._parts[rows.start] = weight
+    def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
+        """Takes rows from `first` on; with the last of them the whole is packed."""
+        self._parts[first] = weight
         if sum(len(part.values) for part in self._parts.values()) == self.out_features:
             parts = [self._parts[start] for start in sorted(self._parts)]
             self._parts.clear()
@@ -156,14 +142,12 @@ class QuantizedLinear(LinearMethod):
 
     def finish(self) -> None:
         if self.tied is not None:
-            self.load(self.tied, slice(0, self.out_features))
+            self.load(self.tied)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        if self.order is not None:
-            rows = rows.index_select(1, self.order)
-        out = self.multiply(rows, bias)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+        if x.dim() != 2:
+            return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+        return self.multiply(x if self.order is None else x.index_select(1, self.order), bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.tied is not None, self.name
@@ -194,24 +178,18 @@ class QuantizedLinear(LinearMethod):
         """Weights of the model that this layer stands for; those of a tied one are another's."""
         return 0 if self.tied is not None else self.in_features * self.out_features
 
-    def weight_slot(
-        self,
-        name: str,
-        *,
-        shape: tuple[int, int],
-        part: tuple[slice, ...],
-        rows: slice,
-        order: torch.Tensor | None = None,
-    ) -> WeightSlot:
-        slot = super().weight_slot(name, shape=shape, part=part, rows=rows, order=order)
+    def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
+        slot = super().weight_slot(name, matrix)
         if self.stored is None:
             return slot
-        cut = (*part, slice(None), slice(None))[:2]
-        pieces = self.stored.slots(
-            name,
-            shape,
-            lambda weight: self.load_quantized(weight.part(*cut).in_order(order), rows),
-        )
+        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+
+        def store(weight: QuantizedWeight) -> None:
+            cut = weight.part(rows, columns)
+            ordered = cut if matrix.order is None else cut.part(matrix.order)
+            self.load_quantized(ordered, matrix.first)
+
+        pieces = self.stored.slots(name, matrix.shape, store)
         return replace(slot, pieces=pieces, pieces_only=True)
 
 

@@ -17,32 +17,37 @@ Legend: N outputs, K inputs, G groups of inputs that share a scale, p = 32 / bit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
-from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight
+from nanoengine.layers.quantized_weight import QuantizedWeight, unpack_pairs
 
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)
 BYTES = (torch.uint8,)
-MXFP4_GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within a block of eight, that each place of an AWQ word holds."""
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """One tensor of a quantized matrix. dtypes: the allowed ones; () is any floating one."""
+class StoredTensor(NamedTuple):
+    """One tensor of a quantized matrix.
 
-    shape: tuple[int, ...]
+    Attributes:
+        dims: a letter for each dimension: N, K and G of the legend, n and k for the words that hold
+            so many values; or a number.
+        dtypes: the allowed ones; () is any floating one.
+    """
+
+    dims: str
     dtypes: tuple[torch.dtype, ...] = ()
     optional: bool = False
 
@@ -51,42 +56,49 @@ class StoredFormat(ABC):
     """The base of all formats; a subclass says which tensors there are and reads them."""
 
     def __init__(self, stored: StoredQuantization) -> None:
-        self.bits, self.group_size = stored.bits, stored.group_size
-        self.values_a_word = 32 // stored.bits
-        self.symmetric, self.zero_offset = stored.symmetric, stored.zero_offset
-        self.scattered = stored.scattered
+        self.stored, self.bits = stored, stored.bits
 
     @abstractmethod
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
-        """The tensors of a matrix [num_rows, num_columns], by the last part of their names."""
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors of a matrix, by the last part of their names."""
 
     @abstractmethod
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
-        """The matrix that these tensors stand for."""
+        """The matrix [num_rows, num_columns] that these tensors stand for."""
 
     def slots(
-        self, name: str, shape: tuple[int, int], store: Callable[[QuantizedWeight], object]
+        self,
+        name: str,
+        shape: tuple[int, int],
+        store: Callable[[QuantizedWeight], object],
+        count: int | None = None,
     ) -> dict[str, WeightSlot]:
         """Slots of all tensors of the matrix `name` [N, K]. When the last of them is filled, the
-        matrix is read and stored, so no more than one waits for its tensors."""
-        wanted = self.tensors(*shape)
-        waiting, found = set(wanted), {}
+        matrix is read and stored, so no more than one waits for its tensors.
+
+        Args:
+            count: the tensors are stacks of so many matrices, which are stored one after the other.
+        """
+        wanted = self.tensors()
+        waiting, found = set(wanted), Tensors()
 
         def take(part: str, tensor: torch.Tensor | None = None) -> None:
             waiting.remove(part)
             if tensor is not None:
-                found[part] = tensor
-            if not waiting:
+                found[part] = tensor if count else tensor.unsqueeze(0)
+            if waiting:
+                return
+            for one in zip(*found.values(), strict=True):
                 try:
-                    weight = self.read(found, *shape)
+                    weight = self.read(dict(zip(found, one, strict=True)), *shape)
                 except WeightLoadError as error:
                     raise WeightLoadError(f"{name}: {error}") from error
-                found.clear()
                 store(weight)
+            found.clear()
 
         return {
-            f"{name}.{part}": WeightSlot(
-                shape=tensor.shape,
+            f"{name}{'_' if count else '.'}{part}": WeightSlot(
+                shape=((count,) if count else ()) + self._shape(tensor.dims, *shape),
                 dtypes=tensor.dtypes,
                 store=partial(take, part),
                 absent=partial(take, part) if tensor.optional else None,
@@ -94,11 +106,16 @@ class StoredFormat(ABC):
             for part, tensor in wanted.items()
         }
 
-    def _groups(self, num_columns: int) -> int:
-        return num_columns // (self.group_size or num_columns)
-
-    def _words(self, size: int) -> int:
-        return -(-size // self.values_a_word)
+    def _shape(self, dims: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        words = 32 // self.bits
+        sizes = {
+            "N": num_rows,
+            "K": num_columns,
+            "G": num_columns // (self.stored.group_size or num_columns),
+            "n": -(-num_rows // words),
+            "k": -(-num_columns // words),
+        }
+        return tuple(sizes[dim] if dim in sizes else int(dim) for dim in dims.split())
 
     def _weight(
         self, unsigned: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
@@ -113,7 +130,7 @@ class StoredFormat(ABC):
             scales=scales.to(torch.float32, copy=True).contiguous(),
             zeros=centered,
             bits=self.bits,
-            group_size=self.group_size or unsigned.shape[1],
+            group_size=self.stored.group_size or unsigned.shape[1],
         )
 
 
@@ -127,24 +144,21 @@ class GPTQ(StoredFormat):
     Source: AutoGPTQ, `QuantLinear.pack` of nn_modules/qlinear/qlinear_cuda.py; GPTQModel for v2.
     """
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
-        groups, words = self._groups(num_columns), self._words(num_rows)
+    def tensors(self) -> dict[str, StoredTensor]:
         return {
-            "qweight": StoredTensor(shape=(self._words(num_columns), num_rows), dtypes=INT32),
-            "qzeros": StoredTensor(shape=(groups, words), dtypes=INT32),
-            "scales": StoredTensor(shape=(groups, num_rows)),
-            "g_idx": StoredTensor(
-                shape=(num_columns,), dtypes=INTEGERS, optional=not self.scattered
-            ),
-            "bias": StoredTensor(shape=(num_rows,), optional=True),
+            "qweight": StoredTensor("k N", INT32),
+            "qzeros": StoredTensor("G n", INT32),
+            "scales": StoredTensor("G N"),
+            "g_idx": StoredTensor("K", INTEGERS, optional=not self.stored.scattered),
+            "bias": StoredTensor("N", optional=True),
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         if "bias" in tensors and tensors["bias"].any():
             raise WeightLoadError("the checkpoint has a bias that is not 0, the model has none")
         unsigned = unpack_words(tensors["qweight"].T, self.bits)[:, :num_columns]
-        zeros = unpack_words(tensors["qzeros"], self.bits)[:, :num_rows].T + self.zero_offset
-        weight = self._weight(unsigned, tensors["scales"].T, zeros)
+        zeros = unpack_words(tensors["qzeros"], self.bits)[:, :num_rows].T
+        weight = self._weight(unsigned, tensors["scales"].T, zeros + self.stored.zero_offset)
         return in_groups(weight, tensors.get("g_idx"))
 
 
@@ -154,12 +168,11 @@ class AWQ(StoredFormat):
     Source: Lin et al., AWQ (arXiv 2306.00978); AutoAWQ, `WQLinear_GEMM.from_linear`.
     """
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
-        groups, words = self._groups(num_columns), self._words(num_rows)
+    def tensors(self) -> dict[str, StoredTensor]:
         return {
-            "qweight": StoredTensor(shape=(num_columns, words), dtypes=INT32),
-            "qzeros": StoredTensor(shape=(groups, words), dtypes=INT32),
-            "scales": StoredTensor(shape=(groups, num_rows)),
+            "qweight": StoredTensor("K n", INT32),
+            "qzeros": StoredTensor("G n", INT32),
+            "scales": StoredTensor("G N"),
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
@@ -179,27 +192,23 @@ class PackQuantized(StoredFormat):
     Source: compressed-tensors, `PackedQuantizationCompressor` and `pack_to_int32`.
     """
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
-        groups = self._groups(num_columns)
-        found = {
-            "weight_packed": StoredTensor(shape=(num_rows, self._words(num_columns)), dtypes=INT32),
-            "weight_scale": StoredTensor(shape=(num_rows, groups)),
-            "weight_shape": StoredTensor(shape=(2,), dtypes=INTEGERS),
-            "weight_g_idx": StoredTensor(shape=(num_columns,), dtypes=INTEGERS, optional=True),
+    def tensors(self) -> dict[str, StoredTensor]:
+        zeros = {} if self.stored.symmetric else {"weight_zero_point": StoredTensor("n G", INT32)}
+        return {
+            "weight_packed": StoredTensor("N k", INT32),
+            "weight_scale": StoredTensor("N G"),
+            "weight_shape": StoredTensor("2", INTEGERS),
+            "weight_g_idx": StoredTensor("K", INTEGERS, optional=True),
+            **zeros,
         }
-        if not self.symmetric:
-            words = self._words(num_rows)
-            found["weight_zero_point"] = StoredTensor(shape=(words, groups), dtypes=INT32)
-        return found
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         if (shape := tensors["weight_shape"].tolist()) != [num_rows, num_columns]:
             raise WeightLoadError(f"weight_shape is {shape}, expected [{num_rows}, {num_columns}]")
         unsigned = unpack_words(tensors["weight_packed"], self.bits)[:, :num_columns]
-        zeros = None
-        if not self.symmetric:
-            zeros = unpack_words(tensors["weight_zero_point"].T, self.bits)[:, :num_rows].T
-            zeros = zeros.contiguous()
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None:
+            zeros = unpack_words(zeros.T, self.bits)[:, :num_rows].T
         weight = self._weight(unsigned, tensors["weight_scale"], zeros)
         return in_groups(weight, tensors.get("weight_g_idx"))
 
@@ -210,10 +219,10 @@ class IntQuantized(StoredFormat):
     Source: compressed-tensors, `IntQuantizationCompressor`.
     """
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, StoredTensor]:
         return {
-            "weight": StoredTensor(shape=(num_rows, num_columns), dtypes=(torch.int8,)),
-            "weight_scale": StoredTensor(shape=(num_rows, 1)),
+            "weight": StoredTensor("N K", (torch.int8,)),
+            "weight_scale": StoredTensor("N 1"),
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
@@ -230,62 +239,31 @@ class IntQuantized(StoredFormat):
 class MXFP4(StoredFormat):
     """Microscaling 4-bit floats: blocks of 32 inputs share a power of two.
 
-    Here a stack of matrices is one pair of tensors, `mxfp4_slots`. A byte holds two inputs, the
+    Here a stack of matrices is one pair of tensors. A byte holds two inputs, the
     first in its low half; a scale s stands for 2 ** (s - 127).
 
     Source: OCP Microscaling Formats (MX) v1.0, section 5; the checkpoints of gpt-oss.
     """
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, StoredTensor]:
-        groups = num_columns // MXFP4_GROUP
+    def tensors(self) -> dict[str, StoredTensor]:
         return {
-            "blocks": StoredTensor(shape=(num_rows, groups, MXFP4_GROUP // 2), dtypes=BYTES),
-            "scales": StoredTensor(shape=(num_rows, groups), dtypes=BYTES),
+            "blocks": StoredTensor("N G 16", BYTES),
+            "scales": StoredTensor("N G", BYTES),
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         blocks, scales = tensors["blocks"].flatten(1), tensors["scales"]
         if (scales == 255).any():
             raise WeightLoadError("a scale is 255, which stands for no number")
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=2).flatten(1)
         return QuantizedWeight(
-            values=torch.tensor(E2M1, dtype=torch.int8)[codes.long()],
+            values=unpack_pairs(blocks, e2m1=True),
             # Why 128: values are twice the numbers.
             scales=torch.tensor([2.0 ** (s - 128) for s in range(256)])[scales.long()],
             zeros=None,
             bits=4,
-            group_size=MXFP4_GROUP,
+            group_size=32,
             e2m1=True,
         )
-
-
-def mxfp4_slots(
-    name: str, shape: tuple[int, int, int], store: Callable[[int, QuantizedWeight], object]
-) -> dict[str, WeightSlot]:
-    """Slots of the two tensors of a stack `name` [E, N, K]; with the second of them each matrix is
-    read and stored, one after the other."""
-    (count, *matrix), found = shape, {}
-    reader = MXFP4(StoredQuantization(format="mxfp4", bits=4, group_size=MXFP4_GROUP))
-    wanted = reader.tensors(*matrix)
-
-    def take(part: str, stack: torch.Tensor) -> None:
-        found[part] = stack
-        if len(found) == len(wanted):
-            for index in range(count):
-                one = {part: tensor[index] for part, tensor in found.items()}
-                try:
-                    weight = reader.read(one, *matrix)
-                except WeightLoadError as error:
-                    raise WeightLoadError(f"{name}: {error}") from error
-                store(index, weight)
-            found.clear()
-
-    return {
-        f"{name}_{part}": WeightSlot(
-            shape=(count, *tensor.shape), dtypes=tensor.dtypes, store=partial(take, part)
-        )
-        for part, tensor in wanted.items()
-    }
 
 
 FORMATS: dict[str, type[StoredFormat]] = {

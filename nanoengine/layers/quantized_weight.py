@@ -60,41 +60,30 @@ class QuantizedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def part(self, rows: slice, columns: slice) -> QuantizedWeight:
-        """The part that one rank holds.
+    def part(self, rows: slice | torch.Tensor, columns: slice = slice(None)) -> QuantizedWeight:
+        """The part that one rank holds; `rows` may be the numbers of rows, in any order.
 
         Raises:
             WeightLoadError: the part cuts through a group.
         """
-        num_columns = self.values.shape[1]
-        if (columns.start or 0, columns.stop or num_columns) == (0, num_columns):
-            cut = {"values": self.values[rows], "scales": self.scales[rows]}
-            cut["zeros"] = None if self.zeros is None else self.zeros[rows]
-            return replace(self, **cut)
-        size, width = self.group_size, columns.stop - columns.start
+        size, num_columns, groups = self.group_size, self.values.shape[1], slice(None)
+        start, stop, _ = columns.indices(num_columns)
         if size == num_columns:
-            groups, size = slice(0, 1), width
-        elif self.order is None and not columns.start % size and not columns.stop % size:
-            groups = slice(columns.start // size, columns.stop // size)
-        else:
-            raise WeightLoadError(
-                f"inputs {columns.start} to {columns.stop} cut through the quantized groups of"
-                f" {size}: use fewer ranks"
-            )
+            size = stop - start
+        elif stop - start < num_columns:
+            if self.order is not None or start % size or stop % size:
+                raise WeightLoadError(
+                    f"inputs {start} to {stop} cut through the quantized groups of {size}: use"
+                    " fewer ranks"
+                )
+            groups = slice(start // size, stop // size)
         return replace(
-            self.part(rows, slice(None)),
+            self,
             values=self.values[rows, columns],
             scales=self.scales[rows, groups],
             zeros=None if self.zeros is None else self.zeros[rows, groups],
             group_size=size,
         )
-
-    def in_order(self, order: torch.Tensor | None) -> QuantizedWeight:
-        """The rows [N] in this order; None: as they are."""
-        if order is None:
-            return self
-        zeros = None if self.zeros is None else self.zeros[order]
-        return replace(self, values=self.values[order], scales=self.scales[order], zeros=zeros)
 
     @staticmethod
     def stacked(parts: Sequence[QuantizedWeight], name: str) -> QuantizedWeight:
@@ -103,28 +92,22 @@ class QuantizedWeight:
         Raises:
             WeightLoadError: the parts differ in bits, group size or order of inputs.
         """
-        first = parts[0]
-        for part in parts[1:]:
-            same_order = (
-                first.order is part.order is None
-                if first.order is None or part.order is None
-                else torch.equal(first.order, part.order)
-            )
-            forms = [(one.bits, one.group_size, one.e2m1) for one in (part, first)]
-            if forms[0] != forms[1] or not same_order:
-                raise WeightLoadError(
-                    f"the matrices fused in {name} are quantized differently (bits, group size or"
-                    " g_idx), so they can't be multiplied as one"
-                )
         if len(parts) == 1:
-            return first
+            return parts[0]
+        orders = [None if part.order is None else part.order.tolist() for part in parts]
+        forms = [(part.bits, part.group_size, part.e2m1) for part in parts]
+        if any(form != forms[0] for form in forms) or any(it != orders[0] for it in orders):
+            raise WeightLoadError(
+                f"the matrices fused in {name} are quantized differently (bits, group size or"
+                " g_idx), so they can't be multiplied as one"
+            )
         zeros = None
         if any(part.zeros is not None for part in parts):
             zeros = torch.cat(
                 [torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts]
             )
         return replace(
-            first,
+            parts[0],
             values=torch.cat([part.values for part in parts]),
             scales=torch.cat([part.scales for part in parts]),
             zeros=zeros,
@@ -174,20 +157,14 @@ def short(scales: torch.Tensor) -> torch.Tensor:
     return (scales / factors).half().float() * factors
 
 
-def codes_of(weight: QuantizedWeight) -> torch.Tensor:
-    """The values of 4 bits as they are stored, uint8 [N, K] from 0 to 15: plus 8, or the places in
-    `E2M1`."""
-    if not weight.e2m1:
-        return (weight.values + 8).to(torch.uint8)
-    places = torch.zeros(25, dtype=torch.uint8)
-    for code in range(15, -1, -1):  # Why backwards: 0 is the first of two zeros
-        places[E2M1[code] + 12] = code
-    return places[weight.values.long() + 12]
-
-
 def pack_pairs(weight: QuantizedWeight) -> torch.Tensor:
-    """The codes two to a byte, uint8 [N, K / 2]; the first of a pair is the low half."""
-    low, high = codes_of(weight).unflatten(1, (-1, 2)).unbind(2)
+    """Values of 4 bits two to a byte, uint8 [N, K / 2]; the first of a pair is the low half. They
+    are stored plus 8, or as their places in `E2M1`."""
+    codes = (weight.values + 8).to(torch.uint8)
+    if weight.e2m1:
+        places = [E2M1.index(value) if value in E2M1 else 0 for value in range(-12, 13)]
+        codes = torch.tensor(places, dtype=torch.uint8)[weight.values.long() + 12]
+    low, high = codes.unflatten(1, (-1, 2)).unbind(2)
     return low | (high << 4)
 
 

@@ -4,7 +4,7 @@ Angles are float32 whatever the model's dtype, as the checkpoints were trained a
 computes them. cos and sin are looked up once a step and shared by all layers. Backends turn pairs
 (x[i], x[i + D / 2]) of whole heads.
 
-Special: `rope_scaling.py`, for contexts longer than those of pre-training; `other_rotary.py`, where
+Special: `rope_scaling.py`, for contexts longer than those of pre-training; `variants.py`, where
 a part of a head is turned, neighbours are, or nothing is.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX.
@@ -39,9 +39,7 @@ class RotaryEmbedding(Layer):
         table = torch.cat(self.make_table(rope, config, wanted), dim=-1)
         self.register_buffer("table", table.to(context.device, context.dtype), persistent=False)
 
-    def make_table(
-        self, rope: RopeConfig, config: ModelConfig, num_positions: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
         """cos and sin, [num_positions, head_dim / 2] each."""
         return cos_and_sin(rope, config.head_dim, num_positions)
 
@@ -51,9 +49,7 @@ class RotaryEmbedding(Layer):
         return cos, sin
 
 
-def cos_and_sin(
-    rope: RopeConfig, size: int, num_positions: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_and_sin(rope: RopeConfig, size: int, num_positions: int) -> Rotation:
     """Of each position and each pair of `size` dimensions, [num_positions, size / 2] float32."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, size, num_positions))

@@ -15,7 +15,7 @@ import triton
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels import triton_states as kernels
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import CHUNK, Chunks
+from nanoengine.layers.delta_rule import CHUNK, Chunks, DeltaTokens
 
 CONV_WIDTH = 512
 """Channels of a token that one program takes: 4 a thread, 16 bytes of a float32 state."""
@@ -54,16 +54,9 @@ class TritonDeltaSteps:
     def __init__(self, plan: StatePlan, conv: CausalConv) -> None:
         self.plan, self.conv = plan, conv
 
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        reads: torch.Tensor,
-        writes: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, tokens: DeltaTokens) -> torch.Tensor:
         """See `GatedDeltaNet.steps`."""
+        qkv, decay, beta, states, reads, writes = tokens
         plan, mixed = self.plan, conv_step(self.conv, qkv, reads, writes)
         shape = (len(qkv), plan.num_value_heads, plan.value_dim)
         out = torch.empty(shape, dtype=states.dtype, device=states.device)

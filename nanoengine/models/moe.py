@@ -8,27 +8,16 @@ import torch
 from torch import nn
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.layers.layer import Layer, ModelContext
-from nanoengine.layers.moe import Experts, Router
+from nanoengine.layers.moe import ExactLinear, Experts, Router
 from nanoengine.models.decoder import GatedMLP
 
 
-class SharedGate(Layer):
+class SharedGate(ExactLinear):
     """How much of the shared expert a token takes: [T, hidden_size] -> [T, 1]."""
-
-    def __init__(self, path: str, hidden_size: int, context: ModelContext) -> None:
-        super().__init__()
-        self.shape = (1, hidden_size)
-        self.method = context.kernels.linear(path)
-        self.method.create(hidden_size, 1, dtype=context.dtype, device=context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, None).sigmoid()
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        slot = self.method.weight_slot(path, shape=self.shape, part=(), rows=slice(0, 1))
-        return {f"{path}.weight": slot}
 
 
 class SparseMLP(Layer):
@@ -59,7 +48,8 @@ class SparseMLP(Layer):
             shared = f"{path}.shared_experts"
             self.shared_experts = gated(shared, moe.shared_size, config, context)
         if moe.shared_gate:
-            self.shared_expert_gate = SharedGate(f"{path}.shared_expert_gate", hidden, context)
+            name = f"{path}.shared_expert_gate"
+            self.shared_expert_gate = SharedGate(name, hidden, 1, bias=False, context=context)
         self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

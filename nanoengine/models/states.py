@@ -22,14 +22,13 @@ from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch, Span
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.delta_rule import DeltaInputs, scan, step, through_chunks
-from nanoengine.layers.kernels import empty_parameter
+from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan, step, through_chunks
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
-from nanoengine.layers.other_linears import OneTensor
+from nanoengine.layers.variants import OneTensor
 from nanoengine.models.decoder import taken
 
 
@@ -135,7 +134,7 @@ class GatedDeltaNet(StateLayer):
             tokens: torch.Tensor | slice, reads: torch.Tensor, writes: torch.Tensor
         ) -> torch.Tensor:
             inputs = qkv[tokens], decay[tokens], beta[tokens]
-            return self.one_token_each(*inputs, self.rows, reads, writes)
+            return self.one_token_each(DeltaTokens(*inputs, self.rows, reads, writes))
 
         def one_span(tokens: slice, span: Span) -> torch.Tensor:
             mixed = self.conv1d.scan(qkv[tokens], span)
@@ -155,17 +154,9 @@ class GatedDeltaNet(StateLayer):
         normed = self.norm(taken(out, rows), gate, self.eps)
         return self.out_proj(normed.flatten(1))
 
-    def steps(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        states: torch.Tensor,
-        reads: torch.Tensor,
-        writes: torch.Tensor,
-    ) -> torch.Tensor:
-        """One token of each of several sequences: projected channels [D, C], decay and beta [D, H]
-        -> [D, H, V]. `states` is all of the layer's, as `bind` had it."""
+    def steps(self, tokens: DeltaTokens) -> torch.Tensor:
+        """One token of each of several sequences -> [T, H, V]."""
+        qkv, decay, beta, _, reads, writes = tokens
         mixed = self.conv1d.step(qkv, reads, writes)
         return step(self._heads(mixed, decay, beta), self.states, reads, writes)
 
@@ -254,12 +245,11 @@ class PickedLinear(MergedLinear):
         self.picks = picks
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, slots, start = path.rpartition(".")[0], {}, 0
+        beside, slots, first = path.rpartition(".")[0], {}, 0
         for name, (size, picked) in self.picks.items():
-            rows = slice(start, start + len(picked))
-            shape, whole = (size, self.in_features), (slice(0, size),)
-            slots |= self.slots_of(f"{beside}.{name}", shape, whole, rows, picked)
-            start = rows.stop
+            matrix = MatrixPart((size, self.in_features), (), first, picked)
+            slots |= self.slots_of(f"{beside}.{name}", matrix)
+            first += len(picked)
         return slots
 
 
@@ -293,8 +283,8 @@ class Decay(Layer):
         wide = torch.promote_types(context.dtype, torch.float32)
         self.num_heads, self.part = num_heads, context.shard.slice(num_heads, "heads")
         own = self.part.stop - self.part.start
-        self.a_log = empty_parameter((own,), wide, context.device)
-        self.dt_bias = empty_parameter((own,), wide, context.device)
+        self.a_log = context.parameter(own, dtype=wide)
+        self.dt_bias = context.parameter(own, dtype=wide)
 
     def forward(self, a: torch.Tensor) -> torch.Tensor:
         return -self.a_log.exp() * F.softplus(a + self.dt_bias)
@@ -313,12 +303,11 @@ class GateNorm(Layer):
 
     def __init__(self, size: int, context: ModelContext) -> None:
         super().__init__()
-        self.weight = empty_parameter((size,), context.dtype, context.device)
+        self.weight = context.parameter(size)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
         normed = F.rms_norm(x, x.shape[-1:], None, eps).to(gate.dtype) * self.weight
         return (normed.to(x.dtype) * F.silu(gate.to(x.dtype))).to(gate.dtype)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        shape = tuple(self.weight.shape)
-        return {f"{path}.weight": WeightSlot(shape=shape, store=self.weight.copy_)}
+        return whole_slots(path, weight=self.weight)

@@ -31,14 +31,12 @@ from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
+from nanoengine.layers import variants
 from nanoengine.layers.embedding import Embedding, OutputHead
-from nanoengine.layers.kernels import Masks, empty_parameter
+from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.other_linears import OneTensor, OneTensorQKV, OtherQKV
-from nanoengine.layers.other_norms import LayerNorm, OtherHeadNorm, WidthNorm, make_norm
-from nanoengine.layers.other_rotary import NoRotary, PartialRotary
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.decoder import (
     CausalLM,
@@ -50,7 +48,7 @@ from nanoengine.models.decoder import (
     taken,
 )
 
-Norm = RMSNorm | LayerNorm | None
+Norm = RMSNorm | variants.LayerNorm | None
 
 
 class VariantLM(CausalLM):
@@ -119,7 +117,7 @@ class VariantDecoder(Decoder):
             for index, rope in enumerate(config.ropes)
         )
         self.stack: list[Layers] = list(self.layers)
-        self.norm = make_norm(config, context)
+        self.norm = variants.make_norm(config, context)
 
 
 class ScaledEmbedding(Embedding):
@@ -141,9 +139,9 @@ class Rotaries(Layer):
         self, kinds: list[RopeConfig | None], config: ModelConfig, context: ModelContext
     ) -> None:
         super().__init__()
-        turning = RotaryEmbedding if config.plan.rotary_dim is None else PartialRotary
+        turning = RotaryEmbedding if config.plan.rotary_dim is None else variants.PartialRotary
         self.each = nn.ModuleList(
-            (turning if rope else NoRotary)(rope, config, context) for rope in kinds
+            (turning if rope else variants.NoRotary)(rope, config, context) for rope in kinds
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
@@ -172,7 +170,7 @@ class VariantLayer(DecoderLayer):
         before, behind = norms != "behind", norms in ("behind", "both")
 
         def norm(wanted: bool) -> Norm:
-            return make_norm(config, context) if wanted else None
+            return variants.make_norm(config, context) if wanted else None
 
         self.input_layernorm = norm(before)
         self.attention_output_norm = norm(behind)
@@ -247,7 +245,7 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
 class OneTensorMLP(GatedMLP):
     """A gated MLP whose gate and up are one tensor of the checkpoint."""
 
-    linear = OneTensor
+    linear = variants.OneTensor
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -286,8 +284,9 @@ class VariantAttention(SelfAttention):
 
     name, needs_torch = "self_attn", False
 
-    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> OtherQKV:
-        return (OneTensorQKV if config.plan.merged else OtherQKV)(path, config, context)
+    def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> variants.OtherQKV:
+        kind = variants.OneTensorQKV if config.plan.merged else variants.OtherQKV
+        return kind(path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
         plan, plain = config.plan, super().make_spec(index, config, context)
@@ -298,9 +297,8 @@ class VariantAttention(SelfAttention):
         return replace(plain, scale=scale, softcap=plan.attention_softcap, sinks=self.sinks)
 
     def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
-        if config.plan.head_norm == "width":
-            return WidthNorm(config, context)
-        return OtherHeadNorm(spec, config, context)
+        norm = variants.WidthNorm if config.plan.head_norm == "width" else variants.OtherHeadNorm
+        return norm(spec, config, context)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.sinks is None:
@@ -321,7 +319,7 @@ def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
             f"attention backend {backend.name} does not compute this model's attention sinks:"
             " set attention_backend='auto'"
         )
-    return empty_parameter((num_heads,), wide, context.device)
+    return context.parameter(num_heads, dtype=wide)
 
 
 class TorchAttention(VariantAttention):

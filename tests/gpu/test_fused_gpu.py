@@ -83,9 +83,9 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_batch(window, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_number_of_rows(dtype):
     method = TritonLinear("layer")
-    method.create(SIZE, 2 * SIZE, dtype=dtype, device=DEVICE)
+    method.create((2 * SIZE, SIZE), dtype, DEVICE)
     weight = torch.randn(2 * SIZE, SIZE, device=DEVICE) * SIZE**-0.5
-    method.load(weight, slice(0, 2 * SIZE))
+    method.load(weight)
     x = torch.randn(777, SIZE, device=DEVICE).to(dtype)
     many, gated = method.apply(x, None), method.apply_gated(x, "silu", PLAIN)
     expected = x.float() @ method.weight.float().T
@@ -99,9 +99,9 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(dtype):
 @pytest.mark.parametrize("rows", [1, 64, 65, 256, 300])
 def test_gates_equal_plain_torch_in_decodes_and_prompts(rows, dtype):
     method = GatedLinear("layer")
-    method.create(SIZE, 2 * SIZE, dtype=dtype, device=DEVICE)
+    method.create((2 * SIZE, SIZE), dtype, DEVICE)
     weight = torch.randn(2 * SIZE, SIZE, device=DEVICE) * SIZE**-0.5
-    method.load(weight, slice(0, 2 * SIZE))
+    method.load(weight)
     x = torch.randn(rows, SIZE, device=DEVICE).to(dtype)
     expected = PLAIN.gate(x.float() @ method.weight.float().T, "silu")
     ours = method.apply_gated(x, "silu", fused_kernels(dtype)).float()

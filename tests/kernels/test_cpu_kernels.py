@@ -38,11 +38,11 @@ def packed(num_outputs: int, num_inputs: int) -> tuple[PackedLinear, torch.Tenso
     """A loaded layer and the weight that it holds."""
     weight = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(1))
     method = PackedLinear("layer")
-    method.create(num_inputs, num_outputs, dtype=torch.float32, device=CPU)
+    method.create((num_outputs, num_inputs), torch.float32, CPU)
     half = num_outputs // 2
-    method.load(weight[:half], slice(0, half))
+    method.load(weight[:half])
     assert not method.is_packed, "packed before its last rows came"
-    method.load(weight[half:], slice(half, num_outputs))
+    method.load(weight[half:], half)
     return method, weight
 
 
@@ -164,8 +164,8 @@ def quantized_pair(
     made = []
     for kind in (QuantizedLinear, CPUQuantizedLinear):
         method = kind("layer", bits=bits, group_size=group_size, activations="int8")
-        method.create(inputs, outputs, dtype=torch.float32, device=CPU)
-        method.load_quantized(weight, slice(0, outputs))
+        method.create((outputs, inputs), torch.float32, CPU)
+        method.load_quantized(weight)
         made.append(method)
     assert made[1].is_packed
     return made[0], made[1]
@@ -203,8 +203,7 @@ def test_an_extreme_dot_product_is_exact():
             zeros=None,
             bits=8,
             group_size=64,
-        ),
-        slice(0, 16),
+        )
     )
     assert (fast.apply(torch.full((1, 64), 127.0), None) == -128 * 127 * 64).all()
 
@@ -226,7 +225,7 @@ def test_a_closed_engine_keeps_neither_cache_nor_weights():
     engine = make_engine(checkpoint("qwen3"), attention_backend="cpu")
     run(engine, random_prompts(1, [20]), greedy(2))
     kept = [weakref.ref(t) for t in (engine.executor.kv_cache.kv, engine.executor.model)]
-    kept += [weakref.ref(layer.k_cache) for layer in engine.executor.model.attention_layers]
+    kept += [weakref.ref(layer.cache.k_cache) for layer in engine.executor.model.attention_layers]
     engine.close()
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)

@@ -30,8 +30,8 @@ def _screen_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 def head(weight: torch.Tensor) -> ScreenedHead:
     outputs, inputs = weight.shape
     method = ScreenedHead("lm_head")
-    method.create(inputs, outputs, dtype=torch.float32, device=CPU)
-    method.load(weight, slice(0, outputs))
+    method.create((outputs, inputs), torch.float32, CPU)
+    method.load(weight)
     return method
 
 
@@ -147,8 +147,8 @@ def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
 
 def quantized_head(outputs: int, inputs: int, bits: int = 8) -> CPUQuantizedLinear:
     method = CPUQuantizedLinear("lm_head", bits=bits, group_size=None, activations="int8")
-    method.create(inputs, outputs, dtype=torch.float32, device=CPU)
-    method.load(normal(outputs, inputs), slice(0, outputs))
+    method.create((outputs, inputs), torch.float32, CPU)
+    method.load(normal(outputs, inputs))
     return method
 
 

@@ -62,10 +62,10 @@ def method(
     """A layer made and filled as a model does it, in two parts."""
     quantization = resolve_quantization(option, None, device="cpu")
     made = cpu_kernels(dtype, quantization).linear("model.layers.0.mlp.down_proj")
-    made.create(weight.shape[1], weight.shape[0], dtype=dtype, device=CPU)
+    made.create(weight.shape, dtype, CPU)
     half = weight.shape[0] // 2
-    made.load(weight[half:], slice(half, weight.shape[0]))  # parts may come in any order
-    made.load(weight[:half], slice(0, half))
+    made.load(weight[half:], half)  # parts may come in any order
+    made.load(weight[:half])
     made.finish()
     return made
 
@@ -228,8 +228,8 @@ def test_zero_points_and_the_order_of_inputs_are_obeyed() -> None:
         ("int8", values.double() * scales.double().unsqueeze(1)),
     ):
         made = QuantizedLinear("x", bits=4, group_size=32, activations=activations)
-        made.create(96, 24, dtype=torch.float32, device=CPU)
-        made.load_quantized(weight, slice(0, 24))
+        made.create((24, 96), torch.float32, CPU)
+        made.load_quantized(weight)
         expected = inputs @ weight.dequantized().double().T
         assert (made.apply(x, None) - expected).abs().max() < 1e-5
     plain = (weight.values.double() - zeros.repeat_interleave(32, 1)) * (
@@ -397,8 +397,8 @@ def test_a_mixture_of_experts_is_quantized_while_it_loads(
     model, plain = build(tmp_path, kernels=kernels), build(tmp_path)
     expert, floats = (one.model.layers[0].mlp.experts.experts[5] for one in (model, plain))
     alone = kernels.linear("model.layers.0.mlp.experts.5.down_proj")
-    alone.create(32, 64, dtype=torch.float32, device=CPU)
-    alone.load(floats.down.weight.detach(), slice(0, 64))
+    alone.create((64, 32), torch.float32, CPU)
+    alone.load(floats.down.weight.detach())
     inner = torch.randn(3, 32)
     assert torch.equal(expert.down.apply(inner, None), alone.apply(inner, None))
     exact = floats.down.apply(inner, None)

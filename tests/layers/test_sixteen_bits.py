@@ -26,8 +26,8 @@ PROMPTS = [[5, 9, 11, 7, 30, 2], [5, 9, 11, 7, 30, 2, 8, 8, 8, 1], [40]]
 
 def layer(weight: torch.Tensor, *, kind: type[PackedLinear] = PackedLinear, **options: bool):
     method = kind("lm_head", **options)
-    method.create(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
-    method.load(weight, slice(0, len(weight)))
+    method.create(weight.shape, weight.dtype, CPU)
+    method.load(weight)
     method.finish()
     return method
 

@@ -39,10 +39,10 @@ def small(monkeypatch):
 
 def layer(in_features, out_features, dtype):
     method = TritonLinear("layer").to(DEVICE)
-    method.create(in_features, out_features, dtype=dtype, device=DEVICE)
+    method.create((out_features, in_features), dtype, DEVICE)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
-    method.load(weight, slice(0, out_features))
+    method.load(weight)
     return method
 
 
@@ -73,8 +73,8 @@ def test_gates_in_the_same_kernel(small, activation):
 @pytest.mark.parametrize(("rows", "own"), [(1, True), (64, True), (65, False), (256, False)])
 def test_gates_of_few_rows_are_one_kernel_and_those_of_many_are_not(monkeypatch, rows, own):
     method = GatedLinear("layer").to(DEVICE)
-    method.create(64, 80, dtype=torch.float16, device=DEVICE)
-    method.load(layer(64, 80, torch.float16).weight, slice(0, 80))
+    method.create((80, 64), torch.float16, DEVICE)
+    method.load(layer(64, 80, torch.float16).weight)
     x, ops, gated = inputs(rows, 64, torch.float16), PLAIN, []
     plain = Kernels.gate
     monkeypatch.setattr(Kernels, "gate", lambda *args: gated.append(1) or plain(*args))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan
+from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, DeltaTokens, scan
 from nanoengine.layers.triton_states import TritonDeltaSteps, conv_step, through_chunks
 from nanoengine.models.triton import TritonKernels
 from tests.support.attention_cases import DEVICE
@@ -48,10 +48,11 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
     decay, beta = -torch.rand(3, heads[1], device=DEVICE), torch.rand(3, heads[1], device=DEVICE)
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
     kept = states.clone()
-    expected = layer.steps(qkv, decay, beta, states, reads, writes)
+    tokens = DeltaTokens(qkv, decay, beta, states, reads, writes)
+    expected = layer.steps(tokens)
     layer.bind(kept)
     steps = TritonDeltaSteps(plan, layer.conv1d)
-    torch.testing.assert_close(steps(qkv, decay, beta, kept, reads, writes), expected, **CLOSE)
+    torch.testing.assert_close(steps(tokens._replace(states=kept)), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 

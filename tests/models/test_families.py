@@ -20,7 +20,7 @@ from nanoengine.checkpoint.families import FAMILIES as ROWS
 from nanoengine.checkpoint.families import TEXT_PARTS
 from nanoengine.checkpoint.plan import LayerPlan
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.layers.other_rotary import head_order
+from nanoengine.layers.variants import head_order
 from tests.support.checkpoints import FAMILIES, make_checkpoint, make_model
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import all_logits, build

@@ -302,8 +302,8 @@ def test_attention_layers_are_in_order_and_bind_their_cache(tmp_path: Path) -> N
     assert layers[0].spec.scale == 16**-0.5
     k_cache, v_cache = torch.zeros(2, 16, 2, 16), torch.zeros(2, 16, 2, 16)
     layers[2].bind(k_cache, v_cache, 1)
-    assert layers[2].k_cache is k_cache
-    assert layers[2].v_cache is v_cache
+    assert layers[2].cache.k_cache is k_cache
+    assert layers[2].cache.v_cache is v_cache
     assert [layer.spec.group for layer in layers] == [0, 0, 1]
 
 
@@ -336,20 +336,16 @@ class TransposedLinear(LinearMethod):
         super().__init__(name)
         self.made.append(name)
 
-    def create(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: torch.Tensor | None = None,
-    ) -> None:
-        self.tied = weight
-        self.register_buffer("stored", torch.empty(in_features, out_features, dtype=dtype))
+    def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.tied = None
+        self.register_buffer("stored", torch.empty(*shape[::-1], dtype=dtype))
 
-    def load(self, weight: torch.Tensor, rows: slice) -> None:
-        self.stored[:, rows] = weight.T
+    def hold(self, weight: torch.Tensor) -> None:
+        self.create(weight.shape, weight.dtype, weight.device)
+        self.tied = weight
+
+    def load(self, weight: torch.Tensor, first: int = 0) -> None:
+        self.stored[:, first : first + len(weight)] = weight.T
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x @ self.stored

@@ -66,14 +66,14 @@ def test_memory_that_the_system_refuses_is_an_error_of_the_tree(monkeypatch):
 def test_one_tensor_is_allocated_once():
     engine = make_engine(checkpoint("qwen3"))
     cache = engine.executor.kv_cache.kv
-    layers = [m for m in engine.executor.model.modules() if hasattr(m, "k_cache")]
-    views = [view for layer in layers for view in (layer.k_cache, layer.v_cache)]
+    layers = engine.executor.model.attention_layers
+    views = [view for layer in layers for view in (layer.cache.k_cache, layer.cache.v_cache)]
     places = {view.data_ptr() for view in views}
     run(engine, PROMPTS, greedy(12))
     assert engine.executor.kv_cache.kv is cache
     assert len(places) == len(views) >= 4, "each layer has keys and values of its own"
     assert places == {
-        view.data_ptr() for layer in layers for view in (layer.k_cache, layer.v_cache)
+        view.data_ptr() for layer in layers for view in (layer.cache.k_cache, layer.cache.v_cache)
     }
     end = cache.data_ptr() + cache.nbytes
     assert all(cache.data_ptr() <= place < end for place in places)

@@ -14,7 +14,7 @@ from nanoengine import ConfigError, DiskTier, HostTier, SamplingParams
 from nanoengine.attention.batch import Span
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.cpu_delta import CPUDeltaSteps
-from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step
+from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, DeltaTokens, scan, step
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
 from tests.support.states import delta_layer, delta_plan, random_inputs
@@ -206,8 +206,8 @@ def test_the_kernel_gives_what_plain_steps_give(heads, dtype):
     decay, beta = -torch.rand(3, heads[1], dtype=dtype), torch.rand(3, heads[1], dtype=dtype)
     reads, writes = torch.tensor([1, 0, 4]), torch.tensor([2, 3, 4])
     kernel, kept = CPUDeltaSteps(plan, layer.conv1d.weight), states.clone()
-    expected = layer.steps(qkv, decay, beta, states, reads, writes)
-    found = kernel(qkv, decay, beta, kept, reads, writes)
+    expected = layer.steps(DeltaTokens(qkv, decay, beta, states, reads, writes))
+    found = kernel(DeltaTokens(qkv, decay, beta, kept, reads, writes))
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12}
     torch.testing.assert_close(found, expected, **{"atol": 1e-12} | close)
     torch.testing.assert_close(kept, states, **{"atol": 1e-12} | close)
@@ -220,9 +220,9 @@ def test_a_row_has_the_same_bits_in_any_batch():
     start, qkv = torch.randn(6, plan.size), torch.randn(5, plan.channels)
     decay, beta, slots = -torch.rand(5, 2), torch.rand(5, 2), torch.arange(1, 6)
     together, alone = start.clone(), start.clone()
-    out = kernel(qkv, decay, beta, together, slots, slots)
+    out = kernel(DeltaTokens(qkv, decay, beta, together, slots, slots))
     for i in range(5):
         one = slice(i, i + 1)
-        single = kernel(qkv[one], decay[one], beta[one], alone, slots[one], slots[one])
+        single = kernel(DeltaTokens(qkv[one], decay[one], beta[one], alone, slots[one], slots[one]))
         assert torch.equal(single, out[one])
     assert torch.equal(alone, together)

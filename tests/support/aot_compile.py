@@ -36,7 +36,7 @@ from nanoengine.kernels import triton_gemm, triton_rows, triton_sampling, triton
 from nanoengine.kernels import triton_layers as layer_kernels
 from nanoengine.layers import triton_experts, triton_linear
 from nanoengine.layers.causal_conv import CausalConv
-from nanoengine.layers.delta_rule import DeltaInputs, scan
+from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan
 from nanoengine.layers.triton_experts import TritonExperts
 from nanoengine.layers.triton_states import TritonDeltaSteps, through_chunks
 from nanoengine.models.triton import TritonKernels
@@ -176,9 +176,8 @@ def run_states(dtype):
     )  # fmt: skip
     conv.bind(states[:, -3 * plan.channels :])
     slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 32)
-    TritonDeltaSteps(plan, conv)(
-        torch.zeros(1, plan.channels, dtype=dtype), gates, gates, states, slots, slots
-    )
+    qkv = torch.zeros(1, plan.channels, dtype=dtype)
+    TritonDeltaSteps(plan, conv)(DeltaTokens(qkv, gates, gates, states, slots, slots))
     heads = torch.zeros(100, 32, 128)
     inputs = DeltaInputs(heads, heads, heads, torch.zeros(100, 32), torch.zeros(100, 32))
     scan(inputs, torch.zeros(32, 128, 128), 0, through_chunks)
