@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import LLM_METHODS
-from nanoengine.text.prompts import OnError, PromptReader
+from nanoengine.text.prompts import OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import Calls
 
@@ -36,33 +35,17 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 
 
-class OtherCalls(ABC):
+class OtherCalls:
     """The calls that are no loop of their own."""
 
     config: EngineConfig
     _calls: Calls[LLMEngine]
     _tokenizer: Tokenizer | None
 
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
-        *,
-        priority: int | Sequence[int] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[RequestOutput]:
-        """See `LLM.generate`."""
-
-    @abstractmethod
-    def stream(self, *args: Any, **options: Any) -> Generator[RequestOutput, None, None]:
-        """See `LLM.stream`."""
-
-    @abstractmethod
-    def open_reader(self) -> PromptReader:
-        """What reads prompts; a closed LLM says so."""
+    # What `LLM` defines; a call on a closed one says so.
+    generate: Callable[..., list[RequestOutput]]
+    stream: Callable[..., Generator[RequestOutput, None, None]]
+    open_reader: Callable[[], PromptReader]
 
     @property
     def engine(self) -> LLMEngine:
@@ -249,6 +232,22 @@ def progress_bar(
     from nanoengine.observe.progress import showing
 
     return showing(progress, engine, total)
+
+
+def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
+    """The output of a prompt that could not run: order and count of a batch are kept."""
+    failed = CompletionOutput(
+        index=0, text="", token_ids=[], finish_reason="error", error=prompt.message
+    )
+    return RequestOutput(
+        request_id=request_id,
+        index=prompt.index,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        outputs=[failed],
+        finished=True,
+        key=prompt.key,
+    )
 
 
 def check_lora(lora_request: object) -> None:
