@@ -52,35 +52,26 @@ except ImportError as error:
 from nanoengine.attention import triton_kernels as kernels
 from nanoengine.attention import triton_store as store_kernels
 from nanoengine.attention import triton_uniform as uniform
+from nanoengine.attention.triton_kernels import AttentionConstants, CacheConstants, TileConfig
 from nanoengine.attention.triton_splits import NUM_COUNTERS, make_counters
 
 COMPILED = isinstance(kernels.varlen_kernel, triton.runtime.JITFunction)
 """False in Triton's interpreter, which TRITON_INTERPRET=1 selects when this module is imported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KernelConfig:
     """Tile sizes of the two attention kernels.
 
     Attributes:
-        prefill_rows, decode_rows: query tokens times heads of a KV head in one tile.
-        prefill_keys, decode_keys: tokens of keys and values in one tile.
-        prefill_warps, decode_warps: warps of 32 threads that share a tile.
-        prefill_stages, decode_stages: key tiles in flight, the one in use included.
-        split_tokens: keys of one split of a decode, a multiple of `decode_keys`.
+        split_tokens: keys of one split of a decode, a multiple of `decode.keys`.
         max_splits: splits of a sequence at most; longer sequences have longer splits.
     """
 
-    prefill_rows: int
-    prefill_keys: int
-    prefill_warps: int
-    prefill_stages: int
-    decode_rows: int
-    decode_keys: int
-    decode_warps: int
-    decode_stages: int
-    split_tokens: int
-    max_splits: int
+    prefill: TileConfig
+    decode: TileConfig
+    split_tokens: int = 256
+    max_splits: int = 32  # 8 KV heads then give 256 programs for one long sequence.
 
 
 @functools.cache
@@ -107,49 +98,42 @@ def kernel_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype)
         else:
             prefill = (64, 32, 8, 2)
         decode = (32, 4, 4 if roomy else 3) if dim <= 128 else (32, 8, 3)
-    return KernelConfig(
-        prefill_rows=max(prefill[0], packed),
-        prefill_keys=prefill[1],
-        prefill_warps=prefill[2],
-        prefill_stages=prefill[3],
-        decode_rows=packed,
-        decode_keys=decode[0],
-        decode_warps=decode[1],
-        decode_stages=decode[2],
-        split_tokens=256,
-        max_splits=32,  # 8 KV heads then give 256 programs for one long sequence.
-    )
+    rows, *prefill_rest = prefill
+    return KernelConfig(TileConfig(max(rows, packed), *prefill_rest), TileConfig(packed, *decode))
 
 
-def cache_constants(cache: LayerCache) -> dict[str, int]:
-    """The block size and strides of one layer's cache, under the names that the kernels use."""
-    names = ("BLOCK", "TOKEN", "HEAD")
-    return {
-        "BLOCK_SIZE": cache.k_cache.shape[1],
-        **{f"KC_{n}": s for n, s in zip(names, cache.k_cache.stride()[:3], strict=True)},
-        **{f"VC_{n}": s for n, s in zip(names, cache.v_cache.stride()[:3], strict=True)},
-    }
+def cache_constants(cache: LayerCache) -> CacheConstants:
+    """The block size and strides of one layer's cache."""
+    k_cache, v_cache, _ = cache
+    return CacheConstants(k_cache.shape[1], *k_cache.stride()[:3], *v_cache.stride()[:3])
 
 
-def store_constants(k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> dict[str, int]:
+def store_constants(k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> dict[str, Any]:
     """The compile-time arguments of `store_kernel`."""
     _, num_kv_heads, head_dim = k.shape
-    return cache_constants(cache) | {
+    return {
         "K_TOKEN": k.stride(0), "K_HEAD": k.stride(1),
-        "V_TOKEN": v.stride(0), "V_HEAD": v.stride(1),
+        "V_TOKEN": v.stride(0), "V_HEAD": v.stride(1), "CACHE": cache_constants(cache),
         "NUM_KV_HEADS": num_kv_heads, "HEADS": triton.next_power_of_2(num_kv_heads),
         "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim),
     }  # fmt: skip
 
 
-def attention_constants(q: torch.Tensor, cache: LayerCache) -> dict[str, Any]:
-    """The compile-time arguments that `varlen_kernel` and `decode_kernel` share."""
+def attention_constants(
+    q: torch.Tensor, out: torch.Tensor, cache: LayerCache, tile: TileConfig, **splits: int
+) -> dict[str, Any]:
+    """The compile-time arguments of a kernel that attends in such tiles."""
     spec = cache.spec
-    return cache_constants(cache) | {
-        "Q_TOKEN": q.stride(0), "Q_HEAD": q.stride(1),
-        "SCALE": spec.scale, "SOFTCAP": spec.softcap or 0.0, "WINDOW": spec.sliding_window or 0,
-        "GROUP": spec.num_heads // spec.num_kv_heads, "SINKS": spec.sinks is not None,
-        "HEAD_DIM": spec.head_dim, "DIM": triton.next_power_of_2(spec.head_dim),
+    constants = AttentionConstants(
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        scale=spec.scale, softcap=spec.softcap or 0.0, window=spec.sliding_window or 0,
+        group=spec.num_heads // spec.num_kv_heads, sinks=spec.sinks is not None,
+        head_dim=spec.head_dim, dim=triton.next_power_of_2(spec.head_dim),
+        m=tile.rows, n=tile.keys, **splits,
+    )  # fmt: skip
+    return {
+        "CACHE": cache_constants(cache), "A": constants,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
@@ -256,7 +240,7 @@ class TritonBackend(AttentionBackend):
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
             TOKEN=heads.stride(0), HEAD=heads.stride(1),
             COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
-            **cache_constants(cache), NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
+            CACHE=cache_constants(cache), NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads,
             HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), ROWS=rows,
             NORM=norm is not None, EPS=0.0 if norm is None else norm.eps, num_warps=4,
         )  # fmt: skip
@@ -265,12 +249,14 @@ class TritonBackend(AttentionBackend):
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.deterministic:
-            group_size = cache.spec.num_heads // cache.spec.num_kv_heads
+            spec = cache.spec
+            config = uniform.uniform_config(
+                self.arch, self.head_dim, spec.num_heads // spec.num_kv_heads, self.dtype
+            )
+            constants = attention_constants(q, out, cache, config, split=config.split)
             uniform.attend_uniform(
-                out, q, cache, batch, attention_constants(q, cache),
-                uniform.uniform_config(self.arch, self.head_dim, group_size, self.dtype),
-                self.num_sms, self.counters, sinks_of(cache.spec, q),
-            )  # fmt: skip
+                out, q, cache, batch, constants, self.num_sms, self.counters, sinks_of(spec, q)
+            )
             return out
         if batch.num_decodes:
             self._decode(out, q, cache, batch)
@@ -285,19 +271,15 @@ class TritonBackend(AttentionBackend):
     def _varlen(self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Attends all sequences after the first `num_decodes`."""
         k_cache, v_cache, spec = cache
-        config = self._config(spec)
+        tile = self._config(spec).prefill
         table = batch.block_tables[spec.group]
         num_prefills = batch.num_seqs - batch.num_decodes
-        tile_tokens = config.prefill_rows // (spec.num_heads // spec.num_kv_heads)
+        tile_tokens = tile.rows // (spec.num_heads // spec.num_kv_heads)
         num_tiles = (batch.num_tokens - batch.num_decodes) // tile_tokens + num_prefills
         kernels.varlen_kernel[(num_tiles, spec.num_kv_heads)](
             out, q, k_cache, v_cache, sinks_of(spec, q), table, batch.query_start_loc,
             batch.seq_lens, table.stride(0), batch.num_decodes, num_prefills,
-            spec.k_scale, spec.v_scale,
-            O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
-            **attention_constants(q, cache),
-            M=config.prefill_rows, N=config.prefill_keys,
-            num_warps=config.prefill_warps, num_stages=config.prefill_stages,
+            spec.k_scale, spec.v_scale, **attention_constants(q, out, cache, tile),
         )  # fmt: skip
 
     def _decode(self, out: torch.Tensor, q: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
@@ -321,11 +303,10 @@ class TritonBackend(AttentionBackend):
         kernels.decode_kernel[(num_seqs, spec.num_kv_heads, programs)](
             out, part_out, part_lse, self.counters, q, k_cache, v_cache, sinks_of(spec, q), table,
             batch.seq_lens, table.stride(0), max_splits, spec.k_scale, spec.v_scale,
-            O_TOKEN=out.stride(0), O_HEAD=out.stride(1),
-            **attention_constants(q, cache),
-            M=config.decode_rows, N=config.decode_keys, SPLIT=config.split_tokens,
-            MAX_SPLITS=config.max_splits,
-            num_warps=config.decode_warps, num_stages=config.decode_stages,
+            **attention_constants(
+                q, out, cache, config.decode,
+                split=config.split_tokens, max_splits=config.max_splits,
+            ),
         )  # fmt: skip
 
 

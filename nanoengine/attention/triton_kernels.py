@@ -33,6 +33,9 @@ heads into the rows of a paged kernel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -40,6 +43,57 @@ from nanoengine.attention.triton_splits import counted_last
 
 MIN_SCORE = tl.constexpr(-1.0e30)
 """First running maximum. Finite, so that a row that sees nothing yet gives 0 and not NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """A tile: its query tokens times heads of a KV head, its tokens of keys and values, the warps
+    of 32 threads that share it, and the key tiles in flight, the one in use included."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class CacheConstants(NamedTuple):
+    """What the compiler knows of one layer's cache: the strides of keys and values."""
+
+    block_size: int
+    k_block: int
+    k_token: int
+    k_head: int
+    v_block: int
+    v_token: int
+    v_head: int
+
+
+class AttentionConstants(NamedTuple):
+    """What the compiler knows of a launch.
+
+    Attributes:
+        softcap, window: 0 for none.
+        group: query heads of a KV head.
+        dim: head_dim rounded up to a power of two.
+        m, n: rows and keys of a tile.
+        split: keys of a split; max_splits: longer sequences have longer ones.
+    """
+
+    q_token: int
+    q_head: int
+    o_token: int
+    o_head: int
+    scale: float
+    softcap: float
+    window: int
+    group: int
+    sinks: bool
+    head_dim: int
+    dim: int
+    m: int
+    n: int
+    split: int = 0
+    max_splits: int = 0
 
 
 @triton.jit
@@ -54,18 +108,17 @@ def tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def load_keys(
     cache, blocks, start, low, end,
-    C_BLOCK: tl.constexpr, C_TOKEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+    C_BLOCK: tl.constexpr, C_TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, A: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The rows of positions start ... start + N - 1 of one KV head, [N, DIM], from a paged cache.
 
     `start` is a multiple of N. MASKED: rows outside low ... end - 1 are 0. Why: past the end lies
     memory that nobody wrote, before a window the null block; 0 * NaN would reach the output.
     """
-    tokens = tl.arange(0, N)
-    dims = tl.arange(0, DIM)[None, :]
-    if N <= BLOCK_SIZE:
+    tokens = tl.arange(0, A.n)
+    dims = tl.arange(0, A.dim)[None, :]
+    if A.n <= BLOCK_SIZE:
         offsets = (start % BLOCK_SIZE + tokens) * C_TOKEN
         rows = cache + blocks.to(tl.int64) * C_BLOCK + offsets[:, None]
     else:
@@ -73,22 +126,18 @@ def load_keys(
         rows = cache + (blocks.to(tl.int64) * C_BLOCK + offsets)[:, None]
     if MASKED:
         inside = start + tokens < end
-        if WINDOW > 0:
+        if A.window > 0:
             inside = inside & (start + tokens >= low)
-        return tl.load(rows + dims, mask=inside[:, None] & (dims < HEAD_DIM), other=0.0)
-    if HEAD_DIM != DIM:
-        return tl.load(rows + dims, mask=dims < HEAD_DIM, other=0.0)
+        return tl.load(rows + dims, mask=inside[:, None] & (dims < A.head_dim), other=0.0)
+    if A.head_dim != A.dim:
+        return tl.load(rows + dims, mask=dims < A.head_dim, other=0.0)
     return tl.load(rows + dims)
 
 
 @triton.jit
 def attend_tile(
     q, acc, total, high, k_cache, v_cache, blocks, positions, start, low, end, k_scale,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+    CACHE: tl.constexpr, A: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the keys start ... start + N - 1 for all rows.
 
@@ -98,23 +147,22 @@ def attend_tile(
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     key = load_keys(
-        k_cache, blocks, start, low, end,
-        KC_BLOCK, KC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
-    )  # fmt: skip
+        k_cache, blocks, start, low, end, CACHE.k_block, CACHE.k_token, CACHE.block_size, A, MASKED
+    )
     scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee")  # [M, N]
     if key.dtype != q.dtype:
         scores = scores * k_scale
-    if SOFTCAP > 0.0:
+    if A.softcap > 0.0:
         # tanh(x) = 1 - 2 / (e^2x + 1): right at both infinities, and only exp2 is needed.
-        power = tl.exp2(scores * (2.0 * LOG2_E * SCALE / SOFTCAP))
-        scores = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
+        power = tl.exp2(scores * (2.0 * LOG2_E * A.scale / A.softcap))
+        scores = (A.softcap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
     else:
-        scores = scores * (SCALE * LOG2_E)
+        scores = scores * (A.scale * LOG2_E)
     if MASKED:
-        keys = (start + tl.arange(0, N))[None, :]
+        keys = (start + tl.arange(0, A.n))[None, :]
         visible = keys <= positions[:, None]
-        if WINDOW > 0:
-            visible = visible & (keys > positions[:, None] - WINDOW)
+        if A.window > 0:
+            visible = visible & (keys > positions[:, None] - A.window)
         scores = tl.where(visible, scores, float("-inf"))
     new_high = tl.maximum(high, tl.max(scores, 1))
     weights = tl.exp2(scores - new_high[:, None])
@@ -124,9 +172,8 @@ def attend_tile(
     else:
         total = total * shrink + tl.sum(weights, 1)
     value = load_keys(
-        v_cache, blocks, start, low, end,
-        VC_BLOCK, VC_TOKEN, BLOCK_SIZE, N, WINDOW, HEAD_DIM, DIM, MASKED,
-    ).to(q.dtype)  # fmt: skip
+        v_cache, blocks, start, low, end, CACHE.v_block, CACHE.v_token, CACHE.block_size, A, MASKED
+    ).to(q.dtype)
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     return acc, total, new_high
 
@@ -134,11 +181,7 @@ def attend_tile(
 @triton.jit
 def attend(
     q, k_cache, v_cache, table, positions, start, low, full_end, end, k_scale,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SUM_LAST: tl.constexpr,
+    CACHE: tl.constexpr, A: tl.constexpr, SUM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Attends the rows at `positions` [M] over the keys low ... end - 1, in tiles from `start` on.
 
@@ -149,27 +192,25 @@ def attend(
     Why: adding up across threads waits for them all, in every tile. Why not always: the columns of
     a tile of many rows are too many registers.
     """
-    acc = tl.zeros([M, DIM], tl.float32)
-    total = tl.zeros([M, N] if SUM_LAST else [M], tl.float32)
-    high = tl.full([M], MIN_SCORE, tl.float32)
-    if WINDOW == 0:
-        blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
-        for first in range(start, full_end, N):
+    acc = tl.zeros([A.m, A.dim], tl.float32)
+    total = tl.zeros([A.m, A.n] if SUM_LAST else [A.m], tl.float32)
+    high = tl.full([A.m], MIN_SCORE, tl.float32)
+    if A.window == 0:
+        blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
+        for first in range(start, full_end, A.n):
             acc, total, high = attend_tile(
                 q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
-                SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-                BLOCK_SIZE, N, HEAD_DIM, DIM, False,
+                CACHE, A, False,
             )  # fmt: skip
-            blocks = tile_blocks(table, first + N, end, BLOCK_SIZE, N)
+            blocks = tile_blocks(table, first + A.n, end, CACHE.block_size, A.n)
         start = tl.maximum(start, full_end)
-    blocks = tile_blocks(table, start, end, BLOCK_SIZE, N)
-    for first in range(start, end, N):
+    blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
+    for first in range(start, end, A.n):
         acc, total, high = attend_tile(
             q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
-            SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-            BLOCK_SIZE, N, HEAD_DIM, DIM, True,
+            CACHE, A, True,
         )  # fmt: skip
-        blocks = tile_blocks(table, first + N, end, BLOCK_SIZE, N)
+        blocks = tile_blocks(table, first + A.n, end, CACHE.block_size, A.n)
     if SUM_LAST:
         total = tl.sum(total, 1)
     return acc, total, high
@@ -214,21 +255,14 @@ def sequence_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKE
 def varlen_kernel(
     out, q, k_cache, v_cache, sinks, block_tables, query_start_loc, seq_lens,
     table_stride, num_decodes, num_prefills, k_scale, v_scale,
-    O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
-    Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries of one sequence, for one KV head. Grid: [tiles, K].
 
     Serves prompts, chunks with a context before them and draft verification alike: the query token
     i of a sequence is at position seq_len - query_len + i and sees the keys up to there.
     """
-    TILE_TOKENS: tl.constexpr = M // GROUP
+    TILE_TOKENS: tl.constexpr = A.m // A.group
     # Why backwards: the last tiles of a prompt see the most keys; started first, they don't
     # keep the GPU waiting at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -241,39 +275,42 @@ def varlen_kernel(
     seq_len = tl.load(seq_lens + seq)
     tile_start = (tile - first_tile) * TILE_TOKENS
     if tile_start < query_len:
-        rows = tl.arange(0, M)
-        tokens = tile_start + rows // GROUP
-        dims = tl.arange(0, DIM)[None, :]
-        mask = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (dims < HEAD_DIM)
+        rows = tl.arange(0, A.m)
+        tokens = tile_start + rows // A.group
+        dims = tl.arange(0, A.dim)[None, :]
+        mask = ((rows < TILE_TOKENS * A.group) & (tokens < query_len))[:, None] & (
+            dims < A.head_dim
+        )
         token_rows = (query_start + tokens).to(tl.int64)[:, None]
-        heads = (kv_head * GROUP + rows % GROUP)[:, None]
-        query = tl.load(q + token_rows * Q_TOKEN + (heads * Q_HEAD + dims), mask=mask, other=0.0)
+        heads = (kv_head * A.group + rows % A.group)[:, None]
+        query = tl.load(
+            q + token_rows * A.q_token + (heads * A.q_head + dims), mask=mask, other=0.0
+        )
 
         context = seq_len - query_len
         first_position = context + tile_start
         end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
         low = 0
-        if WINDOW > 0:
-            low = tl.maximum(first_position - WINDOW + 1, 0)
+        if A.window > 0:
+            low = tl.maximum(first_position - A.window + 1, 0)
         acc, total, high = attend(
-            query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
+            query, k_cache + kv_head * CACHE.k_head, v_cache + kv_head * CACHE.v_head,
             block_tables + seq.to(tl.int64) * table_stride, context + tokens,
-            low // N * N, low, (first_position + 1) // N * N, end, k_scale,
-            SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-            BLOCK_SIZE, M, N, HEAD_DIM, DIM, False,
+            low // A.n * A.n, low, (first_position + 1) // A.n * A.n, end, k_scale,
+            CACHE, A, False,
         )  # fmt: skip
-        if SINKS:
-            inside = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
-            total += sink_share(sinks + kv_head * GROUP + rows % GROUP, inside, high)
+        if A.sinks:
+            inside = (rows < TILE_TOKENS * A.group) & (tokens < query_len)
+            total += sink_share(sinks + kv_head * A.group + rows % A.group, inside, high)
         result = acc / total[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
             result = result * v_scale
         result = result.to(out.dtype.element_ty)
-        tl.store(out + token_rows * O_TOKEN + (heads * O_HEAD + dims), result, mask=mask)
+        tl.store(out + token_rows * A.o_token + (heads * A.o_head + dims), result, mask=mask)
 
 
 @triton.jit
-def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def split_keys(seq_len, A: tl.constexpr):
     """How the keys that a sequence's last token sees are split.
 
     A split is SPLIT tokens, or so many times SPLIT that MAX_SPLITS of them hold all: the size
@@ -285,17 +322,16 @@ def split_keys(seq_len, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: t
         The first key seen, the size of a split, the first split seen, and how many are seen.
     """
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(seq_len - WINDOW, 0)
-    size = SPLIT * tl.cdiv(seq_len - low, SPLIT * MAX_SPLITS)
-    size = tl.maximum(size, SPLIT)
+    if A.window > 0:
+        low = tl.maximum(seq_len - A.window, 0)
+    size = A.split * tl.cdiv(seq_len - low, A.split * A.max_splits)
+    size = tl.maximum(size, A.split)
     return low, size, low // size, tl.cdiv(seq_len, size) - low // size
 
 
 @triton.jit
 def combine(
-    out_row, part_out, part_lse, part, num_splits, sink,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
+    out_row, part_out, part_lse, part, num_splits, sink, A: tl.constexpr
 ):  # fmt: skip
     """Adds up the splits of one query head, from row `part` on, weighted by their sums.
 
@@ -303,15 +339,15 @@ def combine(
     on this sequence alone. None at all give zeros. `sink` is the place of the head's.
     """
     STEP: tl.constexpr = 16
-    dims = tl.arange(0, DIM)
-    acc = tl.zeros([DIM], tl.float32)
+    dims = tl.arange(0, A.dim)
+    acc = tl.zeros([A.dim], tl.float32)
     total = tl.zeros([], tl.float32)
     high = total + MIN_SCORE
     for first in range(0, num_splits, STEP):
         splits = first + tl.arange(0, STEP)
         lse = tl.load(part_lse + part + splits, mask=splits < num_splits, other=float("-inf"))
-        mask = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
-        rows = part_out + (part + splits)[:, None] * HEAD_DIM + dims[None, :]
+        mask = (splits < num_splits)[:, None] & (dims < A.head_dim)[None, :]
+        rows = part_out + (part + splits)[:, None] * A.head_dim + dims[None, :]
         values = tl.load(rows, mask=mask, other=0.0)
         new_high = tl.maximum(high, tl.max(lse, 0))
         weights = tl.exp2(lse - new_high)
@@ -319,10 +355,10 @@ def combine(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
         high = new_high
-    if SINKS:
+    if A.sinks:
         total += sink_share(sink, True, high)
     result = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_row + dims, result.to(out_row.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(out_row + dims, result.to(out_row.dtype.element_ty), mask=dims < A.head_dim)
 
 
 @triton.jit(
@@ -332,14 +368,7 @@ def combine(
 def decode_kernel(
     out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, seq_lens,
     table_stride, max_splits, k_scale, v_scale,
-    O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
-    Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """One query token over some of its sequence's splits, for one KV head. Grid: [S, K, programs].
 
@@ -351,53 +380,52 @@ def decode_kernel(
     seq, kv_head = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     seq_len = tl.load(seq_lens + seq)
-    low, size, first_split, num_splits = split_keys(seq_len, WINDOW, SPLIT, MAX_SPLITS)
+    low, size, first_split, num_splits = split_keys(seq_len, A)
     # Why: launches are sized for the longest sequence that may come; the others exit at once.
     programs = tl.minimum(tl.num_programs(2), tl.maximum(num_splits, 1))
     if tl.program_id(2) < programs:
-        rows = tl.arange(0, M)
-        dims = tl.arange(0, DIM)[None, :]
-        mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)
-        heads = kv_head * GROUP + rows
-        query_row = q + seq.to(tl.int64) * Q_TOKEN
-        out_row = out + seq.to(tl.int64) * O_TOKEN
-        query = tl.load(query_row + (heads[:, None] * Q_HEAD + dims), mask=mask, other=0.0)
+        rows = tl.arange(0, A.m)
+        dims = tl.arange(0, A.dim)[None, :]
+        mask = (rows < A.group)[:, None] & (dims < A.head_dim)
+        heads = kv_head * A.group + rows
+        query_row = q + seq.to(tl.int64) * A.q_token
+        out_row = out + seq.to(tl.int64) * A.o_token
+        query = tl.load(query_row + (heads[:, None] * A.q_head + dims), mask=mask, other=0.0)
         if (q.dtype.element_ty == tl.bfloat16) & (k_cache.dtype.element_ty != tl.bfloat16):
             # Why: hardware turns fp8 into float16, in pairs, and bfloat16 is a second conversion of
             # every key and value. Queries fit: a number above 65,504 would come out as no token.
             query = query.to(tl.float16)
-        positions = tl.zeros([M], tl.int32) + (seq_len - 1)
-        part_row = seq.to(tl.int64) * (num_kv_heads * GROUP)
+        positions = tl.zeros([A.m], tl.int32) + (seq_len - 1)
+        part_row = seq.to(tl.int64) * (num_kv_heads * A.group)
         for split in range(tl.program_id(2), num_splits, programs):
             split_start = (first_split + split) * size
             end = tl.minimum(split_start + size, seq_len)
             acc, total, high = attend(
-                query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
+                query, k_cache + kv_head * CACHE.k_head, v_cache + kv_head * CACHE.v_head,
                 block_tables + seq.to(tl.int64) * table_stride, positions,
-                tl.maximum(split_start, low // N * N), low, end // N * N, end, k_scale,
-                SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-                BLOCK_SIZE, M, N, HEAD_DIM, DIM, True,
+                tl.maximum(split_start, low // A.n * A.n), low, end // A.n * A.n, end, k_scale,
+                CACHE, A, True,
             )  # fmt: skip
             whole = total
-            if SINKS:  # noqa: SIM102
+            if A.sinks:  # noqa: SIM102
                 if num_splits == 1:
-                    whole += sink_share(sinks + heads, rows < GROUP, high)
+                    whole += sink_share(sinks + heads, rows < A.group, high)
             result = acc / whole[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:
                 result = result * v_scale
             if num_splits == 1:
-                place = out_row + (heads[:, None] * O_HEAD + dims)
+                place = out_row + (heads[:, None] * A.o_head + dims)
                 tl.store(place, result.to(out.dtype.element_ty), mask=mask)
             else:
                 part = (part_row + heads) * max_splits + split
-                tl.store(part_lse + part, high + tl.log2(total), mask=rows < GROUP)
-                tl.store(part_out + part[:, None] * HEAD_DIM + dims, result, mask=mask)
+                tl.store(part_lse + part, high + tl.log2(total), mask=rows < A.group)
+                tl.store(part_out + part[:, None] * A.head_dim + dims, result, mask=mask)
         if num_splits != 1:  # noqa: SIM102
             # Why not `and`: in a kernel both of its sides are computed.
             if counted_last(counters + seq * num_kv_heads + kv_head, programs):
-                for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+                for head in range(kv_head * A.group, kv_head * A.group + A.group):
                     part = (part_row + head) * max_splits
                     combine(
-                        out_row + head * O_HEAD, part_out, part_lse, part, num_splits, sinks + head,
-                        HEAD_DIM, DIM, SINKS,
+                        out_row + head * A.o_head, part_out, part_lse, part, num_splits,
+                        sinks + head, A,
                     )  # fmt: skip

@@ -34,10 +34,7 @@ def store_kernel(
     k, v, k_cache, v_cache, slot_mapping, k_factor, v_factor,
     K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    CACHE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Copies one token's keys and values to its slot. Grid: [T].
@@ -46,16 +43,16 @@ def store_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    block, offset = slot // CACHE.block_size, slot % CACHE.block_size
     heads = tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, DIM)[None, :]
     mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
     key = tl.load(k + token * K_TOKEN + (heads * K_HEAD + dims), mask=mask)
     value = tl.load(v + token * V_TOKEN + (heads * V_HEAD + dims), mask=mask)
-    k_row = k_cache + block * KC_BLOCK + offset * KC_TOKEN
-    v_row = v_cache + block * VC_BLOCK + offset * VC_TOKEN
-    tl.store(k_row + (heads * KC_HEAD + dims), to_cache(key, k_cache, k_factor), mask=mask)
-    tl.store(v_row + (heads * VC_HEAD + dims), to_cache(value, v_cache, v_factor), mask=mask)
+    k_row = k_cache + block * CACHE.k_block + offset * CACHE.k_token
+    v_row = v_cache + block * CACHE.v_block + offset * CACHE.v_token
+    tl.store(k_row + (heads * CACHE.k_head + dims), to_cache(key, k_cache, k_factor), mask=mask)
+    tl.store(v_row + (heads * CACHE.v_head + dims), to_cache(value, v_cache, v_factor), mask=mask)
 
 
 @triton.jit
@@ -72,9 +69,7 @@ def norm_half(half, shrink, weight, heads, mask):
 def rotate_store_kernel(
     out, heads, cos, sin, weight, k_cache, v_cache, slot_mapping, k_factor, v_factor,
     TOKEN: tl.constexpr, HEAD: tl.constexpr, COS_TOKEN: tl.constexpr, SIN_TOKEN: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +82,7 @@ def rotate_store_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    block, offset = slot // CACHE.block_size, slot % CACHE.block_size
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, HALF)[None, :]
     inside = dims < HEAD_DIM // 2
@@ -114,13 +109,13 @@ def rotate_store_kernel(
     tl.store(target + HEAD_DIM // 2, new_second, mask=inside & is_query)
 
     is_key = turned & (rows >= NUM_HEADS)
-    target = k_cache + block * KC_BLOCK + offset * KC_TOKEN
-    target += (rows - NUM_HEADS) * KC_HEAD + dims
+    target = k_cache + block * CACHE.k_block + offset * CACHE.k_token
+    target += (rows - NUM_HEADS) * CACHE.k_head + dims
     tl.store(target, to_cache(new_first, k_cache, k_factor), mask=inside & is_key)
     tl.store(target + HEAD_DIM // 2, to_cache(new_second, k_cache, k_factor), mask=inside & is_key)
 
     is_value = mask & (rows >= NUM_HEADS + NUM_KV_HEADS)
-    target = v_cache + block * VC_BLOCK + offset * VC_TOKEN
-    target += (rows - NUM_HEADS - NUM_KV_HEADS) * VC_HEAD + dims
+    target = v_cache + block * CACHE.v_block + offset * CACHE.v_token
+    target += (rows - NUM_HEADS - NUM_KV_HEADS) * CACHE.v_head + dims
     tl.store(target, to_cache(raw_first, v_cache, v_factor), mask=is_value)
     tl.store(target + HEAD_DIM // 2, to_cache(raw_second, v_cache, v_factor), mask=is_value)

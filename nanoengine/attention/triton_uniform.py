@@ -34,18 +34,20 @@ import triton.language as tl
 
 from nanoengine.attention.base import LayerCache
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.triton_kernels import MIN_SCORE, attend, sequence_of_tile, sink_share
+from nanoengine.attention.triton_kernels import (
+    MIN_SCORE,
+    TileConfig,
+    attend,
+    sequence_of_tile,
+    sink_share,
+)
 from nanoengine.attention.triton_splits import counted_last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UniformConfig:
-    """`rows` and `keys` of a tile, `split` in tokens, warps and key tiles in flight."""
+@dataclass(frozen=True, slots=True)
+class UniformConfig(TileConfig):
+    """A tile, and the tokens of a split."""
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
     split: int = 512
 
 
@@ -55,10 +57,10 @@ def uniform_config(arch: int, head_dim: int, group_size: int, dtype: torch.dtype
     dim = triton.next_power_of_2(head_dim)
     rows = max(32, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
-        return UniformConfig(rows=rows, keys=16, warps=8, stages=2)
+        return UniformConfig(rows, keys=16, warps=8, stages=2)
     if dim > 128:
-        return UniformConfig(rows=rows, keys=32, warps=8, stages=2)
-    return UniformConfig(rows=rows, keys=32, warps=4, stages=4 if arch in (80, 90, 100, 103) else 3)
+        return UniformConfig(rows, keys=32, warps=8, stages=2)
+    return UniformConfig(rows, keys=32, warps=4, stages=4 if arch in (80, 90, 100, 103) else 3)
 
 
 @triton.jit
@@ -81,14 +83,7 @@ def merge(acc, total, high, part, lse):
 def uniform_kernel(
     out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, block_tables, query_start_loc,
     seq_lens, table_stride, first_seq, num_seqs, max_splits, k_scale, v_scale,
-    O_TOKEN: tl.constexpr, O_HEAD: tl.constexpr,
-    Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
-    KC_BLOCK: tl.constexpr, KC_TOKEN: tl.constexpr, KC_HEAD: tl.constexpr,
-    VC_BLOCK: tl.constexpr, VC_TOKEN: tl.constexpr, VC_HEAD: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    CACHE: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one sequence, for one KV head. Grid: [tiles, K, programs].
 
@@ -97,7 +92,7 @@ def uniform_kernel(
     [T, H, max_splits, D] and `part_lse` [T, H, max_splits], float32 and contiguous, counted from
     the first split that the tile sees; the program that comes last merges them.
     """
-    TILE_TOKENS: tl.constexpr = M // GROUP
+    TILE_TOKENS: tl.constexpr = A.m // A.group
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq, first_tile = sequence_of_tile(query_start_loc, tile, first_seq, num_seqs, TILE_TOKENS)
@@ -107,36 +102,35 @@ def uniform_kernel(
     tile_start = (tile - first_tile) * TILE_TOKENS
     end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(context + tile_start - WINDOW + 1, 0)
-    first_split = low // SPLIT
-    num_splits = tl.cdiv(end, SPLIT) - first_split
+    if A.window > 0:
+        low = tl.maximum(context + tile_start - A.window + 1, 0)
+    first_split = low // A.split
+    num_splits = tl.cdiv(end, A.split) - first_split
     # Why: launches are sized for the longest sequence that may come; the others exit at once.
     programs = tl.minimum(tl.num_programs(2), tl.maximum(num_splits, 1))
     if (tile_start < query_len) & (tl.program_id(2) < programs):
-        rows = tl.arange(0, M)
-        tokens = tile_start + rows // GROUP
-        dims = tl.arange(0, DIM)[None, :]
-        inside = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
-        mask = inside[:, None] & (dims < HEAD_DIM)
+        rows = tl.arange(0, A.m)
+        tokens = tile_start + rows // A.group
+        dims = tl.arange(0, A.dim)[None, :]
+        inside = (rows < TILE_TOKENS * A.group) & (tokens < query_len)
+        mask = inside[:, None] & (dims < A.head_dim)
         token_rows = (query_start + tokens).to(tl.int64)
-        heads = kv_head * GROUP + rows % GROUP
-        q_place = token_rows[:, None] * Q_TOKEN + (heads[:, None] * Q_HEAD + dims)
+        heads = kv_head * A.group + rows % A.group
+        q_place = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
         query = tl.load(q + q_place, mask=mask, other=0.0)
-        part_row = (token_rows * (tl.num_programs(1) * GROUP) + heads) * max_splits
-        all_acc = tl.zeros([M, DIM], tl.float32)
-        all_total = tl.zeros([M], tl.float32)
-        all_high = tl.full([M], MIN_SCORE, tl.float32)
+        part_row = (token_rows * (tl.num_programs(1) * A.group) + heads) * max_splits
+        all_acc = tl.zeros([A.m, A.dim], tl.float32)
+        all_total = tl.zeros([A.m], tl.float32)
+        all_high = tl.full([A.m], MIN_SCORE, tl.float32)
         for split in range(tl.program_id(2), num_splits, programs):
-            split_start = (first_split + split) * SPLIT
-            start = tl.maximum(split_start, low // N * N)
+            split_start = (first_split + split) * A.split
+            start = tl.maximum(split_start, low // A.n * A.n)
             acc, total, high = attend(
-                query, k_cache + kv_head * KC_HEAD, v_cache + kv_head * VC_HEAD,
+                query, k_cache + kv_head * CACHE.k_head, v_cache + kv_head * CACHE.v_head,
                 block_tables + seq.to(tl.int64) * table_stride, context + tokens,
                 # Why no full tiles: which ones are full depends on the rows of the tile.
-                start, low, start, tl.minimum(split_start + SPLIT, end), k_scale,
-                SCALE, SOFTCAP, WINDOW, KC_BLOCK, KC_TOKEN, VC_BLOCK, VC_TOKEN,
-                BLOCK_SIZE, M, N, HEAD_DIM, DIM, False,
+                start, low, start, tl.minimum(split_start + A.split, end), k_scale,
+                CACHE, A, False,
             )  # fmt: skip
             part = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:
@@ -147,7 +141,7 @@ def uniform_kernel(
             else:
                 row = part_row + split
                 tl.store(part_lse + row, lse, mask=inside)
-                tl.store(part_out + row[:, None] * HEAD_DIM + dims, part, mask=mask)
+                tl.store(part_out + row[:, None] * A.head_dim + dims, part, mask=mask)
         whole = programs == 1
         if not whole:
             whole = counted_last(counters + seq * tl.num_programs(1) + kv_head, programs)
@@ -155,14 +149,14 @@ def uniform_kernel(
                 for split in range(0, num_splits):
                     row = part_row + split
                     lse = tl.load(part_lse + row, mask=inside, other=float("-inf"))
-                    place = part_out + row[:, None] * HEAD_DIM + dims
+                    place = part_out + row[:, None] * A.head_dim + dims
                     part = tl.load(place, mask=mask, other=0.0)
                     all_acc, all_total, all_high = merge(all_acc, all_total, all_high, part, lse)
         if whole:
-            if SINKS:
+            if A.sinks:
                 all_total += sink_share(sinks + heads, inside, all_high)
             result = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
-            out_place = token_rows[:, None] * O_TOKEN + (heads[:, None] * O_HEAD + dims)
+            out_place = token_rows[:, None] * A.o_token + (heads[:, None] * A.o_head + dims)
             tl.store(out + out_place, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -172,7 +166,6 @@ def attend_uniform(
     cache: LayerCache,
     batch: Batch,
     constants: dict[str, Any],
-    config: UniformConfig,
     num_sms: int,
     counters: torch.Tensor,
     sinks: torch.Tensor,
@@ -184,7 +177,8 @@ def attend_uniform(
     """
     k_cache, v_cache, spec = cache
     heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
-    table, tile_tokens = batch.block_tables[spec.group], config.rows // (heads // kv_heads)
+    table, of_launch = batch.block_tables[spec.group], constants["A"]
+    tile_tokens = of_launch.m // of_launch.group
 
     def launch(first_seq: int, num_seqs: int, num_tokens: int, programs: int) -> None:
         # Why float32 even where nothing is written: another dtype would be another compilation.
@@ -194,14 +188,11 @@ def attend_uniform(
         uniform_kernel[(num_tokens // tile_tokens + num_seqs, kv_heads, programs)](
             out, part_out, part_lse, counters, q, k_cache, v_cache, sinks, table,
             batch.query_start_loc, batch.seq_lens, table.stride(0), first_seq, num_seqs, max_splits,
-            spec.k_scale, spec.v_scale,
-            O_TOKEN=out.stride(0), O_HEAD=out.stride(1), **constants,
-            M=config.rows, N=config.keys, SPLIT=config.split,
-            num_warps=config.warps, num_stages=config.stages,
+            spec.k_scale, spec.v_scale, **constants,
         )  # fmt: skip
 
     decodes, first = batch.num_decodes, 0
-    max_splits = triton.cdiv(min(batch.max_seq_len, window or batch.max_seq_len), config.split)
+    max_splits = triton.cdiv(min(batch.max_seq_len, window or batch.max_seq_len), of_launch.split)
     max_splits += window is not None  # the first and the last may be cut
     # Why 4 programs an SM: about as many as fit. From there on sharing splits gains nothing, so
     # those that share are always fewer than `NUM_COUNTERS`.

@@ -20,14 +20,14 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import zeros
 from nanoengine.kernels.cpu_linear import rounded
 from nanoengine.kernels.emit import I32, BFloat, Emit
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.jit import by_types, compiled
 
 KV_TILE = 64  # tokens between two updates of the running maximum
 
@@ -117,36 +117,24 @@ class CacheTile(Emit):
         return build.or_(high, build.lshr(second, ir.Constant(half, [16] * half.count)))
 
 
+@by_types()
 def numbers_a_word(array):
     """2 of an array of pairs of bfloat16 numbers, 1 of floats."""
-    raise TypeError("numbers_a_word is for compiled code")
-
-
-@overload(numbers_a_word)
-def _numbers_a_word(array):
     count = 2 if array.dtype in (types.uint16, types.uint32) else 1
     return lambda array: count
 
 
+@by_types()
 def words_of(cache):
     """A flat cache as `_tile` reads it: bfloat16 numbers two by two, floats as they are."""
-    raise TypeError("words_of is for compiled code")
-
-
-@overload(words_of)
-def _words_of(cache):
     if cache.dtype == types.uint16:
         return lambda cache: cache.view(np.uint32)
     return lambda cache: cache
 
 
+@by_types()
 def stored(x, cache):
     """A number as a cache holds it: rounded to bfloat16, half to even, or as it is."""
-    raise TypeError("stored is for compiled code")
-
-
-@overload(stored)
-def _stored(x, cache):
     if cache.dtype != types.uint16:
         return lambda x, cache: x
     return lambda x, cache: np.uint16(bfloat16(x))
@@ -157,7 +145,7 @@ def ask_to_write(typing, array, at):
     """Prefetches the line of a place of a flat array, which will be written."""
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, types.Array(types.float32, 1, "C"))
+        emit = Emit(context, builder)
         emit.prefetch(emit.pointer(array, args[0], args[1]), write=True)
         return context.get_dummy_value()
 
@@ -423,7 +411,7 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
         lanes = [word(i * emit.width) for i in range(VECTORS)]
         shrink = emit.pointer(factors, args[4], row)
         tile = Sums(emit, c_rows, lanes, shrink, paired=paired, dots=dots)
-        line = emit.counter(emit.pointer(b, *args[6:8]))
+        line = emit.variable(emit.pointer(b, *args[6:8]))
         turns = KV_TILE // (2 if paired else 1) // after.vectors
 
         def step(i):
@@ -440,14 +428,10 @@ def _add_and_weigh(typing, scores, weights, maximum, total, factors, row, b, b_a
     return signature, codegen
 
 
+@by_types()
 def adds_beside(scores, weights, cache):
     """Whether `_add_and_weigh` is for these arrays: where the registers hold what its two halves
     need, and a power is a few steps."""
-    raise TypeError("adds_beside is for compiled code")
-
-
-@overload(adds_beside)
-def _adds_beside(scores, weights, cache):
     in_halves = cache.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
     fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32 and not in_halves
     return lambda scores, weights, cache: fits
@@ -474,14 +458,10 @@ def weigh_and_add(scores, rows, maximum, total, factors, weights, b, b_at, sums,
             )  # fmt: skip
 
 
+@by_types()
 def place_of_weights(scores, operand):
     """Where `softmax_step` leaves the weights that are multiplied: `operand` is an array of their
     type."""
-    raise TypeError("place_of_weights is for compiled code")
-
-
-@overload(place_of_weights)
-def _place_of_weights(scores, operand):
     if operand.dtype == types.uint32:
         return lambda scores, operand: zeros((len(scores), KV_TILE // 2), np.uint32)
     return lambda scores, operand: scores

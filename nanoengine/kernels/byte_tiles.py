@@ -29,10 +29,9 @@ from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
-from nanoengine.kernels.tiles import FLOAT, I8, I64, LINE, PANEL, new_function, switched
+from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
-I16 = ir.IntType(16)
 OTHERS = 11  # registers that a tile of int4 needs beside its sums and results
 
 
@@ -66,8 +65,7 @@ class ByteTile(Emit):
     """Writes dot products of bytes, in whatever way the CPU has."""
 
     def __init__(self, builder, isa: ISA):
-        super().__init__(None, builder, types.Array(types.float32, 1, "C"), isa.byte_bits)
-        self.isa = isa
+        super().__init__(None, builder, bits=isa.byte_bits, isa=isa)
         self.pairs = ir.VectorType(I16, 2 * self.width)
         self.bytes = ir.VectorType(I8, 4 * self.width)
         self.vectors = PANEL // self.width  # of a panel
@@ -174,58 +172,51 @@ class ByteTile(Emit):
         weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
         return build.add(total, build.add(build.mul(weight, value), odd))
 
-    def finish(self, totals, factors, w_scales, bias, outputs):
+    def finish(self, totals, of, outputs):
         """outputs[r] = totals[r] * (scale of the row * scale of the output) + bias."""
+        factors = self.rows(of.x_scales, I64(1), len(totals))
         for of_row, factor, line in zip(totals, factors, outputs, strict=True):
             factor = self.broadcast(factor)
             for i, total in enumerate(of_row):
                 at = i * self.width
-                scale = self.builder.fmul(factor, self.get(self.vector, w_scales, at))
-                result = self.fma(total, scale, self.get(self.vector, bias, at))
+                scale = self.builder.fmul(factor, self.get(self.vector, of.w_scales, at))
+                result = self.fma(total, scale, self.get(self.vector, of.bias, at))
                 self.store(result, self.at(line, I64(at)))
 
 
-def tile8(module, isa: ISA, rows: int, panels: int):
-    """The function of one tile of int8 weights:
+@tile_function(
+    "byte* x, x_stride, int* starts, float* x_scales, byte* w, w_stride, turns, float* w_scales,"
+    " float* bias, float* out, out_stride, ahead, ahead_stride"
+)
+def tile8(builder, isa: ISA, of, rows: int, panels: int):
+    """A tile of int8 weights: out[r, j] = (starts[r] + x[r] . w[j]) * x_scales[r] * w_scales[j] +
+    bias[j], over 4 * turns inputs.
 
-        (byte* x, x_stride, int* starts, float* x_scales, byte* w, w_stride, turns,
-         float* w_scales, float* bias, float* out, out_stride, ahead, ahead_step)
-
-    out[r, j] = (starts[r] + x[r] . w[j]) * x_scales[r] * w_scales[j] + bias[j], over 4 * turns
-    inputs. Strides are bytes, out's floats; each turn prefetches the byte `ahead` + turn *
-    `ahead_step` after a panel's first.
+    Strides are bytes, out's floats; each turn prefetches the byte `ahead` + turn * `ahead_stride`
+    after a panel's first.
     """
-    at_byte, at_int, real = (kind.as_pointer() for kind in (I8, I32, FLOAT))
-    arguments = [
-        at_byte, I64, at_int, real, at_byte, I64, I64, real, real, real, I64, I64, I64
-    ]  # fmt: skip
-    function, builder = new_function(module, f"int8_{rows}x{panels}_{isa.name}", arguments)
-    if builder is None:
-        return function
-    (x, x_stride, starts, x_scales, w, w_stride, turns, w_scales, bias, out, out_stride, ahead,
-     ahead_step) = function.args  # fmt: skip
     tile = ByteTile(builder, isa)
-    inputs, outputs = tile.rows(x, x_stride, rows), tile.rows(out, out_stride, rows)
+    inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
     for line in outputs:
         tile.prefetch(line, write=True)
-    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
     # Why: one row of one panel would wait for its own sums.
     chains = max(1, 4 // (rows * panels * tile.vectors))
     zero = tile.every(0)
     cells = [
         [
-            [tile.counter(first if c == 0 else zero) for c in range(chains)]
+            [tile.variable(first if c == 0 else zero) for c in range(chains)]
             for first in [tile.splat(builder.load(start), tile.words)] * (tile.vectors * panels)
         ]
-        for start in tile.rows(starts, I64(1), rows)
+        for start in tile.rows(of.starts, I64(1), rows)
     ]
 
     def turn(index):
         at = builder.mul(index, I64(4 * chains))
         for c in range(chains):
-            for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+            for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
                 tile.prefetch(line, level=1 if rows > 1 else 0)
-            lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+            lines = tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels)
             weights = [
                 tile.prepared(tile.get(tile.bytes, line, v * tile.bytes.count))
                 for line in lines
@@ -237,7 +228,7 @@ def tile8(module, isa: ISA, rows: int, panels: int):
                     builder.store(tile.add8(builder.load(cell[c]), weight, value), cell[c])
 
     unroll = 2 if rows * panels * tile.vectors * chains <= 8 else 1
-    tile.loop(builder.udiv(turns, I64(chains)), turn, unroll)
+    tile.loop(builder.udiv(of.turns, I64(chains)), turn, unroll)
     totals = [
         [
             builder.sitofp(functools.reduce(builder.add, map(builder.load, cell)), tile.vector)
@@ -245,40 +236,28 @@ def tile8(module, isa: ISA, rows: int, panels: int):
         ]
         for of_row in cells
     ]
-    tile.finish(totals, tile.rows(x_scales, I64(1), rows), w_scales, bias, outputs)
-    builder.ret_void()
-    return function
+    tile.finish(totals, of, outputs)
 
 
-def tile4(module, isa: ISA, zeroed: bool, rows: int):
-    """The function of one tile of a panel of int4 weights:
+@tile_function(
+    "byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units,"
+    " half* scales, half* zeros, units_a_group, float* w_scales, float* bias, float* out,"
+    " out_stride, ahead, ahead_stride"
+)
+def tile4(builder, isa: ISA, of, zeroed: bool, rows: int):
+    """A tile of a panel of int4 weights: out[r, j] = x_scales[r] * w_scales[j] * sum over groups of
+    scale[j] * (x . w - zero[j] * sum of x) + bias[j].
 
-        (byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units,
-         half* scales, half* zeros, units_a_group, float* w_scales, float* bias, float* out,
-         out_stride, ahead, ahead_step)
-
-    out[r, j] = x_scales[r] * w_scales[j] * sum over groups of scale[j] * (x . w - zero[j] * sum of
-    x) + bias[j]. `offsets` holds -8 times the sum of each unit of 32 inputs: w is stored plus 8.
-    All whole numbers here are below 2^24, so exact as floats. Each eight inputs prefetch a line's
-    `ahead_step` bytes, from `ahead` after a panel's first.
+    `offsets` holds -8 times the sum of each unit of 32 inputs: w is stored plus 8. All whole
+    numbers here are below 2^24, so exact as floats. Each eight inputs prefetch a line's
+    `ahead_stride` bytes, from `ahead` after a panel's first.
     """
-    at_byte, at_int, real, half = (kind.as_pointer() for kind in (I8, I32, FLOAT, I16))
-    arguments = [
-        at_byte, I64, at_int, I64, real, at_byte, I64, half, half, I64, real, real, real, I64, I64,
-        I64,
-    ]  # fmt: skip
-    name = f"int4_{'zeros_' if zeroed else ''}{rows}_{isa.name}"
-    function, builder = new_function(module, name, arguments)
-    if builder is None:
-        return function
-    (x, x_stride, offsets, offsets_stride, x_scales, w, units, scales, zeros, units_a_group,
-     w_scales, bias, out, out_stride, ahead, ahead_step) = function.args  # fmt: skip
     tile = ByteTile(builder, isa)
-    inputs, outputs = tile.rows(x, x_stride, rows), tile.rows(out, out_stride, rows)
-    of_inputs = tile.rows(offsets, offsets_stride, rows)
+    inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
+    of_inputs = tile.rows(of.offsets, of.offsets_stride, rows)
     for line in outputs:
         tile.prefetch(line, write=True)
-    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
+    place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
     lanes = [I64(lane) for lane in range(0, PANEL, tile.width)]
     results = [[tile.at(line, lane) for lane in lanes] for line in outputs]
     # Why not where registers are few: LLVM would keep sums in memory, which are added to often.
@@ -288,17 +267,17 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int):
         tile.store(tile.constant(0.0), cell)
     # A group's place, and the units left in it: a division in this loop would cost as much as half
     # of its work.
-    group, left = tile.counter(I64(0)), tile.counter(units_a_group)
+    group, left = tile.variable(I64(0)), tile.variable(of.units_a_group)
 
     def turn(unit):
         for _ in range(UNIT // 8):
-            tile.prefetch(tile.moved(asked, ahead_step), level=1 if rows > 1 else 0)
+            tile.prefetch(tile.moved(asked, of.ahead_stride), level=1 if rows > 1 else 0)
         of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
         starts = [tile.at(row, unit) for row in of_inputs]
         sums = tile.unit_sums(tile.moved(place, I64(LINE * UNIT // 8)), of_unit, starts)
         at = builder.load(group)
-        of_scales = tile.of_group(tile.at(scales, at))
-        of_zeros = tile.of_group(tile.at(zeros, at)) if zeroed else of_scales
+        of_scales = tile.of_group(tile.at(of.scales, at))
+        of_zeros = tile.of_group(tile.at(of.zeros, at)) if zeroed else of_scales
         for start, of_sums, of_row in zip(starts, sums, results, strict=True):
             offset = builder.sitofp(tile.start(start), tile.vector)
             for total, scale, zero, cell in zip(of_sums, of_scales, of_zeros, of_row, strict=True):
@@ -308,37 +287,26 @@ def tile4(module, isa: ISA, zeroed: bool, rows: int):
                 tile.store(tile.fma(total, scale, tile.load(cell)), cell)
         remaining = builder.sub(builder.load(left), I64(1))
         ended = builder.icmp_signed("==", remaining, I64(0))
-        builder.store(builder.select(ended, units_a_group, remaining), left)
+        builder.store(builder.select(ended, of.units_a_group, remaining), left)
         builder.store(builder.add(at, builder.select(ended, I64(PANEL), I64(0))), group)
 
-    tile.loop(units, turn)
+    tile.loop(of.units, turn)
     totals = [[tile.load(cell) for cell in of_row] for of_row in results]
-    tile.finish(totals, tile.rows(x_scales, I64(1), rows), w_scales, bias, outputs)
-    builder.ret_void()
-    return function
+    tile.finish(totals, of, outputs)
 
 
-def tile16(module, isa: ISA, rows: int):
-    """The function of one tile of a panel of the screen's estimates:
-
-        (short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_step)
-
-    out[r, j] = x[r] . w[j] as floats over 4 * turns inputs; the rest as in `tile8`.
-    """
-    at_byte, at_short, real = (kind.as_pointer() for kind in (I8, I16, FLOAT))
-    arguments = [at_short, I64, at_byte, I64, real, I64, I64, I64]
-    function, builder = new_function(module, f"int16_{rows}_{isa.name}", arguments)
-    if builder is None:
-        return function
-    x, x_stride, w, turns, out, out_stride, ahead, ahead_step = function.args
+@tile_function("short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_stride")
+def tile16(builder, isa: ISA, of, rows: int):
+    """A tile of a panel of the screen's estimates: out[r, j] = x[r] . w[j] as floats over 4 * turns
+    inputs; the rest as in `tile8`."""
     tile = ByteTile(builder, isa)
     short = ir.VectorType(I8, tile.pairs.count)
-    inputs = tile.rows(x, x_stride, rows)
-    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
-    cells = [[tile.counter(tile.every(0)) for _ in range(tile.vectors)] for _ in inputs]
+    inputs = tile.rows(of.x, of.x_stride, rows)
+    place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
+    cells = [[tile.variable(tile.every(0)) for _ in range(tile.vectors)] for _ in inputs]
 
     def turn(index):
-        tile.prefetch(tile.moved(asked, ahead_step))
+        tile.prefetch(tile.moved(asked, of.ahead_stride))
         line = tile.moved(place, I64(LINE))
         first = builder.mul(index, I64(4))
         for pair in range(2):
@@ -354,13 +322,11 @@ def tile16(module, isa: ISA, rows: int):
                     total = tile.add16(builder.load(of_row[i]), weight, value)
                     builder.store(total, of_row[i])
 
-    tile.loop(turns, turn, unroll=2)
-    for of_row, line in zip(cells, tile.rows(out, out_stride, rows), strict=True):
+    tile.loop(of.turns, turn, unroll=2)
+    for of_row, line in zip(cells, tile.rows(of.out, of.out_stride, rows), strict=True):
         for i, cell in enumerate(of_row):
             total = builder.sitofp(builder.load(cell), tile.vector)
             tile.store(total, tile.at(line, I64(i * tile.width)))
-    builder.ret_void()
-    return function
 
 
 @intrinsic
@@ -368,7 +334,7 @@ def unit_sum(typing, values, at):
     """The sum of UNIT bytes from a place. Why written out: LLVM would add them one by one."""
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, types.Array(types.float32, 1, "C"))
+        emit = Emit(context, builder)
         numbers = emit.get(ir.VectorType(I8, UNIT), emit.pointer(values, args[0], args[1]))
         wide = builder.sext(numbers, ir.VectorType(I32, UNIT))
         return emit.call(f"llvm.vector.reduce.add.v{UNIT}i32", I32, wide)
@@ -376,84 +342,25 @@ def unit_sum(typing, values, at):
     return types.int32(values, at), codegen
 
 
-@intrinsic
-def multiply8(typing, x, x_at, x_stride, starts, x_scales, row, w, w_at, w_stride, turns,
-              w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride, rows,
-              panels):  # fmt: skip
-    """`tile8` for rows from `row` and outputs from `column`; a shape of `shapes8`."""
-    signature = types.void(x, x_at, x_stride, starts, x_scales, row, w, w_at, w_stride, turns,
-                           w_scales, bias, column, out, out_at, out_stride, ahead, ahead_stride,
-                           rows, panels)  # fmt: skip
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, out)
-        operands = [
-            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(starts, args[3], args[5]),
-            emit.pointer(x_scales, args[4], args[5]), emit.pointer(w, args[6], args[7]), args[8],
-            args[9], emit.pointer(w_scales, args[10], args[12]),
-            emit.pointer(bias, args[11], args[12]), emit.pointer(out, args[13], args[14]), args[15],
-            args[16], args[17],
-        ]  # fmt: skip
-
-        def make(count, of_panels):
-            return tile8(builder.module, CURRENT, count, of_panels)
-
-        switched(builder, args[18], args[19], shapes8(CURRENT), make, operands)
-        return context.get_dummy_value()
-
-    return signature, codegen
+@tile_call(shapes8, lambda module, kinds, rows, panels: tile8(module, CURRENT, rows, panels))
+def multiply8(x, x_at, x_stride, starts, row, x_scales, same_row, w, w_at, w_stride, turns,
+              w_scales, column, bias, same_column, out, out_at, out_stride, ahead, ahead_stride,
+              rows, panels):  # fmt: skip
+    """`tile8` for rows from `row` and outputs from `column`."""
 
 
-@intrinsic
-def multiply4(typing, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w,
-              w_at, units, scales, zeros, scales_at, units_a_group, w_scales, bias, column, out,
-              out_at, out_stride, ahead, ahead_stride, rows):  # fmt: skip
+@tile_call(
+    shapes4,
+    lambda module, kinds, rows, _: tile4(module, CURRENT, kinds[13].dtype == types.uint16, rows),
+)
+def multiply4(x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w, w_at, units,
+              scales, scales_at, zeros, zeros_at, units_a_group, w_scales, column, bias,
+              same_column, out, out_at, out_stride, ahead, ahead_stride, rows, one):  # fmt: skip
     """`tile4` for rows from `row` and the panel of outputs from `column`. There are zeros if they
     are of 16 bits."""
-    signature = types.void(x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w,
-                           w_at, units, scales, zeros, scales_at, units_a_group, w_scales, bias,
-                           column, out, out_at, out_stride, ahead, ahead_stride, rows)  # fmt: skip
-    zeroed = zeros.dtype == types.uint16
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, out)
-        half = I16.as_pointer()
-        operands = [
-            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(offsets, args[3], args[4]),
-            args[5], emit.pointer(x_scales, args[6], args[7]), emit.pointer(w, args[8], args[9]),
-            args[10], emit.pointer(scales, args[11], args[13]),
-            builder.bitcast(emit.pointer(zeros, args[12], args[13]), half), args[14],
-            emit.pointer(w_scales, args[15], args[17]), emit.pointer(bias, args[16], args[17]),
-            emit.pointer(out, args[18], args[19]), args[20], args[21], args[22],
-        ]  # fmt: skip
-
-        def make(count, _):
-            return tile4(builder.module, CURRENT, zeroed, count)
-
-        switched(builder, args[23], I64(1), shapes4(CURRENT), make, operands)
-        return context.get_dummy_value()
-
-    return signature, codegen
 
 
-@intrinsic
-def multiply16(typing, x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride, ahead,
-               ahead_stride, rows):  # fmt: skip
+@tile_call(shapes16, lambda module, kinds, rows, _: tile16(module, CURRENT, rows))
+def multiply16(x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride, ahead, ahead_stride,
+               rows, one):  # fmt: skip
     """`tile16` for one panel."""
-    signature = types.void(x, x_at, x_stride, w, w_at, turns, out, out_at, out_stride, ahead,
-                           ahead_stride, rows)  # fmt: skip
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, out)
-        operands = [
-            emit.pointer(x, args[0], args[1]), args[2], emit.pointer(w, args[3], args[4]),
-            args[5], emit.pointer(out, args[6], args[7]), args[8], args[9], args[10],
-        ]  # fmt: skip
-
-        def make(count, _):
-            return tile16(builder.module, CURRENT, count)
-
-        switched(builder, args[11], I64(1), shapes16(CURRENT), make, operands)
-        return context.get_dummy_value()
-
-    return signature, codegen

@@ -29,7 +29,6 @@ import math
 
 import numpy as np
 from numba import prange, types
-from numba.extending import overload
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.attention_tasks import (
@@ -64,7 +63,7 @@ from nanoengine.kernels.attention_tiles import (
     words_of,
 )
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
@@ -95,13 +94,10 @@ def _softcap(scores, first_row, rows, softcap):
             row[t] = np.copysign(cap * (one - e) / (one + e), x)
 
 
+@by_types(FASTMATH)
 def take_query(tile, r, q, at, scale):
     """tile[r] = the query from `at`, scaled; rounded, if the tile is of pairs."""
-    raise TypeError("take_query is for compiled code")
 
-
-@overload(take_query, jit_options={"fastmath": set(FASTMATH)})
-def _take_query(tile, r, q, at, scale):
     def floats(tile, r, q, at, scale):
         line, query = tile[r], q[at : at + tile.shape[1]]  # indexed from 0, or LLVM gathers
         for d in range(len(line)):

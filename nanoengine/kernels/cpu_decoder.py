@@ -27,14 +27,14 @@ heads, D head dim.
 from __future__ import annotations
 
 from numba import types
-from numba.extending import overload
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import ask_for_slots, attend, combine
 from nanoengine.kernels.cpu_layers import (
+    ADDS,
+    ALONE,
     FASTMATH,
     SMALL,
-    add_rms_norm,
     gate,
     rms_norm,
     rotate_and_store,
@@ -42,38 +42,26 @@ from nanoengine.kernels.cpu_layers import (
 from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
 from nanoengine.kernels.cpu_quantized import linear4, linear8
 from nanoengine.kernels.held import of_place
-from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.jit import by_types, compiled
 
 
+@by_types()
 def multiply(x, weight, out, workers):
     """out[T, outputs] = x[T, inputs] times the weight, by the kernel for its form."""
-    raise TypeError("multiply is for compiled code: call the kernel itself")
-
-
-@overload(multiply)
-def _multiply(x, weight, out, workers):
-    """Chooses the kernel when the caller is compiled."""
-    if len(weight) == 2 and weight[0].dtype == types.uint32:
-        return lambda x, weight, out, workers: linear_of_rounded(
-            x, weight[0], weight[1], out, workers
-        )
     if len(weight) == 2:
-        return lambda x, weight, out, workers: linear(x, weight[0], weight[1], out, workers)
-    if len(weight) == 3:
-        return lambda x, weight, out, workers: linear8(
-            x, weight[0], weight[1], weight[2], out, workers
-        )
-    kernel = linear4 if isinstance(weight[1], types.Array) else linear_dequantized
-    return lambda x, weight, out, workers: kernel(
-        x, weight[0], weight[1], weight[2], weight[3], weight[4], weight[5], out, workers
-    )
+        kernel = linear_of_rounded if weight[0].dtype == types.uint32 else linear
+    elif len(weight) == 3:
+        kernel = linear8
+    else:
+        kernel = linear4 if isinstance(weight[1], types.Array) else linear_dequantized
+    return lambda x, weight, out, workers: kernel(x, *weight, out, workers)
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _enter(x, residual, norm, eps, before, workers):
     """In place: residual += x, and x becomes the norm of it, or without a norm the same."""
     if before:
-        add_rms_norm(x, residual, norm, eps, workers)
+        rms_norm(x, residual, ADDS, norm, eps, x, workers)
     else:
         for t in range(len(x)):
             for i in range(x.shape[1]):
@@ -85,20 +73,16 @@ def _enter(x, residual, norm, eps, before, workers):
 def _leave(x, norm, eps, behind, scale, workers):
     """In place: what attention or MLP adds, normed where a norm is behind it, times the scale."""
     if behind:
-        rms_norm(x, norm, eps, x, workers)
+        rms_norm(x, x, ALONE, norm, eps, x, workers)
     if scale != 1:
         for t in range(len(x)):
             for i in range(x.shape[1]):
                 x[t, i] *= scale
 
 
+@by_types(FASTMATH)
 def gated_mlp(x, mlp, eps, behind, factor, workers):
     """In place: x [L, N] becomes what a gated MLP gives; nothing where `mlp` is ()."""
-    raise TypeError("gated_mlp is for compiled code")
-
-
-@overload(gated_mlp, jit_options={"fastmath": set(FASTMATH)})
-def _gated_mlp(x, mlp, eps, behind, factor, workers):
     if len(mlp) == 0:
         return lambda x, mlp, eps, behind, factor, workers: None
 

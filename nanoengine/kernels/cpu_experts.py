@@ -25,21 +25,20 @@ from __future__ import annotations
 
 import numpy as np
 from numba import prange, types
-from numba.extending import overload
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_layers import gate
+from nanoengine.kernels.cpu_layers import FIRST, gate
 from nanoengine.kernels.cpu_linear import (
+    as_read,
     dequantized_panels,
     linear,
     linear_panels,
-    pair_rows,
-    round_rows,
+    rounded_rows,
 )
 from nanoengine.kernels.cpu_quantized import linear4_panels, linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.exp import exp
-from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.shares import share_of
 from nanoengine.kernels.tiles import PANEL
 
 READING = 6  # rows that a panel could be multiplied with while it is read
@@ -51,30 +50,11 @@ SMALL = 16384  # numbers; about 4 us of work, twice the price of a parallel regi
 FASTMATH = ("nsz",)
 
 
+@by_types()
 def prepared(x, weight, num_workers):
     """x [R, K] as the kernel for the weight's form reads it: a tuple of arrays, rows first."""
-    raise TypeError("prepared is for compiled code")
-
-
-@overload(prepared)
-def _prepared(x, weight, num_workers):
-    """Chooses when the caller is compiled."""
     if len(weight) == 4 and weight[0].dtype == types.uint32:
-        if CURRENT.bf16_dots == "vdpbf16ps":
-
-            def pairs(x, weight, num_workers):
-                out = empty((len(x), x.shape[1] // 2), np.uint32)
-                pair_rows(x, out, num_workers)
-                return (out,)
-
-            return pairs
-
-        def rounded(x, weight, num_workers):
-            out = empty(x.shape, np.float32)
-            round_rows(x, out, num_workers)
-            return (out,)
-
-        return rounded
+        return lambda x, weight, num_workers: (rounded_rows(x, num_workers),)
     if len(weight) == 6:
 
         def of_bytes(x, weight, num_workers):
@@ -87,62 +67,49 @@ def _prepared(x, weight, num_workers):
     return lambda x, weight, num_workers: (x,)
 
 
-def as_read(w):
-    """bfloat16 weights in pairs as `linear` reads them on this CPU; others as they are."""
-    raise TypeError("as_read is for compiled code")
+@by_types()
+def rows_of(inputs, first, last):
+    """Rows first ... last - 1 of what `prepared` gave."""
+    if len(inputs) == 1:
+        return lambda inputs, first, last: (inputs[0][first:last],)
+    return lambda inputs, first, last: (
+        inputs[0][first:last], inputs[1][first:last], inputs[2][first:last]
+    )  # fmt: skip
 
 
-@overload(as_read)
-def _as_read(w):
-    if w.dtype == types.uint32 and CURRENT.bf16_dots != "vdpbf16ps":
-        return lambda w: w.view(np.uint16)
-    return lambda w: w
+@by_types()
+def of_expert(weight, e):
+    """One expert's weight, as the kernel for its form reads it."""
+    forms = {
+        4: lambda weight, e: (as_read(weight[0][e * weight[1] :]), weight[2][e * weight[3] :]),
+        6: lambda weight, e: (
+            weight[0][e * weight[1] :], weight[2][e * weight[3] :], weight[4][e * weight[5] :]
+        ),
+        11: lambda weight, e: (
+            weight[0][e * weight[1] :], weight[2][e * weight[3] :], weight[4][e * weight[5] :],
+            weight[6][e * weight[7] :], weight[8], weight[9][e * weight[10] :],
+        ),
+        10: lambda weight, e: (
+            weight[0][e * weight[1] :], weight[2], weight[3][e * weight[4] :],
+            weight[5][e * weight[6] :], weight[7], weight[8][e * weight[9] :],
+        ),
+    }  # fmt: skip
+    return forms[len(weight)]
 
 
+KERNELS = {4: linear_panels, 6: linear8_panels, 11: linear4_panels, 10: dequantized_panels}
+
+
+@by_types()
 def panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
     """out[first : last] for panels lo ... hi - 1 of one expert's weight; inputs: of `prepared`."""
-    raise TypeError("panels_of_expert is for compiled code")
+    kernel = KERNELS[len(weight)]
 
+    def panels(inputs, weight, expert, first, last, lo, hi, out):
+        rows, operands = rows_of(inputs, first, last), of_expert(weight, expert)
+        kernel(*rows, *operands, out[first:last], lo, hi)
 
-@overload(panels_of_expert)
-def _panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
-    if len(weight) == 4:
-
-        def floats(inputs, weight, expert, first, last, lo, hi, out):
-            w, bias = weight[0][expert * weight[1] :], weight[2][expert * weight[3] :]
-            linear_panels(inputs[0][first:last], as_read(w), bias, out[first:last], lo, hi)
-
-        return floats
-    if len(weight) == 6:
-
-        def of_bytes(inputs, weight, expert, first, last, lo, hi, out):
-            linear8_panels(
-                inputs[0][first:last], inputs[1][first:last], inputs[2][first:last],
-                weight[0][expert * weight[1] :], weight[2][expert * weight[3] :],
-                weight[4][expert * weight[5] :], out[first:last], lo, hi,
-            )  # fmt: skip
-
-        return of_bytes
-    if len(weight) == 11:
-
-        def of_halves(inputs, weight, expert, first, last, lo, hi, out):
-            linear4_panels(
-                inputs[0][first:last], inputs[1][first:last], inputs[2][first:last],
-                weight[0][expert * weight[1] :], weight[2][expert * weight[3] :],
-                weight[4][expert * weight[5] :], weight[6][expert * weight[7] :], weight[8],
-                weight[9][expert * weight[10] :], out[first:last], lo, hi,
-            )  # fmt: skip
-
-        return of_halves
-
-    def dequantized(inputs, weight, expert, first, last, lo, hi, out):
-        dequantized_panels(
-            inputs[0][first:last], weight[0][expert * weight[1] :], weight[2],
-            weight[3][expert * weight[4] :], weight[5][expert * weight[6] :], weight[7],
-            weight[8][expert * weight[9] :], out[first:last], lo, hi,
-        )  # fmt: skip
-
-    return dequantized
+    return panels
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -275,15 +242,18 @@ def _gather(x, order, taken, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _gather_parallel(x, order, taken, out, num_workers):
-    for w in prange(num_workers):
-        lo, hi = len(out) * w // num_workers, len(out) * (w + 1) // num_workers
-        _gather(x, order, taken, out, lo, hi)
+def gather(x, order, taken, out, num_workers):
+    """out[r] = the row of x of the token that place order[r] is of."""
+    if out.size <= SMALL:
+        _gather(x, order, taken, out, FIRST, len(out))
+    else:
+        for w in prange(num_workers):
+            lo, hi = share_of(len(out), w, num_workers)
+            _gather(x, order, taken, out, lo, hi)
 
 
 @compiled(fastmath=FASTMATH)
 def _add(results, order, taken, weights, out, lo, hi):
-    """out[token, lo : hi] += weight * result, in the order of the rows."""
     flat = weights.reshape(-1)
     for r in range(len(results)):
         row, result, weight = out[order[r] // taken], results[r], flat[order[r]]
@@ -292,11 +262,14 @@ def _add(results, order, taken, weights, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _add_parallel(results, order, taken, weights, out, num_workers):
-    size = out.shape[1]
-    for w in prange(num_workers):
-        lo, hi = size * w // num_workers, size * (w + 1) // num_workers
-        _add(results, order, taken, weights, out, lo, hi)
+def add(results, order, taken, weights, out, num_workers):
+    """out[token] += weight * result, in the order of the rows."""
+    if results.size <= SMALL:
+        _add(results, order, taken, weights, out, FIRST, out.shape[1])
+    else:
+        for w in prange(num_workers):
+            lo, hi = share_of(out.shape[1], w, num_workers)
+            _add(results, order, taken, weights, out, lo, hi)
 
 
 @compiled(fastmath=FASTMATH)
@@ -313,17 +286,11 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
         rows = empty((len(part), x.shape[1]), x.dtype)
         both = empty((len(part), 2 * inner), x.dtype)
         gated = empty((len(part), inner), x.dtype)
-        if rows.size <= SMALL:
-            _gather(x, part, taken, rows, 0, len(part))
-        else:
-            _gather_parallel(x, part, taken, rows, num_workers)
+        gather(x, part, taken, rows, num_workers)
         _multiply(prepared(rows, gate_up, num_workers), gate_up, edges, both, num_workers)
         gate(both, activation, gated, num_workers)
         _multiply(prepared(gated, down, num_workers), down, edges, rows, num_workers)
-        if rows.size <= SMALL:
-            _add(rows, part, taken, weights, out, 0, out.shape[1])
-        else:
-            _add_parallel(rows, part, taken, weights, out, num_workers)
+        add(rows, part, taken, weights, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH)

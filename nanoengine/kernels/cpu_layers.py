@@ -19,12 +19,14 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.shares import share_of
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
 SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
 NO_NORM, EACH_HEAD, TOGETHER = 0, 1, 2  # how query and key heads are normed
-FIRST = np.int64(0)  # Why not 0: numba compiles a function once more for a literal
+# Why numpy's: numba compiles a function once more for each literal.
+FIRST, ADDS, ALONE = np.int64(0), np.bool_(True), np.bool_(False)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -34,21 +36,6 @@ def _scale_of_row(row, eps):
     for i in range(len(row)):
         total += row[i] * row[i]
     return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _norm_row(x, weight, eps, out):
-    scale = _scale_of_row(x, eps)
-    for i in range(len(x)):
-        out[i] = x[i] * scale * weight[i]
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _add_norm_row(x, residual, weight, eps):
-    """residual += x; x = norm(residual) * weight."""
-    for i in range(len(x)):
-        residual[i] += x[i]
-    _norm_row(residual, weight, eps, x)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -94,46 +81,37 @@ GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """Activation -> what `gate` calls it."""
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _norm_row(x, weight, eps, out):
+    scale = _scale_of_row(x, eps)
+    for i in range(len(x)):
+        out[i] = x[i] * scale * weight[i]
+
+
 @compiled(fastmath=FASTMATH)
-def _norm_rows(x, weight, eps, out, lo, hi):
+def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
     for t in range(lo, hi):
-        _norm_row(x[t], weight, eps, out[t])
+        if adds:
+            row, added = residual[t], x[t]
+            for i in range(len(row)):
+                row[i] += added[i]
+            _norm_row(row, weight, eps, out[t])
+        else:
+            _norm_row(x[t], weight, eps, out[t])
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _norm_rows_parallel(x, weight, eps, out, workers):
-    for w in prange(workers):
-        _norm_rows(x, weight, eps, out, len(x) * w // workers, len(x) * (w + 1) // workers)
+def rms_norm(x, residual, adds, weight, eps, out, workers):
+    """out[t] = x[t] / rms(x[t]) * weight; all [T, N], weight [N]; out may be x.
 
-
-@compiled(fastmath=FASTMATH)
-def rms_norm(x, weight, eps, out, workers):
-    """out[t] = x[t] / rms(x[t]) * weight; x, out [T, N], weight [N]."""
+    adds: ADDS: residual += x, in place, and the norm is that of the residual; or ALONE.
+    """
     if x.size <= SMALL:
-        _norm_rows(x, weight, eps, out, FIRST, len(x))
+        _norm_rows(x, residual, adds, weight, eps, out, FIRST, len(x))
     else:
-        _norm_rows_parallel(x, weight, eps, out, workers)
-
-
-@compiled(fastmath=FASTMATH)
-def _add_norm_rows(x, residual, weight, eps, lo, hi):
-    for t in range(lo, hi):
-        _add_norm_row(x[t], residual[t], weight, eps)
-
-
-@compiled(parallel=True, fastmath=FASTMATH)
-def _add_norm_rows_parallel(x, residual, weight, eps, workers):
-    for w in prange(workers):
-        _add_norm_rows(x, residual, weight, eps, len(x) * w // workers, len(x) * (w + 1) // workers)
-
-
-@compiled(fastmath=FASTMATH)
-def add_rms_norm(x, residual, weight, eps, workers):
-    """In place: residual += x, then x = residual / rms(residual) * weight; all [T, N]."""
-    if x.size <= SMALL:
-        _add_norm_rows(x, residual, weight, eps, FIRST, len(x))
-    else:
-        _add_norm_rows_parallel(x, residual, weight, eps, workers)
+        for w in prange(workers):
+            lo, hi = share_of(len(x), w, workers)
+            _norm_rows(x, residual, adds, weight, eps, out, lo, hi)
 
 
 @compiled(fastmath=FASTMATH)
@@ -148,18 +126,14 @@ def _gate_rows(gate_up, kind, out, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _gate_rows_parallel(gate_up, kind, out, workers):
-    for w in prange(workers):
-        _gate_rows(gate_up, kind, out, len(out) * w // workers, len(out) * (w + 1) // workers)
-
-
-@compiled(fastmath=FASTMATH)
 def gate(gate_up, kind, out, workers):
     """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; `kind` is a value of `GATES`."""
     if out.size <= SMALL:
         _gate_rows(gate_up, kind, out, FIRST, len(out))
     else:
-        _gate_rows_parallel(gate_up, kind, out, workers)
+        for w in prange(workers):
+            lo, hi = share_of(len(out), w, workers)
+            _gate_rows(gate_up, kind, out, lo, hi)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -205,15 +179,6 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _rotate_tokens_parallel(
-    heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
-):
-    for w in prange(workers):
-        lo, hi = len(q) * w // workers, len(q) * (w + 1) // workers
-        _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi)
-
-
-@compiled(fastmath=FASTMATH)
 def rotate_and_store(
     heads, table, weight, eps, normed, slots, k_blocks, v_blocks, q, sizes, workers
 ):
@@ -230,20 +195,11 @@ def rotate_and_store(
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
     if heads.size <= SMALL:
         _rotate_tokens(
-            heads,
-            table,
-            weight,
-            eps,
-            normed,
-            slots,
-            k_cache,
-            v_cache,
-            q,
-            sizes,
-            FIRST,
-            len(q),
+            heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, FIRST, len(q)
         )
     else:
-        _rotate_tokens_parallel(
-            heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, workers
-        )
+        for w in prange(workers):
+            lo, hi = share_of(len(q), w, workers)
+            _rotate_tokens(
+                heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi
+            )

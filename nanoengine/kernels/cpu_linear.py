@@ -27,11 +27,11 @@ Legend: T rows of x, N outputs, K inputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
+from numba import prange, types
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.isa import CURRENT
-from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.shares import share_of
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
@@ -39,6 +39,8 @@ INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) s
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
 AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the hardware guesses
 MOST_FEW = max(FEW)
+DOTS = CURRENT.bf16_dots == "vdpbf16ps"
+ROUNDED = np.uint32 if DOTS else np.float32
 E2M1 = 2  # the form of 4-bit floats, see `linear_dequantized`
 PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 
@@ -55,17 +57,17 @@ def _rows_of_panels(
     """Some panels for any number of rows, in tiles as equal as can be: 8 rows are 4 + 4, not 6 + 2.
 
     Why equal: a tile of two rows waits for its own sums instead of keeping both FMA units busy.
-    Each tile prefetches its share of the panels `to_next` numbers further on. Why: if only the
+    Each tile prefetches its share of the panels `to_next` bytes further on. Why: if only the
     first tile read memory, memory would rest during the others.
     """
     tiles = -(-rows // ROWS)
-    share = -(-LINE // w.itemsize // tiles)  # numbers of each line of a panel
+    share = -(-LINE // tiles)  # bytes of each line of a panel
     lines = size * PANEL * w.itemsize // LINE
     for t in range(tiles):
         r = rows * t // tiles
-        tile(x, x_at + r * x_step, x_step, w, w_at, w_step, size, start, start_at + r * s_step,
-             s_step, out, out_at + r * o_step, o_step, to_next + t * share * lines, share,
-             rows * (t + 1) // tiles - r, panels)  # fmt: skip
+        tile(x, x_at + r * x_step, x_step, w, w_at, w_step * w.itemsize, lines, start,
+             start_at + r * s_step, s_step, out, out_at + r * o_step, o_step,
+             to_next + t * share * lines, share, rows * (t + 1) // tiles - r, panels)  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -101,7 +103,7 @@ def linear_panels(x, w, bias, out, lo, hi):
                 panels = at_once if p + at_once <= hi else 1
                 n, o = p * PANEL, row * num_outputs + p * PANEL
                 start, start_at, s_step = (bias, n, 0) if first == 0 else (outputs, o, num_outputs)
-                ahead = AHEAD // w.itemsize if few else panels * step
+                ahead = AHEAD if few else panels * step * w.itemsize
                 _rows_of_panels(rows, panels, inputs, a, num_inputs, w,
                                 p * step + first * PANEL, step, size, start, start_at, s_step,
                                 outputs, o, num_outputs, ahead)  # fmt: skip
@@ -113,7 +115,7 @@ def linear(x, w, bias, out, num_workers):
     """out[T, N] = x[T, K] @ weight^T + bias[N]; each worker takes a share of the panels of w.
 
     w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
-    bfloat16 as `pair_rows` makes them.
+    bfloat16 as `rounded_rows` makes them.
     """
     num_rows, num_outputs = out.shape
     num_panels = num_outputs // PANEL
@@ -127,50 +129,41 @@ def linear(x, w, bias, out, num_workers):
             )  # fmt: skip
 
 
-if CURRENT.bf16_dots == "vdpbf16ps":
-
-    @compiled(fastmath=FASTMATH)
-    def linear_of_rounded(x, w, bias, out, num_workers):
-        """`linear` of x [T, K] float32 rounded to bfloat16, added up in float32; w is flat uint32,
-        pairs of bfloat16."""
-        pairs = empty((len(x), x.shape[1] // 2), np.uint32)
-        pair_rows(x, pairs, num_workers)
-        linear(pairs, w, bias, out, num_workers)
-
-else:
-
-    @compiled(fastmath=FASTMATH)
-    def linear_of_rounded(x, w, bias, out, num_workers):
-        """The same on a CPU without products of bfloat16: both become float32 in registers."""
-        inputs = empty(x.shape, np.float32)
-        round_rows(x, inputs, num_workers)
-        linear(inputs, w.view(np.uint16), bias, out, num_workers)
-
-
-@compiled(parallel=True, fastmath=FASTMATH)
-def round_rows(x, out, num_workers):
-    """out [T, K] = x rounded to bfloat16, as float32."""
-    for worker in prange(num_workers):
-        for t in range(len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers):
-            row, bits = out[t].view(np.uint32), x[t].view(np.uint32)
-            for i in range(len(row)):
-                row[i] = rounded(bits[i]) << np.uint32(16)
+@by_types()
+def as_read(w):
+    """bfloat16 weights in pairs as `linear` reads them on this CPU; others as they are."""
+    if w.dtype == types.uint32 and not DOTS:
+        return lambda w: w.view(np.uint16)
+    return lambda w: w
 
 
 @compiled(fastmath=FASTMATH)
-def _pair_rows(x, pairs, lo, hi):
+def _round_rows(x, out, lo, hi):
     for t in range(lo, hi):
-        row, bits = pairs[t], x[t].view(np.uint32)
+        row, bits = out[t].view(np.uint32), x[t].view(np.uint32)
         for i in range(len(row)):
-            row[i] = rounded(bits[2 * i]) << np.uint32(16) | rounded(bits[2 * i + 1])
+            if DOTS:
+                row[i] = rounded(bits[2 * i]) << np.uint32(16) | rounded(bits[2 * i + 1])
+            else:
+                row[i] = rounded(bits[i]) << np.uint32(16)
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def pair_rows(x, pairs, num_workers):
-    """pairs[t, i] = inputs 2 i (high half) and 2 i + 1 of x [T, K], rounded to bfloat16."""
+def rounded_rows(x, num_workers):
+    """x [T, K] rounded to bfloat16: pairs of inputs [T, K / 2], the first in the high half, or
+    float32 on a CPU without products of bfloat16, where both become that in registers."""
+    out = empty((len(x), x.shape[1] // 2 if DOTS else x.shape[1]), ROUNDED)
     for worker in prange(num_workers):
-        lo, hi = len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers
-        _pair_rows(x, pairs, lo, hi)
+        lo, hi = share_of(len(x), worker, num_workers)
+        _round_rows(x, out, lo, hi)
+    return out
+
+
+@compiled(fastmath=FASTMATH)
+def linear_of_rounded(x, w, bias, out, num_workers):
+    """`linear` of x [T, K] float32 rounded to bfloat16, added up in float32; w is flat uint32,
+    pairs of bfloat16."""
+    linear(rounded_rows(x, num_workers), as_read(w), bias, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -226,32 +219,27 @@ def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
 @compiled(fastmath=FASTMATH)
 def dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi):
     """`linear_dequantized` for the outputs of panels lo ... hi - 1: what one worker does."""
-    num_rows, size = x.shape
-    num_outputs = out.shape[1]
-    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
+    (num_rows, size), num_outputs = x.shape, out.shape[1]
     inputs, outputs, step = x.reshape(-1), out.reshape(-1), size * PANEL
-    floats = empty((PANELS * step,), np.float32)
-    aside = empty((ROW_BLOCK * PANEL,), np.float32)
-    p, whole = lo, hi - 1 if rest and hi == num_panels else hi
+    floats, p = empty((PANELS * step,), np.float32), lo
     while p < hi:
-        panels = PANELS if p + PANELS <= whole else 1
+        panels, n = PANELS if p + PANELS <= hi else 1, p * PANEL
         for i in range(panels):
             panel = floats[i * step : (i + 1) * step]
             _dequantize(w, p + i, form, scales, zeros, group_size, size, panel)
-        n = p * PANEL
         for row in range(0, num_rows, ROW_BLOCK):
-            rows, a = min(ROW_BLOCK, num_rows - row), row * size
-            # Why one call: the compiler writes out all tiles at each.
-            to, o, o_step = (outputs, row * num_outputs + n, num_outputs)
-            if p >= whole:
-                to, o, o_step = (aside, 0, PANEL)
-            _rows_of_panels(rows, panels, inputs, a, size, floats, 0, step, size, bias, n, 0,
-                            to, o, o_step, 0)  # fmt: skip
-            if p >= whole:
-                for r in range(rows):
-                    for j in range(rest):
-                        outputs[(row + r) * num_outputs + n + j] = aside[r * PANEL + j]
+            rows = min(ROW_BLOCK, num_rows - row)
+            _rows_of_panels(rows, panels, inputs, row * size, size, floats, 0, step, size, bias, n,
+                            0, outputs, row * num_outputs + n, num_outputs, 0)  # fmt: skip
         p += panels
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def keep_outputs(room, out):
+    """Copies to out [T, N] what was computed in a room for whole panels."""
+    for t in range(len(out)):
+        for n in range(out.shape[1]):
+            out[t, n] = room[t, n]
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
@@ -265,9 +253,12 @@ def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_wor
     if len(x) == 0:
         return  # or each panel would be made floats for nobody
     panels = -(-out.shape[1] // PANEL)
+    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     for worker in prange(num_workers):
         lo, hi = share_of(panels, worker, num_workers)
-        dequantized_panels(x, w, form, scales, zeros, group_size, bias, out, lo, hi)
+        dequantized_panels(x, w, form, scales, zeros, group_size, bias, room, lo, hi)
+    if out.shape[1] % PANEL:
+        keep_outputs(room, out)
 
 
 @compiled(fastmath=FASTMATH)
@@ -277,12 +268,9 @@ def _pack_panel(p, weight, num_inputs, num_outputs, in_pairs):
     rows = panel.copy()
     for j in range(width):
         row = rows[j * num_inputs : (j + 1) * num_inputs]
-        if in_pairs:
-            for k in range(num_inputs):
-                panel[(k // 2 * width + j) * 2 + 1 - k % 2] = row[k]
-        else:
-            for k in range(num_inputs):
-                panel[k * width + j] = row[k]
+        for k in range(num_inputs):
+            at = (k // 2 * width + j) * 2 + 1 - k % 2 if in_pairs else k * width + j
+            panel[at] = row[k]
 
 
 @compiled(parallel=True, fastmath=FASTMATH)

@@ -23,14 +23,8 @@ import numpy as np
 from numba import prange
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import (
-    UNIT,
-    multiply4,
-    multiply8,
-    shapes4,
-    shapes8,
-    unit_sum,
-)
+from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8, unit_sum
+from nanoengine.kernels.cpu_linear import keep_outputs
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.shares import share_of
@@ -41,6 +35,7 @@ ROWS4, _ = max(shapes4(CURRENT))
 OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
+FIRST = np.int64(0)  # Why numpy's: numba compiles a function once more for a literal
 # Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
 # ahead.
 AHEAD = 16384  # bytes
@@ -87,13 +82,6 @@ def _quantize_rows(x, values, scales, offsets, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _quantize_rows_parallel(x, values, scales, offsets, num_workers):
-    for worker in prange(num_workers):
-        lo, hi = len(x) * worker // num_workers, len(x) * (worker + 1) // num_workers
-        _quantize_rows(x, values, scales, offsets, lo, hi)
-
-
-@compiled(fastmath=FASTMATH)
 def quantize_rows(x, num_workers):
     """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and offsets
     [T, units] int32, -8 times the sum of each unit's values."""
@@ -102,71 +90,12 @@ def quantize_rows(x, num_workers):
     scales = empty((num_rows,), np.float32)
     offsets = empty((num_rows, padded // UNIT), np.int32)
     if num_rows <= FEW:
-        _quantize_rows(x, values, scales, offsets, 0, num_rows)
+        _quantize_rows(x, values, scales, offsets, FIRST, num_rows)
     else:
-        _quantize_rows_parallel(x, values, scales, offsets, num_workers)
+        for worker in prange(num_workers):
+            lo, hi = share_of(num_rows, worker, num_workers)
+            _quantize_rows(x, values, scales, offsets, lo, hi)
     return values, scales, offsets
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _keep(scratch, rows, width, out, out_at, out_step):
-    """Copies the outputs that exist of a panel that was computed aside."""
-    for r in range(rows):
-        for j in range(width):
-            out[out_at + r * out_step + j] = scratch[r * PANEL + j]
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _panels8(rows, row, panels, x, size, starts, x_scales, w, p, ahead, w_scales, bias,
-             out, out_at, out_step):  # fmt: skip
-    """Some int8 panels from p for `rows` rows from `row`, in tiles as equal as can be.
-
-    Each tile prefetches its share of the panels `ahead`, so that memory never rests.
-    """
-    tiles, turns = -(-rows // ROWS8), size // 4
-    share = -(-LINE // tiles)  # bytes for each turn
-    for t in range(tiles):
-        r = rows * t // tiles
-        first = row + r
-        multiply8(x, first * size, size, starts, x_scales, first, w, p * PANEL * size, PANEL * size,
-                  turns, w_scales, bias, p * PANEL, out, out_at + r * out_step, out_step,
-                  ahead + t * share * turns, share, rows * (t + 1) // tiles - r,
-                  panels)  # fmt: skip
-
-
-@compiled(fastmath=FASTMATH)
-def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
-    """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does."""
-    num_rows, size = values.shape
-    num_outputs = out.shape[1]
-    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
-    x, flat, step = values.reshape(-1), out.reshape(-1), PANEL * size
-    few = num_rows <= ROWS8
-    at_once = 1 if few else PANELS8
-    scratch = empty((ROW_BLOCK * PANEL,), np.float32)
-    whole = hi - 1 if rest and hi == num_panels else hi
-    for row in range(0, num_rows, ROW_BLOCK):
-        rows, p = min(ROW_BLOCK, num_rows - row), lo
-        while p < hi:
-            panels = at_once if p + at_once <= whole else 1
-            ahead = AHEAD if few else panels * step
-            # Why one call: the compiler writes out all tiles at each.
-            to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
-            if p >= whole:
-                to, o, o_step = (scratch, 0, PANEL)
-            _panels8(rows, row, panels, x, size, starts, x_scales, w, p, ahead, w_scales, bias,
-                     to, o, o_step)  # fmt: skip
-            if p >= whole:
-                _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
-            p += panels
-
-
-@compiled(parallel=True, fastmath=FASTMATH)
-def _multiply8(values, x_scales, starts, w, w_scales, bias, out, num_workers):
-    panels = -(-out.shape[1] // PANEL)
-    for worker in prange(num_workers):
-        lo, hi = share_of(panels, worker, num_workers)
-        linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -179,68 +108,74 @@ def sums8(offsets):
 
 
 @compiled(fastmath=FASTMATH)
+def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
+    """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
+
+    Rows go in tiles as equal as can be. Each tile prefetches its share of the panels ahead, so that
+    memory never rests.
+    """
+    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    x, flat, step, turns = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
+    few = num_rows <= ROWS8
+    at_once = 1 if few else PANELS8
+    for row in range(0, num_rows, ROW_BLOCK):
+        rows, p = min(ROW_BLOCK, num_rows - row), lo
+        tiles = -(-rows // ROWS8)
+        share = -(-LINE // tiles)  # bytes for each turn
+        while p < hi:
+            panels = at_once if p + at_once <= hi else 1
+            ahead = AHEAD if few else panels * step
+            for t in range(tiles):
+                first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
+                n = p * PANEL
+                multiply8(x, first * size, size, starts, first, x_scales, first, w, p * step, step,
+                          turns, w_scales, n, bias, n, flat, first * num_outputs + n, num_outputs,
+                          ahead + t * share * turns, share, last - first, panels)  # fmt: skip
+            p += panels
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
 def linear8(x, w, w_scales, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
     w is packed int8; its scales and the bias are padded to whole panels.
     """
     values, x_scales, offsets = quantize_rows(x, num_workers)
-    _multiply8(values, x_scales, sums8(offsets), w, w_scales, bias, out, num_workers)
-
-
-@compiled(fastmath=FASTMATH, part=True)
-def _panel4(rows, row, x, size, offsets, x_scales, w, p, ahead, scales, zeros, groups,
-            units_a_group, w_scales, bias, out, out_at, out_step):  # fmt: skip
-    """One int4 panel for `rows` rows from `row`, in tiles as equal as can be; see `_panels8`."""
-    tiles, units, step = -(-rows // ROWS4), size // UNIT, PANEL * size // 2
-    share = -(-LINE // tiles)  # bytes for each eight inputs
-    for t in range(tiles):
-        r = rows * t // tiles
-        first = row + r
-        multiply4(x, first * size, size, offsets, first * units, units, x_scales, first,
-                  w, p * step, units, scales, zeros, p * groups * PANEL, units_a_group, w_scales,
-                  bias, p * PANEL, out, out_at + r * out_step, out_step,
-                  ahead + t * share * units * 4, share, rows * (t + 1) // tiles - r)  # fmt: skip
+    starts, panels = sums8(offsets), -(-out.shape[1] // PANEL)
+    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
+    for worker in prange(num_workers):
+        lo, hi = share_of(panels, worker, num_workers)
+        linear8_panels(values, x_scales, starts, w, w_scales, bias, room, lo, hi)
+    if out.shape[1] % PANEL:
+        keep_outputs(room, out)
 
 
 @compiled(fastmath=FASTMATH)
 def linear4_panels(
     values, x_scales, offsets_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi,
 ):  # fmt: skip
-    """`linear4` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does."""
-    num_rows, size = values.shape
-    num_outputs = out.shape[1]
-    num_panels, rest = -(-num_outputs // PANEL), num_outputs % PANEL
-    groups, step = -(-(size // UNIT) // units_a_group), PANEL * size // 2
+    """`linear4` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
+    Tiles are as in `linear8_panels`."""
+    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    units, step = size // UNIT, PANEL * size // 2
+    of_panel = -(-units // units_a_group) * PANEL  # scales
     x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
-    few = num_rows <= ROWS4
-    scratch = empty((ROW_BLOCK * PANEL,), np.float32)
-    whole = hi - 1 if rest and hi == num_panels else hi
+    ahead = AHEAD if num_rows <= ROWS4 else step
     for row in range(0, num_rows, ROW_BLOCK):
         rows = min(ROW_BLOCK, num_rows - row)
+        tiles = -(-rows // ROWS4)
+        share = -(-LINE // tiles)  # bytes for each eight inputs
         for p in range(lo, hi):
-            to, o, o_step = (flat, row * num_outputs + p * PANEL, num_outputs)
-            if p >= whole:
-                to, o, o_step = (scratch, 0, PANEL)
-            _panel4(rows, row, x, size, offsets, x_scales, w, p, AHEAD if few else step, scales,
-                    zeros, groups, units_a_group, w_scales, bias, to, o, o_step)  # fmt: skip
-            if p >= whole:
-                _keep(scratch, rows, rest, flat, row * num_outputs + p * PANEL, num_outputs)
+            for t in range(tiles):
+                first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
+                n, g = p * PANEL, p * of_panel
+                multiply4(x, first * size, size, offsets, first * units, units, x_scales, first,
+                          w, p * step, units, scales, g, zeros, g, units_a_group, w_scales, n,
+                          bias, n, flat, first * num_outputs + n, num_outputs,
+                          ahead + t * share * units * 4, share, last - first, 1)  # fmt: skip
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _multiply4(
-    values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
-):  # fmt: skip
-    panels = -(-out.shape[1] // PANEL)
-    for worker in prange(num_workers):
-        lo, hi = share_of(panels, worker, num_workers)
-        linear4_panels(
-            values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi
-        )
-
-
-@compiled(fastmath=FASTMATH)
 def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
@@ -249,6 +184,12 @@ def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
     zeros: an empty array of uint8.
     """
     values, x_scales, offsets = quantize_rows(x, num_workers)
-    _multiply4(
-        values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
-    )
+    panels = -(-out.shape[1] // PANEL)
+    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
+    for worker in prange(num_workers):
+        lo, hi = share_of(panels, worker, num_workers)
+        linear4_panels(
+            values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, room, lo, hi
+        )
+    if out.shape[1] % PANEL:
+        keep_outputs(room, out)

@@ -129,24 +129,6 @@ def _quantize_row(x, values):
     return unit, np.float32(norm * (1 + 1e-6))
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _estimate(values, copy, out, workers):
-    """out[L, N] = values[L, K] times the copy, in units of both; each worker takes its panels."""
-    (num_rows, size), num_outputs = values.shape, out.shape[1]
-    num_panels, turns, tiles = len(copy), size // 4, -(-num_rows // MAX_ROWS)
-    x, w, flat = values.reshape(-1), copy.reshape(-1), out.reshape(-1)
-    share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
-    for worker in prange(workers):
-        lo, hi = share_of(num_panels, worker, workers)
-        for p in range(lo, hi):
-            at = p * PANEL * size
-            for t in range(tiles):
-                r = num_rows * t // tiles
-                m, o = num_rows * (t + 1) // tiles - r, r * num_outputs + p * PANEL
-                multiply16(x, r * size, size, w, at, turns, flat, o, num_outputs,
-                           PANEL * size + t * share * turns, share, m)  # fmt: skip
-
-
 @intrinsic
 def _bounds(typing, estimates, at, scales, slack, column, unit, norm, allowed):
     """(most, least) of a panel's outputs of which `allowed` has a bit: the largest is at most
@@ -157,25 +139,17 @@ def _bounds(typing, estimates, at, scales, slack, column, unit, norm, allowed):
 
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder, scales)
-        word, lanes = args[1].type, ir.VectorType(ir.IntType(32), emit.width)
+        word, lanes = args[1].type, emit.words
         bits = emit.splat(builder.trunc(args[7], lanes.element), lanes)
-        nothing = emit.constant(-np.inf)
-
-        def vectors(array_type, array, at):
-            line = emit.pointer(array_type, array, at)
-            return [emit.load(emit.at(line, word(i))) for i in range(0, PANEL, emit.width)]
-
         unit, norm = emit.splat(args[5]), emit.splat(args[6])
+        nothing = emit.constant(-np.inf)
+        lines = emit.operands(
+            (estimates, at, scales, column, slack, column), (*args[:3], args[4], args[3], args[4])
+        )  # fmt: skip
         most, least = [], []
-        for i, (estimate, scale, span) in enumerate(
-            zip(
-                vectors(estimates, args[0], args[1]),
-                vectors(scales, args[2], args[4]),
-                vectors(slack, args[3], args[4]),
-                strict=True,
-            )
-        ):
-            own = ir.Constant(lanes, [1 << (i * emit.width + j) for j in range(emit.width)])
+        for i in range(0, PANEL, emit.width):
+            estimate, scale, span = (emit.load(emit.at(line, word(i))) for line in lines)
+            own = ir.Constant(lanes, [1 << (i + j) for j in range(emit.width)])
             banned = builder.icmp_unsigned("==", builder.and_(bits, own), lanes(None))
             value = builder.fmul(estimate, builder.fmul(scale, unit))
             reach = builder.fmul(span, norm)
@@ -195,23 +169,35 @@ def _allowed(masks, r, p):
     return (np.int64(masks[r, p // 2]) >> PANEL * (p % 2)) & WHOLE
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _bound(estimates, scales, slack, units, norms, masks, most, least, workers):
-    """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
-    w's panels must be."""
-    num_rows, num_panels = most.shape
-    num_outputs, flat = estimates.shape[1], estimates.reshape(-1)
-    for worker in prange(workers):
+@compiled(fastmath=FASTMATH)
+def _bound_panels(values, copy, scales, slack, units, norms, masks, most, least, lo, hi):
+    """`_bound` for panels lo ... hi - 1: what one worker does."""
+    (num_rows, size), tiles = values.shape, -(-len(values) // MAX_ROWS)
+    x, w, turns = values.reshape(-1), copy.reshape(-1), size // 4
+    share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
+    estimates = empty((num_rows * PANEL,), np.float32)  # of a panel, in units of both factors
+    least[:] = -np.inf
+    for p in range(lo, hi):
+        for t in range(tiles):
+            first, last = num_rows * t // tiles, num_rows * (t + 1) // tiles
+            multiply16(x, first * size, size, w, p * PANEL * size, turns, estimates, first * PANEL,
+                       PANEL, PANEL * size + t * share * turns, share, last - first,
+                       1)  # fmt: skip
         for r in range(num_rows):
-            best, row = np.float32(-np.inf), most[r]
-            lo, hi = share_of(num_panels, worker, workers)
-            for p in range(lo, hi):
-                at, n = r * num_outputs + p * PANEL, p * PANEL
-                row[p], known = _bounds(
-                    flat, at, scales, slack, n, units[r], norms[r], _allowed(masks, r, p)
-                )
-                best = max(best, known)
-            least[worker, r] = best
+            most[r, p], known = _bounds(
+                estimates, r * PANEL, scales, slack, p * PANEL, units[r], norms[r],
+                _allowed(masks, r, p),
+            )  # fmt: skip
+            least[r] = max(least[r], known)
+
+
+@compiled(parallel=True, fastmath=FASTMATH)
+def _bound(values, copy, scales, slack, units, norms, masks, most, least, workers):
+    """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
+    w's panels must be; by estimates: values [L, K] times the copy."""
+    for worker in prange(workers):
+        lo, hi = share_of(len(copy), worker, workers)
+        _bound_panels(values, copy, scales, slack, units, norms, masks, most, least[worker], lo, hi)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -251,8 +237,8 @@ def _highest(row, lo, hi):
 
 
 @compiled(parallel=True, fastmath=FASTMATH)
-def _largest_of_shares(outputs, masks, ids, largest, workers):
-    """`largest_of` the share of each worker: ids[w, r] and largest[w, r]."""
+def _largest_of_shares(outputs, masks, ids, largest, second, workers):
+    """`largest_of` the share of each worker: ids[w, r], largest[w, r], and some smaller one."""
     num_rows, num_outputs = outputs.shape
     num_panels = -(-num_outputs // PANEL)
     for worker in prange(workers):
@@ -269,7 +255,24 @@ def _largest_of_shares(outputs, masks, ids, largest, workers):
                         row, p * PANEL, min(p * PANEL + PANEL, num_outputs),
                         _allowed(masks, r, p), index, best, other,
                     )  # fmt: skip
-            ids[worker, r], largest[worker, r] = index, best
+            ids[worker, r], largest[worker, r], second[worker, r] = index, best, other
+
+
+@compiled(fastmath=FASTMATH, part=True)
+def _joined(ids, largest, second, r):
+    """Of what the workers found in row r: the index of the largest, the lowest among equals and -1
+    if one of them found none, the largest, and the next."""
+    index, best, other = ids[0, r], largest[0, r], second[0, r]
+    for worker in range(1, len(ids)):
+        output = largest[worker, r]
+        if ids[worker, r] < 0 or index < 0:
+            index = -1
+        elif _ordered(output) > _ordered(best):
+            index, best, other = ids[worker, r], output, max(best, other)
+        else:
+            other = max(output, other)
+        other = max(second[worker, r], other)
+    return index, best, other
 
 
 @compiled(fastmath=FASTMATH)
@@ -277,14 +280,11 @@ def largest_of(outputs, masks, ids, largest, workers):
     """ids[r] and largest[r] of the largest of each row of outputs [L, N], the lowest index among
     equals; of a NaN, which counts as the largest, that of the first. masks: see `largest_outputs`.
     """
-    num_rows = len(outputs)
-    found, best = empty((workers, num_rows), np.int64), empty((workers, num_rows), np.float32)
-    _largest_of_shares(outputs, masks, found, best, workers)
-    for r in range(num_rows):
-        ids[r], largest[r] = found[0, r], best[0, r]
-        for worker in range(1, workers):
-            if _ordered(best[worker, r]) > _ordered(largest[r]):
-                ids[r], largest[r] = found[worker, r], best[worker, r]
+    found = empty((workers, len(outputs)), np.int64)
+    best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
+    _largest_of_shares(outputs, masks, found, best, second, workers)
+    for r in range(len(outputs)):
+        ids[r], largest[r], _ = _joined(found, best, second, r)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -304,7 +304,7 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
     panels were left.
     """
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
-    flat = x.reshape(-1)
+    flat, lines = x.reshape(-1), num_inputs * PANEL * w.itemsize // LINE
     for worker in prange(workers):
         lo, hi = share_of(num_panels, worker, workers)
         outputs = empty((num_outputs,), np.float32)
@@ -321,7 +321,7 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
                     index = -1
                     break
                 n = p * PANEL
-                tile(flat, r * num_inputs, 0, w, n * num_inputs, 0, num_inputs, bias, n, 0,
+                tile(flat, r * num_inputs, 0, w, n * num_inputs, 0, lines, bias, n, 0,
                      outputs, n, 0, 0, 0, 1, 1)  # fmt: skip
                 index, best, other = _first_largest(
                     outputs, n, n + PANEL, allowed, index, best, other
@@ -359,11 +359,9 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, larg
         units[r], norms[r] = _quantize_row(x[r], whole[r])
         if units[r] == 0:
             return False
-    estimates = empty((num_rows, num_outputs), np.float32)
-    _estimate(whole, values, estimates, workers)
     most = empty((num_rows, num_outputs // PANEL), np.float32)
     least = empty((workers, num_rows), np.float32)
-    _bound(estimates, scales, slack, units, norms, masks, most, least, workers)
+    _bound(whole, values, scales, slack, units, norms, masks, most, least, workers)
     for worker in range(1, workers):
         for r in range(num_rows):
             least[0, r] = max(least[0, r], least[worker, r])
@@ -375,20 +373,10 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, larg
             widths[r] = _tie_width(np.max(most[r]), softcap)
             least[0, r] -= widths[r]
     found = empty((workers, num_rows), np.int64)
-    best = empty((workers, num_rows), np.float32)
-    second = empty((workers, num_rows), np.float32)
+    best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
     _look(x, w, bias, masks, most, least[0], found, best, second, workers)
     for r in range(num_rows):
-        ids[r], largest[r], other = found[0, r], best[0, r], second[0, r]
-        for worker in range(workers):
-            if found[worker, r] < 0:
-                return False
-            output, known = best[worker, r], largest[r]
-            if output > known or (output != output and known == known):
-                ids[r], largest[r], other = found[worker, r], output, max(known, other)
-            elif worker:
-                other = max(output, other)
-            other = max(second[worker, r], other)
-        if softcap > 0 and largest[r] - other <= widths[r]:
+        ids[r], largest[r], other = _joined(found, best, second, r)
+        if ids[r] < 0 or (softcap > 0 and largest[r] - other <= widths[r]):
             return False
     return True

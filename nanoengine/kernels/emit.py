@@ -14,6 +14,7 @@ from numba.core import cgutils
 from nanoengine.kernels.isa import CURRENT
 
 I32 = ir.IntType(32)
+FLOATS = types.Array(types.float32, 1, "C")
 
 
 class BFloat(ir.Type):
@@ -32,8 +33,8 @@ class BFloat(ir.Type):
 class Emit:
     """Writes the vector instructions of one register tile, `bits` a vector."""
 
-    def __init__(self, context, builder, array_type, bits=CURRENT.vector_bits):
-        self.context, self.builder, self.isa = context, builder, CURRENT
+    def __init__(self, context, builder, array_type=FLOATS, bits=CURRENT.vector_bits, isa=CURRENT):
+        self.context, self.builder, self.isa = context, builder, isa
         scalar = ir.FloatType() if array_type.dtype == types.float32 else ir.DoubleType()
         self.vector = ir.VectorType(scalar, bits // array_type.dtype.bitwidth)
         self.scalar, self.width = self.vector.element, self.vector.count
@@ -44,6 +45,16 @@ class Emit:
     def pointer(self, array_type, array, offset):
         data = self.context.make_array(array_type)(self.context, self.builder, array).data
         return self.builder.gep(data, [offset])
+
+    def operands(self, kinds, arguments):
+        """A pointer for each array and the place behind it; other arguments as they are."""
+        kinds, arguments, made = iter(kinds), iter(arguments), []
+        for kind, argument in zip(kinds, arguments, strict=True):
+            if isinstance(kind, types.Array):
+                next(kinds)
+                argument = self.pointer(kind, argument, next(arguments))
+            made.append(argument)
+        return made
 
     def at(self, pointer, *offsets):
         for offset in offsets:
@@ -115,22 +126,14 @@ class Emit:
     def prefetch(self, pointer, *, level=1, write=False):
         """Asks for the cache line at an address, down to the L1 or L2 cache; harmless where there
         is no memory. Level 0: to read it once, after which it need not lie in any cache."""
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        access, keep, data = number(int(write)), number(4 - level if level else 0), number(1)
-        self.builder.call(function, [self.builder.bitcast(pointer, byte), access, keep, data])
+        byte = self.builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        access, keep, data = I32(int(write)), I32(4 - level if level else 0), I32(1)
+        self.call("llvm.prefetch.p0", ir.VoidType(), byte, access, keep, data)
 
     def variable(self, value):
-        """A mutable vector; LLVM keeps it in a register."""
-        cell = cgutils.alloca_once(self.builder, self.vector)
+        """A mutable vector, number or pointer; LLVM keeps it in a register."""
+        cell = cgutils.alloca_once(self.builder, value.type)
         self.builder.store(value, cell)
-        return cell
-
-    def counter(self, start):
-        """A mutable number or pointer, in a register too."""
-        cell = cgutils.alloca_once(self.builder, start.type)
-        self.builder.store(start, cell)
         return cell
 
     def moved(self, cell, step):
@@ -143,10 +146,7 @@ class Emit:
         return self.splat(self.builder.load(pointer))
 
     def fma(self, a, b, c):
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        name = f"llvm.fmuladd.{self.suffix}"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, [a, b, c])
+        return self.call(f"llvm.fmuladd.{self.suffix}", self.vector, a, b, c)
 
     def add_product(self, total, a, b):
         """total + a * b: of floats with one rounding, of pairs of bfloat16 with one each."""

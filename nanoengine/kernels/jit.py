@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from numba.core.caching import FunctionCache
+from numba.extending import overload
 
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.linking import Kernel, Part
@@ -68,6 +69,21 @@ def compiled(
         except RuntimeError:  # Why: numba's way to say that it may write nowhere.
             _warn("no directory for them can be written")
         return kernel
+
+    return decorate
+
+
+def by_types(fastmath: Collection[str] = ()) -> Callable[..., Any]:
+    """A function of compiled code whose text follows from the types of its arguments: the decorated
+    one is called with these when a caller is compiled, and returns the function that is meant."""
+
+    def decorate(choose: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(choose)
+        def name(*arguments: Any) -> Any:
+            raise TypeError(f"{choose.__name__} is for compiled code")
+
+        overload(name, jit_options={"fastmath": set(fastmath)})(choose)
+        return name
 
     return decorate
 

@@ -21,17 +21,22 @@ function of its own, so that its loop has all registers and it is compiled once,
 
 from __future__ import annotations
 
+import functools
+import inspect
+from types import SimpleNamespace
+
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import I32, Emit
 from nanoengine.kernels.isa import CURRENT, ISA
+from nanoengine.kernels.jit import by_types
 
 PANEL = 16  # outputs side by side
 LINE = 64  # bytes of a panel that a tile reads each turn
 
-I8, I64, FLOAT = ir.IntType(8), ir.IntType(64), ir.FloatType()
+I8, I16, I64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
 
 
 def tile_rows(isa: ISA) -> int:
@@ -80,15 +85,15 @@ class FloatTile(Emit):
     """Writes the turns of a tile: what a line of weights and an input are."""
 
     def __init__(self, builder, isa: ISA, kind: str):
-        super().__init__(None, builder, types.Array(types.float32, 1, "C"), isa.vector_bits)
-        self.isa, self.kind = isa, kind
+        super().__init__(None, builder, bits=isa.vector_bits, isa=isa)
+        self.kind = kind
         self.inputs = 1 if kind in ("float32", "pairs") else 2  # of a row, each turn
 
     def weights(self, line) -> list:
         """The vectors of one line for each input of a turn."""
         vectors = PANEL // self.width
         if self.kind == "float16":
-            halves = ir.VectorType(ir.IntType(16), self.width)
+            halves = ir.VectorType(I16, self.width)
             return [
                 [
                     self.widen_halves(self.get(halves, line, (k * vectors + v) * self.width * 2))
@@ -107,79 +112,120 @@ class FloatTile(Emit):
     def values(self, row, turn) -> list:
         """The inputs of a row for a turn, each in all lanes."""
         if self.kind == "pairs":
-            return [self.splat(self.builder.load(self.at(row, turn)), self.words)]
+            return [self.splat(self.get(I32, self.at(row, turn)), self.words)]
         first = self.builder.mul(turn, I64(self.inputs))
         return [self.broadcast(self.at(row, first, I64(k))) for k in range(self.inputs)]
 
 
-def new_function(module, name: str, arguments: list):
-    """(a function of the module, where to write it); (the function, None) if it is there already.
+POINTERS = {f"{name}*": kind.as_pointer() for name, kind in {
+    "byte": I8, "short": I16, "half": I16, "int": I32, "float": FLOAT
+}.items()}  # fmt: skip
+
+
+def tile_function(arguments: str):
+    """Has a tile's writer make a function of it: `make(module, isa, *shape)` gives the one of the
+    module, written where there is none yet. Its arguments are pointers where a kind is said, else
+    whole numbers of 64 bits.
 
     Why functions: kernels that are compiled together share one, and its loop has all registers.
     """
-    name = f"nanoengine_{name}"
-    if name in module.globals:
-        return module.globals[name], None
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
-    function.linkage = "linkonce_odr"
-    function.attributes.add("noinline")
-    return function, ir.IRBuilder(function.append_basic_block())
+    parts = [part.split() for part in arguments.split(",")]
+    kinds = [POINTERS[part[0]] if len(part) == 2 else I64 for part in parts]
+
+    def decorate(write):
+        @functools.wraps(write)
+        def make(module, isa, *shape, **named):
+            shape = (*shape, *named.values())
+            name = "_".join(map(str, ("nanoengine", write.__name__, *shape, isa.name)))
+            if name not in module.globals:
+                function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name)
+                function.linkage = "linkonce_odr"
+                function.attributes.add("noinline")
+                builder = ir.IRBuilder(function.append_basic_block())
+                given = {part[-1]: arg for part, arg in zip(parts, function.args, strict=True)}
+                write(builder, isa, SimpleNamespace(**given), *shape)
+                builder.ret_void()
+            return module.globals[name]
+
+        return make
+
+    return decorate
 
 
-def switched(builder, rows, panels, shapes, make, operands):
-    """Calls the tile of this many rows and panels, one of `shapes`: `make(rows, panels)`."""
+def tile_call(shapes, make):
+    """Has compiled code call the tile of so many rows and panels, the last two arguments: one of
+    `shapes(isa)`, made by `make(module, types, rows, panels)`. The arguments before are the tile's,
+    but that a pointer is an array and a place in it."""
+
+    def decorate(named):
+        def call(typing, *given):
+            def codegen(context, builder, sig, args):
+                operands = Emit(context, builder).operands(sig.args[:-2], args[:-2])
+
+                def write(rows, panels):
+                    function = make(builder.module, sig.args, rows, panels)
+                    kinds = [of.type for of in function.args]
+                    builder.call(function, [*map(builder.bitcast, operands, kinds)])
+
+                switched(builder, *args[-2:], shapes(CURRENT), write)
+                return context.get_dummy_value()
+
+            return types.void(*given), codegen
+
+        parameters = inspect.signature(named).parameters.values()
+        first = next(iter(inspect.signature(call).parameters.values()))
+        call.__signature__ = inspect.Signature([first, *parameters])
+        call.__name__, call.__doc__ = named.__name__, named.__doc__
+        return intrinsic(call)
+
+    return decorate
+
+
+def switched(builder, rows, panels, shapes, write):
+    """Writes a case for each of `shapes`, (rows, panels); the one of these numbers runs."""
     unknown, done = builder.append_basic_block(), builder.append_basic_block()
     switch = builder.switch(builder.add(builder.mul(rows, I64(PANEL)), panels), unknown)
     for shape in shapes:
         block = builder.append_basic_block()
         switch.add_case(I64(shape[0] * PANEL + shape[1]), block)
         builder.position_at_end(block)
-        builder.call(make(*shape), operands)
+        write(*shape)
         builder.branch(done)
     builder.position_at_end(unknown)
     builder.unreachable()
     builder.position_at_end(done)
 
 
-def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
-    """The function of one tile, made where the module has none yet:
+@tile_function(
+    "float* x, x_stride, byte* w, w_stride, turns, float* start, start_stride, float* out,"
+    " out_stride, ahead, ahead_stride"
+)
+def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
+    """out[r, 16 p + j] = start[r, 16 p + j] + sum over all inputs k of x[r, k] * w[p, k, j].
 
-        (float* x, x_stride, byte* w, w_stride, turns, float* start, start_stride, float* out,
-         out_stride, ahead, ahead_stride)
-
-    out[r, 16 p + j] = start[r, 16 p + j] + sum over all inputs k of x[r, k] * w[p, k, j]. Strides
-    of w and what is `ahead` are bytes, the others numbers. With each turn it prefetches the byte
-    `ahead` + turn * `ahead_stride` after each panel's first.
+    x holds floats, or pairs. Strides of w and what is `ahead` are bytes, the others numbers. With
+    each turn it prefetches the byte `ahead` + turn * `ahead_stride` after each panel's first.
     """
-    x_type = I32 if kind == "pairs" else FLOAT
-    at_x, at_w, real = (kind.as_pointer() for kind in (x_type, I8, FLOAT))
-    arguments = [at_x, I64, at_w, I64, I64, real, I64, real, I64, I64, I64]
-    function, builder = new_function(module, f"{kind}_{rows}x{panels}_{isa.name}", arguments)
-    if builder is None:
-        return function
-    x, x_stride, w, w_stride, turns, start, start_stride, out, out_stride, ahead, ahead_step = (
-        function.args
-    )
     tile = FloatTile(builder, isa, kind)
-    inputs = tile.rows(x, x_stride, rows)
+    inputs = tile.rows(of.x, of.x_stride, rows)
     # Why moving places, and the second panel as a distance: pointers fill all other registers.
-    place, asked = tile.counter(w), tile.counter(tile.at(w, ahead))
-    outputs = tile.rows(out, out_stride, rows)
+    place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
+    outputs = tile.rows(of.out, of.out_stride, rows)
     lanes = [I64(i) for i in range(0, PANEL * panels, tile.width)]
     for line in outputs:
         tile.prefetch(line, write=True)
     sums = [
         [tile.variable(tile.load(tile.at(line, lane))) for lane in lanes]
-        for line in tile.rows(start, start_stride, rows)
+        for line in tile.rows(of.start, of.start_stride, rows)
     ]
 
     def step(turn):
         # Why not for one row: it reads in order at the speed of memory, and asking takes a tenth of
         # that. Halves made floats take two steps of the chain a line, which leaves time to ask.
         if rows > 1 or tile.inputs == 2:
-            for line in tile.rows(tile.moved(asked, ahead_step), w_stride, panels):
+            for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
                 tile.prefetch(line, level=2 if rows > 1 else 0)
-        lines = tile.rows(tile.moved(place, I64(LINE)), w_stride, panels)
+        lines = tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels)
         of_panels = [tile.weights(line) for line in lines]
         for row, cells in zip(inputs, sums, strict=True):
             for k, value in enumerate(tile.values(row, turn)):
@@ -187,12 +233,10 @@ def float_tile(module, isa: ISA, kind: str, rows: int, panels: int):
                 for weight, cell in zip(vectors, cells, strict=True):
                     builder.store(tile.add_product(builder.load(cell), weight, value), cell)
 
-    tile.loop(turns, step, unroll=unrolled(isa, kind, rows, panels))
+    tile.loop(of.turns, step, unroll=unrolled(isa, kind, rows, panels))
     for line, cells in zip(outputs, sums, strict=True):
         for cell, lane in zip(cells, lanes, strict=True):
             tile.store(builder.load(cell), tile.at(line, lane))
-    builder.ret_void()
-    return function
 
 
 def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
@@ -205,42 +249,15 @@ def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
     return 1 if full else 4 if kind in ("float32", "pairs") else 2
 
 
-@intrinsic
-def tile(typing, x, x_at, x_stride, w, w_at, w_stride, size, start, start_at, start_stride,
+@tile_call(
+    tile_shapes,
+    lambda module, kinds, rows, panels: float_tile(
+        module, CURRENT, kind_of(kinds[3]), rows, panels
+    ),
+)
+def tile(x, x_at, x_stride, w, w_at, w_stride, turns, start, start_at, start_stride,
          out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
-    """out[r, p * 16 + j] = start[r, p * 16 + j] + sum over k < size of x[r, k] * w[p, k, j], for
-    `rows` x `panels` * 16 results, a shape of `tile_shapes`.
-
-    `start` is the bias (stride 0), or `out`. All places, strides and the size count numbers of
-    their arrays, and `ahead` those of w; see `float_tile`.
-    """
-    signature = types.void(x, x_at, x_stride, w, w_at, w_stride, size, start, start_at,
-                           start_stride, out, out_at, out_stride, ahead, ahead_stride,
-                           rows, panels)  # fmt: skip
-    kind, itemsize = kind_of(w), w.dtype.bitwidth // 8
-
-    def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, start)
-
-        def in_bytes(number):
-            return builder.mul(number, I64(itemsize))
-
-        weights = builder.bitcast(emit.pointer(w, args[3], args[4]), I8.as_pointer())
-        operands = [
-            emit.pointer(x, args[0], args[1]), args[2], weights, in_bytes(args[5]),
-            builder.udiv(in_bytes(args[6]), I64(LINE // PANEL)),
-            emit.pointer(start, args[7], args[8]), args[9],
-            emit.pointer(out, args[10], args[11]), args[12],
-            in_bytes(args[13]), in_bytes(args[14]),
-        ]  # fmt: skip
-
-        def make(count, of_panels):
-            return float_tile(builder.module, CURRENT, kind, count, of_panels)
-
-        switched(builder, args[15], args[16], tile_shapes(CURRENT), make, operands)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    """`float_tile` for `rows` x `panels` * 16 results. `start` is the bias (stride 0), or `out`."""
 
 
 @intrinsic
@@ -249,11 +266,11 @@ def number(typing, array, at):
     kind = kind_of(array)
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder, types.Array(types.float32, 1, "C"))
+        emit = Emit(context, builder)
         data = emit.pointer(array, args[0], I64(0))
         if kind == "float32":
             return builder.load(emit.at(data, args[1]))
-        half = ir.IntType(16)
+        half = I16
         bits = builder.load(emit.at(builder.bitcast(data, half.as_pointer()), args[1]))
         if kind == "float16":
             one = emit.widen_halves(builder.insert_element(
@@ -264,24 +281,16 @@ def number(typing, array, at):
     return types.float32(array, at), codegen
 
 
+@by_types()
 def place(w, k, j, width):
     """Where input k of output j is in a panel of `width` outputs, in numbers of 16 bits or more."""
-    raise TypeError("place is for compiled code")
-
-
-@overload(place)
-def _place(w, k, j, width):
     if kind_of(w) in ("float32", "float16"):
         return lambda w, k, j, width: k * width + j
     return lambda w, k, j, width: (k // 2 * width + j) * 2 + 1 - k % 2
 
 
+@by_types()
 def inputs_in(x):
     """How many inputs one number of x stands for."""
-    raise TypeError("inputs_in is for compiled code")
-
-
-@overload(inputs_in)
-def _inputs_in(x):
     count = 1 if x.dtype == types.float32 else 2
     return lambda x: count

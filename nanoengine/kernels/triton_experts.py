@@ -19,8 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_gemm import load_tile
-from nanoengine.kernels.triton_layers import gated
+from nanoengine.kernels.triton_gemm import products
 
 
 @triton.jit(do_not_specialize_on_alignment=["order", "starts"])
@@ -57,29 +56,11 @@ def expert_gemm_kernel(
         inside = (rows < last)[:, None]
         parts = 1 if ACTIVATION == "" else 2
         own = weight + expert.to(tl.int64) * (parts * OUT * IN)
-        acc = tl.zeros([M, N], tl.float32)
-        up_acc = tl.zeros([M, N], tl.float32)
         x_rows = x + sources.to(tl.int64)[:, None] * X_ROW
-        for start in range(0, IN, K):
-            inputs = start + tl.arange(0, K)
-            left = tl.load(
-                x_rows + inputs[None, :], mask=inside & (inputs < IN)[None, :], other=0.0
-            )
-            right = load_tile(own, columns, inputs, OUT, IN, IN, IN % K == 0)
-            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-            if ACTIVATION != "":
-                up = load_tile(own + OUT * IN, columns, inputs, OUT, IN, IN, IN % K == 0)
-                up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
-        if BIAS:
-            added = bias + expert * (parts * OUT) + columns
-            acc += tl.load(added, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
-            if ACTIVATION != "":
-                more = tl.load(added + OUT, mask=columns < OUT, other=0.0).to(tl.float32)
-                up_acc += more[None, :]
-        result = acc.to(out.dtype.element_ty)
-        if ACTIVATION != "":
-            up_result = up_acc.to(out.dtype.element_ty).to(tl.float32)
-            result = gated(result.to(tl.float32), up_result, ACTIVATION, out.dtype.element_ty)
+        result = products(
+            out, x_rows, inside, own, bias + expert * (parts * OUT), columns,
+            IN, OUT, M, N, K, BIAS, ACTIVATION,
+        )  # fmt: skip
         place = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
         tl.store(place, result, mask=inside & (columns < OUT)[None, :])
 

@@ -18,15 +18,51 @@ from nanoengine.kernels.triton_layers import gated
 
 
 @triton.jit
-def load_tile(
-    start, rows, columns, num_rows, SIZE: tl.constexpr, ROW: tl.constexpr, EVEN: tl.constexpr
-):
-    """[rows, columns] of a row-major matrix; zeros past its end."""
-    mask = (rows < num_rows)[:, None]
+def load_weight(weight, outputs, inputs, IN: tl.constexpr, OUT: tl.constexpr, EVEN: tl.constexpr):
+    """[outputs, inputs] of a row-major weight; zeros past its end."""
+    mask = (outputs < OUT)[:, None]
     if not EVEN:
-        mask = mask & (columns < SIZE)[None, :]
-    place = start + rows.to(tl.int64)[:, None] * ROW + columns[None, :]
+        mask = mask & (inputs < IN)[None, :]
+    place = weight + outputs.to(tl.int64)[:, None] * IN + inputs[None, :]
     return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def products(
+    out, x_rows, inside, weight, bias, columns,
+    IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times the `columns` [N] of weight [OUT, IN].T, + bias: [M, N] of out's dtype.
+
+    x_rows [M, 1] says where the rows begin, inside [M, 1] which there are. ACTIVATION, if not "":
+    weight is [2 OUT, IN], gate first, bias [2 OUT], and the result is act(gate) * up, rounded at
+    each step as separate layers would.
+    """
+    acc = tl.zeros([M, N], tl.float32)
+    up_acc = tl.zeros([M, N], tl.float32)
+    for start in range(0, IN, K):
+        inputs = start + tl.arange(0, K)
+        mask = inside
+        if IN % K != 0:
+            mask = inside & (inputs < IN)[None, :]
+        left = tl.load(x_rows + inputs[None, :], mask=mask, other=0.0)
+        right = load_weight(weight, columns, inputs, IN, OUT, IN % K == 0)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+        if ACTIVATION != "":
+            up = load_weight(weight + OUT * IN, columns, inputs, IN, OUT, IN % K == 0)
+            up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
+    if BIAS:
+        added = tl.load(bias + columns, mask=columns < OUT, other=0.0)
+        acc += added.to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            added = tl.load(bias + OUT + columns, mask=columns < OUT, other=0.0)
+            up_acc += added.to(tl.float32)[None, :]
+    result = acc.to(out.dtype.element_ty)
+    if ACTIVATION != "":
+        up_result = up_acc.to(out.dtype.element_ty).to(tl.float32)
+        result = gated(result.to(tl.float32), up_result, ACTIVATION, out.dtype.element_ty)
+    return result
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -36,29 +72,15 @@ def gemm_kernel(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias. Grid: [T / M, OUT / N], rounded up.
-
-    ACTIVATION, if not "": weight is [2 OUT, IN], gate first, and out is act(gate) * up, rounded at
-    each step as separate layers would. The first axis of the grid goes over rows: programs that run
-    together then share their weights.
-    """
+    """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias, or gates: see `products`. Grid:
+    [T / M, OUT / N], rounded up. Its first axis goes over rows: programs that run together then
+    share their weights."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
-    acc = tl.zeros([M, N], tl.float32)
-    up_acc = tl.zeros([M, N], tl.float32)
-    for start in range(0, IN, K):
-        inputs = start + tl.arange(0, K)
-        left = load_tile(x, rows, inputs, num_rows, IN, X_ROW, IN % K == 0)
-        right = load_tile(weight, columns, inputs, OUT, IN, IN, IN % K == 0)
-        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-        if ACTIVATION != "":
-            up = load_tile(weight + OUT * IN, columns, inputs, OUT, IN, IN, IN % K == 0)
-            up_acc = tl.dot(left, tl.trans(up), up_acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
-    result = acc.to(out.dtype.element_ty)
-    if ACTIVATION != "":
-        up_result = up_acc.to(out.dtype.element_ty).to(tl.float32)
-        result = gated(result.to(tl.float32), up_result, ACTIVATION, out.dtype.element_ty)
+    inside = (rows < num_rows)[:, None]
+    x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
+    result = products(
+        out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS, ACTIVATION
+    )
     place = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(place, result, mask=(rows < num_rows)[:, None] & (columns < OUT)[None, :])
+    tl.store(place, result, mask=inside & (columns < OUT)[None, :])

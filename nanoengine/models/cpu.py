@@ -89,15 +89,17 @@ class CPUKernels(Kernels):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         source, factors = x.contiguous().numpy(), self._views(weight)
         out = np.empty(source.shape, source.dtype)
-        kernels.rms_norm(source, factors, source.dtype.type(eps), out, num_workers())
+        eps = source.dtype.type(eps)
+        kernels.rms_norm(source, source, kernels.ALONE, factors, eps, out, num_workers())
         return torch.from_numpy(out)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         values, factors = x.numpy(), self._views(weight)
-        kernels.add_rms_norm(
-            values, residual.numpy(), factors, values.dtype.type(eps), num_workers()
+        eps = values.dtype.type(eps)
+        kernels.rms_norm(
+            values, residual.numpy(), kernels.ADDS, factors, eps, values, num_workers()
         )
         return x, residual
 

@@ -45,11 +45,13 @@ def sample_lines(
     valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
     shape = (num_lines if filters else 0, 2, ROOM)
     candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    constants = kernels.Constants(
+        line=logits.stride(0), size=size, block=BLOCK,
+        tiles=triton.next_power_of_2(triton.cdiv(size, BLOCK)), stages=4,
+        shift=ZERO_BITS[logits.dtype], width=WIDTH, room=ROOM,
+    )  # fmt: skip
     kernels.sample_kernel[(num_lines,)](
         ids, valid.view(torch.int8), candidates, logits, params, params.stride(0),
-        LINE=logits.stride(0), SIZE=size, BLOCK=BLOCK,
-        TILES=triton.next_power_of_2(triton.cdiv(size, BLOCK)), STAGES=4,
-        SHIFT=ZERO_BITS[logits.dtype], WIDTH=WIDTH, ROOM=ROOM, DRAW=draws, FILTER=filters,
-        num_warps=16 if filters else 8,
+        S=constants, DRAW=draws, FILTER=filters, num_warps=16 if filters else 8,
     )  # fmt: skip
     return ids, valid

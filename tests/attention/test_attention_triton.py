@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 from nanoengine.attention import triton as module
 from nanoengine.attention import triton_uniform as uniform
 from nanoengine.attention.triton import KernelConfig, TritonBackend, kernel_config
+from nanoengine.attention.triton_kernels import TileConfig
 from nanoengine.attention.triton_uniform import UniformConfig
 from nanoengine.errors import ConfigError
 from tests.support.attention_cases import DEVICE, make_case
@@ -20,10 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
 ]
 
-SMALL = KernelConfig(
-    prefill_rows=16, prefill_keys=16, prefill_warps=4, prefill_stages=2,
-    decode_rows=16, decode_keys=16, decode_warps=4, decode_stages=2, split_tokens=32, max_splits=32,
-)  # fmt: skip
+TILE = TileConfig(rows=16, keys=16, warps=4, stages=2)
+SMALL = KernelConfig(TILE, TILE, split_tokens=32)
 """Tiles so small that short sequences have several: what a real size does on long ones."""
 
 
@@ -115,7 +114,8 @@ def test_blocks_before_the_window_may_be_gone(small, window):
 
 
 def test_window_with_keys_wider_than_a_block(monkeypatch):
-    wide = replace(SMALL, prefill_keys=64, decode_keys=64, split_tokens=64)
+    tile = replace(TILE, keys=64)
+    wide = replace(SMALL, prefill=tile, decode=tile, split_tokens=64)
     monkeypatch.setattr(module, "kernel_config", lambda *shape: wide)
     case = make_case((1, 75), (20, 70), sliding_window=20, block_size=16)
     case.batch.block_tables[1, 0, :3] = 0
@@ -270,10 +270,9 @@ def test_tile_sizes_fit_together(arch, dtype):
         for group_size in (1, 2, 3, 7, 8, 16, 48, 71):
             config = kernel_config(arch, head_dim, group_size, dtype)
             assert config == kernel_config(arch, head_dim, group_size, dtype)
-            assert config.split_tokens % config.decode_keys == 0
-            for rows in (config.prefill_rows, config.decode_rows):
-                assert rows >= max(16, group_size)
-                assert rows & (rows - 1) == 0
-            for keys in (config.prefill_keys, config.decode_keys):
-                assert keys >= 16
-                assert keys & (keys - 1) == 0
+            assert config.split_tokens % config.decode.keys == 0
+            for tile in (config.prefill, config.decode):
+                assert tile.rows >= max(16, group_size)
+                assert tile.rows & (tile.rows - 1) == 0
+                assert tile.keys >= 16
+                assert tile.keys & (tile.keys - 1) == 0

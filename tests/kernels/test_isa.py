@@ -109,8 +109,8 @@ def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
     """Else each change of the set would compile everything anew."""
     code = (
         "import numpy as np; from nanoengine.kernels import isa; isa.use({isa!r});"
-        "from nanoengine.kernels.cpu_linear import round_rows as kernel;"
-        "a = np.ones((1, 3), np.float32); kernel(a, a.copy(), 1);"
+        "from nanoengine.kernels.cpu_linear import rounded_rows as kernel;"
+        "a = np.ones((1, 4), np.float32); kernel(a, 1);"
         "print(sum(kernel.stats.cache_hits.values()))"
     )
     hits = [

@@ -26,7 +26,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 16, 64])
-@pytest.mark.parametrize("kernel", ["linear", "linear_dequantized", "_multiply8", "_multiply4"])
+@pytest.mark.parametrize("kernel", ["linear", "linear_dequantized", "linear8", "linear4"])
 def test_the_worker_that_reads_a_panel_has_touched_it(kernel, workers, monkeypatch):
     panels, panel_bytes = 120, 5 * shares.PAGE
     out = np.empty((1, panels * PANEL), np.float32)
@@ -36,11 +36,13 @@ def test_the_worker_that_reads_a_panel_has_touched_it(kernel, workers, monkeypat
             cpu_linear, (out[:, :1], NOTHING, 8, NOTHING, NOTHING, 1, NOTHING),
             "dequantized_panels",
         ),
-        "_multiply8": (cpu_quantized, (NOTHING,) * 6, "linear8_panels"),
-        "_multiply4": (cpu_quantized, (*(NOTHING,) * 7, 1, NOTHING), "linear4_panels"),
+        "linear8": (cpu_quantized, (NOTHING,) * 4, "linear8_panels"),
+        "linear4": (cpu_quantized, (*(NOTHING,) * 5, 1, NOTHING), "linear4_panels"),
     }[kernel]  # fmt: skip
     read: list[tuple[int, int]] = []
     monkeypatch.setattr(room, reader, lambda *arguments: read.append(arguments[-2:]))
+    monkeypatch.setattr(cpu_quantized, "quantize_rows", lambda *_: (NOTHING,) * 3)
+    monkeypatch.setattr(cpu_quantized, "sums8", lambda offsets: offsets)
     assert room.share_of is shares.share_of
     for module in (room, shares):
         monkeypatch.setattr(module, "share_of", shares.share_of.py_func)
