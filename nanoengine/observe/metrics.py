@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+
+TIMES = tuple(one.name.removesuffix("_s") for one in fields(StepTimes))
+"""The parts of a step, in their order."""
 
 
 class AdmissionRecord(NamedTuple):
@@ -161,6 +164,11 @@ def summarize(records: SequenceOf[StepRecord]) -> RunSummary:
         times=times,
         itl_s=itl_s,
     )
+
+
+def times_of(result: StepResult) -> dict[str, float]:
+    """The parts of a step by name, in seconds."""
+    return {name: getattr(result.times, f"{name}_s") for name in TIMES}
 
 
 def step_seconds(times: StepTimes) -> float:

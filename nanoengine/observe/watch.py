@@ -71,7 +71,7 @@ class Watch:
             first = ""
             if plan.waits:
                 seq_id, lacks = plan.waits[0]
-                first = f": sequence {seq_id} first, {LACKS[lacks]}"
+                first = f": sequence {seq_id} first, {LACKS[lacks].why}"
             lines.append(Text(f"waiting {scheduler.num_waiting}{first}", no_wrap=True))
         return Group(*lines)
 
