@@ -12,11 +12,10 @@ viewer.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -120,7 +119,7 @@ class Story(StepObserver):
         self.counts: Counter[str] = Counter()
         self.hurt: Counter[str] = Counter()  # request -> tokens it computed after an eviction
         self._manager = scheduler.block_manager
-        self._before = replace(scheduler.stats)
+        self._before = Counter(asdict(scheduler.stats))
         self._numbers: list[int] = []  # of the steps so far
         self._last_s = 0.0
         self._is_torn = False
@@ -182,7 +181,8 @@ class Story(StepObserver):
         for seq_id, evicted in again.items():
             self._note_evicted(seq_id, evicted)
         for seq, start, count, _ in step.computed() if self._prefill else ():
-            self._note_chunk(seq.seq_id, start, count)
+            if seq.seq_id in self._prefill:
+                self._note_chunk(seq.seq_id, start, count)
         self._count(plan)
         for seq in step.ended:
             self._end(seq)
@@ -242,17 +242,17 @@ class Story(StepObserver):
 
     def _overtake(self, seq_id: int) -> None:
         """Counts, for those that have waited for longer, that this one goes first."""
+        priority = self.sequences[seq_id].request.priority
         for other, waiting in self._waiting.items():
             if other > seq_id:  # Why: they wait in the order of their arrival.
                 break
             waiting.num_overtaken += 1
-            waiting.num_by_priority += self._priority(seq_id) < self._priority(other)
+            waiting.num_by_priority += priority < self.sequences[other].request.priority
 
     def _whence(self, step: Step, new: AdmittedSequence, tier: str) -> str:
         """Who had computed what was cached, and how much of it a tier held."""
-        size, num_known, num_cached = (
-            self._manager.block_size, _tokens(len(new.token_ids)), new.num_cached_tokens
-        )  # fmt: skip
+        size, num_cached = self._manager.block_size, new.num_cached_tokens
+        num_known = _tokens(len(new.token_ids))
         if not num_cached:
             return f"none of its {num_known} was cached"
         table = next(u.block_ids for u in step.plan.table_updates if u[:3] == (new.row, 0, 0))
@@ -286,20 +286,19 @@ class Story(StepObserver):
                            f" {until}, when their blocks were evicted.")  # fmt: skip
 
     def _note_chunk(self, seq_id: int, start: int, count: int) -> None:
-        num_known, chunks = self._prefill.get(seq_id, (sys.maxsize, []))
+        num_known, chunks = self._prefill[seq_id]
         chunks.append(count)
-        if start + count < num_known:
-            return
-        del self._prefill[seq_id]
-        if len(chunks) > 1:
-            sizes = ", ".join(map(str, chunks[:6])) + (", ..." if len(chunks) > 6 else "")
-            limit = self.scheduler.long_prefill_threshold
-            why = f"long_prefill_threshold is {limit}"
-            if not limit or max(chunks) != limit:
-                limit = self.scheduler.max_num_batched_tokens
-                why = f"a step computes at most {limit} tokens, decodes first"
-            told = f"computed to its end in {len(chunks)} chunks of {sizes} tokens: {why}."
-            self._tell(seq_id, told)
+        if start + count >= num_known:
+            del self._prefill[seq_id]
+            if len(chunks) > 1:
+                sizes = ", ".join(map(str, chunks[:6])) + (", ..." if len(chunks) > 6 else "")
+                limit = self.scheduler.long_prefill_threshold
+                why = f"long_prefill_threshold is {limit}"
+                if limit != max(chunks):
+                    limit = self.scheduler.max_num_batched_tokens
+                    why = f"a step computes at most {limit} tokens, decodes first"
+                told = f"computed to its end in {len(chunks)} chunks of {sizes} tokens: {why}."
+                self._tell(seq_id, told)
 
     def _count(self, plan: StepPlan) -> None:
         """Sums over the run, and what the head of the queue lacks in this step."""
@@ -370,9 +369,6 @@ class Story(StepObserver):
         seq = self.sequences.get(seq_id)
         return None if seq is None else self.requests.get(seq.request.request_id)
 
-    def _priority(self, seq_id: int) -> int:
-        return self.sequences[seq_id].request.priority
-
     def _tell(self, seq_id: int, what: str) -> None:
         story = self._story(seq_id)
         if story is not None:
@@ -410,28 +406,26 @@ class Story(StepObserver):
 
     def run_lines(self) -> list[str]:
         """The five things worth knowing of the run, each with the setting that would change it."""
-        manager, drafts = self._manager, self._since("drafted_tokens")
+        manager, sums = self._manager, self._sums
         title = (
             f"{_n(len(self._numbers), 'step')} in {_s(self._last_s)}:"
-            f" {_n(len(self.requests), 'request')}, {self._num_computed():,} tokens computed,"
-            f" {self._since('output_tokens'):,} sampled;"
+            f" {_n(len(self.requests), 'request')}, {_num_computed(sums):,} tokens computed,"
+            f" {sums['output_tokens']:,} sampled;"
             f" {_n(manager.pool.num_usable, 'block')} of {manager.block_size} tokens,"
             f" {_n(self.scheduler.max_num_seqs, 'row')}."
         )
-        if drafts:
-            title += f" {self._since('accepted_tokens'):,} of {drafts:,} drafts were right."
+        if drafts := sums["drafted_tokens"]:
+            title += f" {sums['accepted_tokens']:,} of {drafts:,} drafts were right."
         if self._is_torn:
             title += " The file breaks off: the run was killed, or goes on."
-        told = (self._waits(), self._waste(), self._evictions(), self._budget(), self._tiers())
+        told = (self._waits(), self._waste(sums), self._evictions(sums), self._budget(),
+                self._tiers())  # fmt: skip
         return [title, *(f"{i}. {line}" for i, line in enumerate(told, 1))]
 
-    def _since(self, name: str) -> int:
-        """How far one of the scheduler's counters has come since the story began."""
-        count: int = getattr(self.scheduler.stats, name) - getattr(self._before, name)
-        return count
-
-    def _num_computed(self) -> int:
-        return self._since("prefill_tokens") + self._since("decode_tokens")
+    @property
+    def _sums(self) -> Counter[str]:
+        """How far the scheduler's counters have come since the story began."""
+        return Counter(asdict(self.scheduler.stats)) - self._before
 
     def _waits(self) -> str:
         waited = [(*story.wait, name) for name, story in self.requests.items() if story.wait]
@@ -444,8 +438,8 @@ class Story(StepObserver):
             f" What would shorten it: {LACKS[lack].remedy}."
         )
 
-    def _waste(self) -> str:
-        count, again = self._since("preemptions"), self._since("recomputed_tokens")
+    def _waste(self, sums: Counter[str]) -> str:
+        count, again = sums["preemptions"], sums["recomputed_tokens"]
         if not count:
             return "Waste: nobody was preempted, so nothing was computed twice for want of blocks."
         remedy = MORE_BLOCKS
@@ -454,16 +448,16 @@ class Story(StepObserver):
         return (
             f"Waste: {_n(count, 'preemption')} gave up {_tokens(self.counts['lost tokens'])};"
             f" {again:,} of them were computed again,"
-            f" {again / max(self._num_computed(), 1):.1%} of all that was computed."
+            f" {again / max(_num_computed(sums), 1):.1%} of all that was computed."
             f" What would avoid it: {remedy}."
         )
 
-    def _evictions(self) -> str:
+    def _evictions(self, sums: Counter[str]) -> str:
         if not self.counts["evicted"]:
             return "Evictions: no block lost its content."
         told = f"Evictions: {_n(self.counts['evicted'], 'block')} lost their content"
         if not self.hurt:
-            but = " but those that were preempted" if self._since("preemptions") else ""
+            but = " but those that were preempted" if sums["preemptions"] else ""
             return f"{told}, and nobody{but} asked for it again."
         name, most = self.hurt.most_common(1)[0]
         return (
@@ -552,6 +546,10 @@ class Story(StepObserver):
         for move in plan.transfers:
             way = "from" if move.kind == "load" else "to"
             yield f"Moved: {_n(len(move.device_ids), 'block')} {way} {move.tier}."
+
+
+def _num_computed(sums: Counter[str]) -> int:
+    return sums["prefill_tokens"] + sums["decode_tokens"]
 
 
 def _most(lacks: Counter[str]) -> str:

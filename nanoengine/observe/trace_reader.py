@@ -52,6 +52,10 @@ MOVES = {"append_token", "fork", "finish", "drop"}
 
 Told = dict[str, Any]
 """A line of a trace."""
+HEADER: Told = {"first": 0, "engine": "?", "date": "?"} | {
+    name: {} for name in ("layout", "scheduler", "policy", "tiers", "model", "config")
+}
+"""What a header has, where it is not told."""
 EVENTS = {"add": "on_request", "plan": "on_plan", "step": "on_step"}
 """What observers are told of a line: the name of their method."""
 
@@ -64,15 +68,22 @@ class Recording:
         path: of the file.
         header: its first line, as docs/trace.md describes it.
         lines: the others, each with its number in the file.
-        steps: the numbers of the steps that were committed and are to be shown.
-        is_torn: True if the run was killed, or goes on.
     """
 
     path: str
     header: Told
     lines: list[tuple[int, Told]] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    is_torn: bool = True
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that were committed and are to be shown."""
+        steps = (told["step"] for _, told in self.lines if type(told.get("step")) is int)
+        return [step for step in steps if step >= self.header["first"]]
+
+    @property
+    def is_torn(self) -> bool:
+        """True if the run was killed, or goes on."""
+        return not self.lines or "end" not in self.lines[-1][1]
 
     def replay(self, first: int = 0) -> Replay:
         """The run, up to where step `first`, or the first that is to be shown, is planned next.
@@ -89,8 +100,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
     Raises:
         TraceError: the file can't be read, is no trace, one of another major version, or damaged.
     """
-    path = fspath(path)
-    recording = None
+    path, recording = fspath(path), None
     try:
         with open(path, "rb") as raw:
             for number, line in _lines(raw):
@@ -101,10 +111,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
                     elif "trace" in told:
                         raise ValueError("another trace begins")
                     else:
-                        if "step" in told and _ints([told["step"]])[0] >= recording.header["first"]:
-                            recording.steps.append(told["step"])
                         recording.lines.append((number, told))
-                        recording.is_torn = "end" not in told
                 except (ValueError, RecursionError) as error:
                     if recording is None:
                         raise TraceError(f"{path} is no trace of nanoengine ({error})") from error
@@ -354,10 +361,8 @@ def _header(path: str, told: Told) -> Told:
             f"{path} is a trace of version {version}, written by nanoengine {told.get('engine')};"
             f" this one reads version {FORMAT[0]}.x: read it with that one"
         )
-    parts: Told = {key: {} for key in ("layout", "scheduler", "policy", "tiers", "model", "config")}
-    header = {"first": 0, "engine": "?", "date": "?"} | parts | told
-    _ints([header["first"]])
-    if not all(isinstance(header[name], dict) for name in parts):
+    header = HEADER | told
+    if any(type(header[name]) is not type(usual) for name, usual in HEADER.items()):
         raise ValueError("its first line is no header")
     return header
 
