@@ -409,7 +409,7 @@ class Story(StepObserver):
         manager, sums = self._manager, self._sums
         title = (
             f"{_n(len(self._numbers), 'step')} in {_s(self._last_s)}:"
-            f" {_n(len(self.requests), 'request')}, {_num_computed(sums):,} tokens computed,"
+            f" {_n(len(self.requests), 'request')}, {sums['computed_tokens']:,} tokens computed,"
             f" {sums['output_tokens']:,} sampled;"
             f" {_n(manager.pool.num_usable, 'block')} of {manager.block_size} tokens,"
             f" {_n(self.scheduler.max_num_seqs, 'row')}."
@@ -425,7 +425,9 @@ class Story(StepObserver):
     @property
     def _sums(self) -> Counter[str]:
         """How far the scheduler's counters have come since the story began."""
-        return Counter(asdict(self.scheduler.stats)) - self._before
+        sums = Counter(asdict(self.scheduler.stats)) - self._before
+        sums["computed_tokens"] = sums["prefill_tokens"] + sums["decode_tokens"]
+        return sums
 
     def _waits(self) -> str:
         waited = [(*story.wait, name) for name, story in self.requests.items() if story.wait]
@@ -448,7 +450,7 @@ class Story(StepObserver):
         return (
             f"Waste: {_n(count, 'preemption')} gave up {_tokens(self.counts['lost tokens'])};"
             f" {again:,} of them were computed again,"
-            f" {again / max(_num_computed(sums), 1):.1%} of all that was computed."
+            f" {again / max(sums['computed_tokens'], 1):.1%} of all that was computed."
             f" What would avoid it: {remedy}."
         )
 
@@ -546,10 +548,6 @@ class Story(StepObserver):
         for move in plan.transfers:
             way = "from" if move.kind == "load" else "to"
             yield f"Moved: {_n(len(move.device_ids), 'block')} {way} {move.tier}."
-
-
-def _num_computed(sums: Counter[str]) -> int:
-    return sums["prefill_tokens"] + sums["decode_tokens"]
 
 
 def _most(lacks: Counter[str]) -> str:

@@ -21,7 +21,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.observe.taps import Taps
+from nanoengine.observe.taps import Taps, behind
 
 
 class Computed(NamedTuple):
@@ -130,17 +130,9 @@ class StepObserver:
     def attend(self) -> Taps:
         """Is told of the requests and plans of an engine that runs, until the taps are removed; of
         steps it is told as one of `LLMEngine.observers`."""
-
-        def add(call: Any, request: Request, **more: Any) -> None:
-            call(request, **more)
-            self.on_request(request)
-
-        def schedule(call: Any) -> StepPlan:
-            plan: StepPlan = call()
-            self.on_plan(plan)
-            return plan
-
-        return Taps((self.scheduler, "add", add), (self.scheduler, "schedule", schedule))
+        arrived = behind(lambda _, request, **more: self.on_request(request))
+        return Taps((self.scheduler, "add", arrived),
+                    (self.scheduler, "schedule", behind(self.on_plan)))  # fmt: skip
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of it."""

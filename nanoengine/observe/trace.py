@@ -37,7 +37,7 @@ from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.observe.metrics import times_of
-from nanoengine.observe.taps import Taps
+from nanoengine.observe.taps import Taps, behind
 from nanoengine.observe.traced_disk import trace_disk
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
@@ -110,15 +110,15 @@ class Trace:
         # Why: by these times a TieredPrefixCache decides.
         self._exact = ("load", "forward") if isinstance(cache, TieredPrefixCache) else ()
         self._taps = Taps(
-            (scheduler, "add", self._add),
-            (scheduler, "schedule", self._schedule),
-            (scheduler, "commit", self._commit),
-            (scheduler, "end", self._end_of),
-            (scheduler, "abort", self._noting(lambda request: {"abort": request.arrival})),
-            (enlist(scheduler), "fork", self._fork),
+            (scheduler, "add", behind(self._added)),
+            (scheduler, "schedule", behind(self._planned)),
+            (scheduler, "commit", behind(self._taken)),
+            (scheduler, "end", behind(self._ended)),
+            (scheduler, "abort", behind(lambda _, request: self._tell({"abort": request.arrival}))),
+            (enlist(scheduler), "fork", behind(self._forked)),
             (scheduler, "recover", self._recover),
-            (cache, "evict", self._noting(lambda block_ids: {"evict": list(block_ids)})),
-            (cache, "reset", self._noting(lambda: {"reset": True})),
+            (cache, "evict", behind(lambda _, block_ids: self._tell({"evict": list(block_ids)}))),
+            (cache, "reset", behind(lambda _: self._tell({"reset": True}))),
         )
         self._tell(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
 
@@ -142,23 +142,19 @@ class Trace:
 
     # --- what comes in ------------------------------------------------------------------------
 
-    def _add(self, call: Any, request: Request, **more: Any) -> None:
+    def _added(self, _: None, request: Request, **more: Any) -> None:
         if request.chooser is not None:
             request.chooser = SimpleNamespace(
                 choose=functools.partial(self._choose, request.chooser.choose)
             )
-        call(request, **more)
         self._tell(_request(request, self._start_s))
 
-    def _schedule(self, call: Any) -> StepPlan:
-        plan: StepPlan = call()
+    def _planned(self, plan: StepPlan) -> None:
         drafts = list(plan.draft_token_ids.items())
         line = {"plan": plan.step, "digest": digest(plan)}
         self._tell(line | {"drafts": drafts} if drafts else line)
-        return plan
 
-    def _commit(self, call: Any, plan: StepPlan, result: StepResult) -> list[Request]:
-        finished: list[Request] = call(plan, result)
+    def _taken(self, _: object, plan: StepPlan, result: StepResult) -> None:
         tokens = result.token_ids
         flat: list[Any] = [*chain.from_iterable(tokens)]
         if not len(flat) == len(tokens) == plan.num_logits.count(1):
@@ -169,35 +165,21 @@ class Trace:
             line["errors"] = list(result.errors.items())
         self._tell()
         self._committed = line, result
-        return finished
 
-    def _end_of(self, call: Any, seq: Sequence, reason: str, stop: int | str | None = None) -> None:
+    def _ended(self, _: None, seq: Sequence, reason: str, stop: object = None) -> None:
         """Notes where a stop string was met, since the text that holds it is not in the trace."""
-        call(seq, reason, stop)
         if isinstance(stop, str):
             ended = seq.request.arrival, seq.index, seq.num_output_tokens, stop
             self._answers.setdefault("stops", []).append(ended)
 
-    def _fork(self, call: Any, parent: Sequence, next_token_id: int | None = None) -> Sequence:
-        child: Sequence = call(parent, next_token_id)
+    def _forked(self, child: Sequence, parent: Sequence, next_token_id: int | None = None) -> None:
         if "chosen" not in self._answers:  # else it is the move of a chooser
             self._tell({"fork": [parent.request.arrival, parent.index, next_token_id]})
-        return child
 
     def _recover(self, call: Any, requests: Any) -> None:
         self._answers.clear()  # Why: of the call that has failed no line tells.
         call(requests)
         self._tell({"recover": self._scheduler.stats.steps} | self._held())
-
-    def _noting(self, line_of: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-        """Makes a call and writes the line that its arguments are."""
-
-        def noted(call: Any, *args: Any, **more: Any) -> Any:
-            result = call(*args, **more)
-            self._tell(line_of(*args, **more))
-            return result
-
-        return noted
 
     def _choose(self, call: Any, request: Request, moves: SequenceMoves) -> None:
         noted: list[Any] = []

@@ -53,6 +53,8 @@ KIND_SHIFT = 27
 """An event's first number is its kind above this many bits, and a block below."""
 BLOCK = (1 << KIND_SHIFT) - 1
 
+FIGURES = ("step", "t", "waiting", "running", "active", "cached", "empty", "hit", "queried")
+"""Columns of a frame's last step; `empty` counts slots."""
 ADDED = ("prefill", "decode", "recomputed", "sampled", *TIMES)
 """Columns of what a frame has added to a sum."""
 
@@ -121,7 +123,7 @@ class _Gathering(StepObserver):
         self._pool = self.scheduler.block_manager.pool
         self._cache = self.scheduler.block_manager.prefix_cache
         self._shown, self._steps_per_frame = shown, steps_per_frame
-        self._is_shown = self._has_begun = False
+        self._is_shown = False
         self._num_steps = self._num_untold = 0
         self._lanes: dict[int, _Lane] = {}
         # By row a lane's index and its table, and contents of blocks, as the page knows them.
@@ -161,14 +163,11 @@ class _Gathering(StepObserver):
     def look(
         self, plan: StepPlan, rows: dict[int, CoreSequence]
     ) -> tuple[dict[str, int], list[_Event]]:
-        """Figures, in the order of their columns, and what has changed since the plan before, or is
-        held when the page begins."""
-        stats, cached, counts = self.scheduler.stats, self._cache.stats, self._pool.counts()
-        figures = dict.fromkeys(("step", "t", "waiting", "running"), plan.step) | {
-            "active": counts["active"], "cached": counts["cached"],
-            "empty": num_waste_slots(self.scheduler),
+        """Figures, and what has changed since the plan before, or is held when the page begins."""
+        stats, cached = self.scheduler.stats, self._cache.stats
+        figures = self._pool.counts() | {
+            "step": plan.step, "empty": num_waste_slots(self.scheduler),
             "hit": cached.hit_tokens, "queried": cached.queried_tokens,
-            **{f"tier:{tier.name}": 0 for tier in self._tiers()},
             "prefill": stats.prefill_tokens, "decode": stats.decode_tokens,
             "recomputed": stats.recomputed_tokens,
         }  # fmt: skip
@@ -176,8 +175,7 @@ class _Gathering(StepObserver):
             return figures, []
         changed: set[Any] = {one[0] for one in (*plan.admitted, *plan.forks, *plan.table_updates)}
         changed.update(plan.released)
-        if not self._has_begun:
-            self._has_begun = True
+        if plan.step == self._shown.start:
             changed.update(rows)
             self._changed.update(b.block_id for b in self._pool.blocks if b.prefix is not None)
         return figures, [*self._compare_rows(changed, rows), *self._compare_contents()]
@@ -289,9 +287,7 @@ class _Gathering(StepObserver):
         for new in plan.admitted:
             lane = self._lane(step.rows[new.row])
             self._mark("admitted", lane, new.num_cached_tokens)
-            tables = (
-                set(update.block_ids) for update in plan.table_updates if update.row == new.row
-            )
+            tables = (u.block_ids for u in plan.table_updates if u.row == new.row)
             if n := sum(len(loads.keys() & table) for table in tables):
                 self._mark("loaded", lane, n)
         for fork in plan.forks:
@@ -401,15 +397,15 @@ class _Gathering(StepObserver):
         all_lanes = list(self._lanes.values())
         for lane in all_lanes:
             self._note_tokens(lane)
-            if lane.spans and lane.spans[-1][1] == NONE:
-                lane.spans[-1][1] = lane.ended if lane.ended != NONE else self._frame - 1
+            self._close_span(lane)
         lanes = all_lanes[:MAX_LANES]
         num_tokens = sum(len(lane.seq.token_ids) for lane in lanes)
         has_tokens = num_tokens <= MAX_TOKENS
         tokens = [lane.seq.token_ids if has_tokens else [] for lane in lanes]
         frames = [_differences(lane.token_frames) if has_tokens else [] for lane in lanes]
+        names = (*FIGURES, *(f"tier:{tier.name}" for tier in self._tiers()), *ADDED)
         columns = {name: array.array("i", (frame[name] for frame in self._frames))
-                   for name in self._frames[0]}  # fmt: skip
+                   for name in names}  # fmt: skip
         columns |= {
             "events": self._events,
             "eventsOf": self._events_of,
