@@ -18,7 +18,7 @@ from typing import Any
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Sequence
 from nanoengine.observe.metrics import times_of
-from nanoengine.observe.steps import Step, StepObserver
+from nanoengine.observe.steps import Step, StepObserver, is_decode
 from nanoengine.observe.trace_reader import Recording
 
 ENGINE, QUEUE, ROWS = 1, 2, 3
@@ -118,17 +118,18 @@ class _Exporter(StepObserver):
                 self._flow("t", seq_id, QUEUE, seq_id, since_us)
 
     def _note_rows(self, step: Step, start_us: float) -> None:
-        for row, one in zip(step.plan.rows, step.computed(), strict=True):
+        for row, computed in zip(step.plan.rows, step.computed(), strict=True):
+            seq, _, num_tokens, _ = computed
             if row not in self._rows:
                 self._rows.add(row)
                 self.events.append(_meta("thread_name", ROWS, row, f"row {row}"))
-            name = f"{self.name(one.seq.seq_id)} {'decode' if one.is_decode else 'prefill'}"
-            run = self.runs.get(row)
-            if run is None or run.name != name or not one.is_decode:
+            kind = "decode" if is_decode(*computed) else "prefill"
+            name, run = f"{self.name(seq.seq_id)} {kind}", self.runs.get(row)
+            if run is None or run.name != name or kind == "prefill":
                 self.close(row)
-                run = self.runs[row] = Run(name, one.seq, start_us, step.plan.step)
+                run = self.runs[row] = Run(name, seq, start_us, step.plan.step)
             run.end_us, run.last_step = self._end_us, step.plan.step
-            run.tokens += one.num_tokens
+            run.tokens += num_tokens
 
     def close(self, row: int) -> None:
         """Ends what a row does."""

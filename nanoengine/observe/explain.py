@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block
@@ -76,12 +75,8 @@ class Waiting:
     num_by_priority: int = 0
 
 
-@dataclass(slots=True)
-class RequestStory:
-    """What is told of one request: (step, sentence), and how it waited before its first row."""
-
-    lines: list[tuple[int, str]] = field(default_factory=list)
-    wait: tuple[int, float, str, str] | None = None  # steps, seconds, why, what lacked most
+Wait = tuple[int, float, str, str]
+"""How a request waited before its first row: steps, seconds, why, and what lacked most."""
 
 
 def explained(recording: Recording, *, step: int | None = None) -> Story:
@@ -104,7 +99,7 @@ class Story(StepObserver):
         step: the number of the step of which `step_lines` tells.
 
     Attributes:
-        requests: id -> its story.
+        requests: id -> what is told of it: step, sentence.
     """
 
     def __init__(
@@ -115,7 +110,7 @@ class Story(StepObserver):
         step: int | None = None,
     ) -> None:
         super().__init__(scheduler, clock)
-        self.requests: dict[str, RequestStory] = {}
+        self.requests: dict[str, list[tuple[int, str]]] = {}
         self.counts: Counter[str] = Counter()
         self.hurt: Counter[str] = Counter()  # request -> tokens it computed after an eviction
         self._manager = scheduler.block_manager
@@ -124,6 +119,7 @@ class Story(StepObserver):
         self._last_s = 0.0
         self._is_torn = False
         self._waiting: dict[int, Waiting] = {}
+        self._waited: dict[str, Wait] = {}  # by request
         self._heads = [Counter[str]()]  # what the first of the queue lacked in the first n steps
         self._lacks = Counter[str]()  # the same of all steps behind which somebody waited
         # By digest of a content: the sequence and the step that have computed it, and the step in
@@ -162,7 +158,7 @@ class Story(StepObserver):
 
     def step(self, step: Step) -> None:
         """Tells of one step."""
-        plan, again = step.plan, dict[int, list[int]]()
+        plan = step.plan
         self._numbers.append(plan.step)
         self._last_s = step.time_s
         for request in step.arrived:
@@ -173,9 +169,7 @@ class Story(StepObserver):
             parent = self.name(step.rows[fork.parent_row].seq_id)
             told = f"forked from {parent}: the two share all blocks until one of them writes."
             self._tell(fork.seq_id, told)
-        for seq, start, count, _ in step.computed():
-            if evicted := self._compute(seq, start, count):
-                again[seq.seq_id] = evicted
+        again = self._compute(step)
         for new in plan.admitted:
             self._admit(step, new)
         for seq_id, evicted in again.items():
@@ -190,17 +184,17 @@ class Story(StepObserver):
             self._step_lines = list(self._describe(step))
 
     def _arrive(self, request: Request) -> None:
-        seq, story, step = request.sequences[0], RequestStory(), len(self._numbers) - 1
+        seq, name = request.sequences[0], request.request_id
         arrived_s, prompt = request.arrival_time - self.start_s, seq.num_prompt_tokens
         several = f", {request.params.n} times" if request.params.n > 1 else ""
         priority = f", of priority {request.priority}" if request.priority else ""
         told = (
-            f"Request {request.request_id} arrived at {_s(arrived_s)} with {_tokens(prompt)}, to"
-            f" sample at most {seq.max_num_tokens - prompt}{several}{priority}."
+            f"Request {name} arrived at {_s(arrived_s)} with {_tokens(prompt)}, to sample at most"
+            f" {seq.max_num_tokens - prompt}{several}{priority}."
         )
-        story.lines.append((self._numbers[-1], told))
-        self.requests[request.request_id] = story
-        self._waiting[seq.seq_id] = Waiting(step, arrived_s)
+        self.requests[name] = [(self._numbers[-1], told)]
+        self._waited.pop(name, None)
+        self._waiting[seq.seq_id] = Waiting(len(self._numbers) - 1, arrived_s)
 
     def _preempt(self, seq_id: int, num_computed: int, reason: str) -> None:
         why = self._named(reason)
@@ -211,13 +205,14 @@ class Story(StepObserver):
         self.counts["lost tokens"] += num_computed
         self._waiting[seq_id] = Waiting(len(self._numbers), self._last_s)
 
-    def _compute(self, seq: Sequence, start: int, count: int) -> list[int]:
-        """Notes who computes which content; returns when what was cached before was evicted."""
-        size, number, again = self._manager.block_size, self._numbers[-1], list[int]()
-        for prefix in seq.prefixes[start // size : (start + count) // size]:
-            self._computed_by[prefix.digest] = seq.seq_id, number
-            if self._evicted.get(prefix.digest, number) < number:
-                again.append(self._evicted.pop(prefix.digest))
+    def _compute(self, step: Step) -> dict[int, list[int]]:
+        """Who computes which content; by sequence, when what was cached before was evicted."""
+        size, number, again = self._manager.block_size, step.plan.step, dict[int, list[int]]()
+        for seq, start, count, _ in step.computed():
+            for prefix in seq.prefixes[start // size : (start + count) // size]:
+                self._computed_by[prefix.digest] = seq.seq_id, number
+                if self._evicted.get(prefix.digest, number) < number:
+                    again.setdefault(seq.seq_id, []).append(self._evicted.pop(prefix.digest))
         return again
 
     def _admit(self, step: Step, new: AdmittedSequence) -> None:
@@ -280,7 +275,7 @@ class Story(StepObserver):
             max(evicted),
         )
         if seq_id not in self._lost:  # else it is waste of the preemption
-            self.hurt[self.sequences[seq_id].request.request_id] += num_tokens
+            self.hurt[self._request_of(seq_id)] += num_tokens
         until = f"{last}" if first == last else f"{first} to {last}"
         self._tell(seq_id, f"computes {_tokens(num_tokens)} that had been cached until step"
                            f" {until}, when their blocks were evicted.")  # fmt: skip
@@ -354,9 +349,8 @@ class Story(StepObserver):
             told += f"; {_n(waiting.num_overtaken, 'request')} that came later went first"
             if waiting.num_by_priority:
                 told += f", {waiting.num_by_priority} of them of higher priority"
-        story = self._story(seq_id)
-        if story is not None and seq_id not in self._lost:
-            story.wait = until - waiting.since, max(waited_s, 0.0), told, _most(heads)
+        if (name := self._request_of(seq_id)) in self.requests and seq_id not in self._lost:
+            self._waited[name] = until - waiting.since, max(waited_s, 0.0), told, _most(heads)
         return told
 
     # --- names --------------------------------------------------------------------------------
@@ -365,16 +359,14 @@ class Story(StepObserver):
         """The scheduler's words, with requests in place of its numbers."""
         return re.sub(r"\bseq (\d+)", lambda match: self.name(int(match[1])), reason)
 
-    def _story(self, seq_id: int) -> RequestStory | None:
-        seq = self.sequences.get(seq_id)
-        return None if seq is None else self.requests.get(seq.request.request_id)
+    def _request_of(self, seq_id: int) -> str:
+        return self.sequences[seq_id].request.request_id
 
     def _tell(self, seq_id: int, what: str) -> None:
-        story = self._story(seq_id)
-        if story is not None:
+        if (name := self._request_of(seq_id)) in self.requests:
             fork = f"its sequence {seq_id}: " if self.sequences[seq_id].index else ""
             step = self._numbers[-1] if self._numbers else 0
-            story.lines.append((step, f"step {step}: {fork}{what}"))
+            self.requests[name].append((step, f"step {step}: {fork}{what}"))
 
     # --- what is asked ------------------------------------------------------------------------
 
@@ -384,13 +376,12 @@ class Story(StepObserver):
         Raises:
             TraceError: the trace tells of no such request.
         """
-        story = self.requests.get(request_id)
-        if story is None:
+        if request_id not in self.requests:
             known = [*map(repr, list(self.requests)[:8]), *["..."] * (len(self.requests) > 8)]
             raise TraceError(
                 f"the trace tells of no request {request_id!r}; of {', '.join(known) or 'none'}"
             )
-        return [line for _, line in story.lines]
+        return [line for _, line in self.requests[request_id]]
 
     def step_lines(self) -> list[str]:
         """The step that the story was made for.
@@ -430,10 +421,11 @@ class Story(StepObserver):
         return sums
 
     def _waits(self) -> str:
-        waited = [(*story.wait, name) for name, story in self.requests.items() if story.wait]
+        waited = [name for name in self.requests if name in self._waited]
         if not waited:
             return "Waiting: every request was admitted in the step that followed its arrival."
-        num_steps, seconds, why, lack, name = max(waited, key=itemgetter(0))
+        name = max(waited, key=lambda name: self._waited[name][0])
+        num_steps, seconds, why, lack = self._waited[name]
         return (
             f"Waiting: {len(waited)} of {len(self.requests)} requests waited. Request {name} waited"
             f" longest, {_n(num_steps, 'step')} ({_s(seconds)}): {why}."
@@ -514,9 +506,9 @@ class Story(StepObserver):
             f" token each" + (f", the others are from {', '.join(prompts)}." if prompts else ".")
         )
         for new in plan.admitted:
-            story, name = self._story(new.seq_id), self.name(new.seq_id).capitalize()
-            lines = [line for _, line in story.lines if "admitted" in line] if story else []
-            yield f"{name}: {lines[-1].partition(': ')[2] if lines else 'admitted.'}"
+            story = self.requests.get(self._request_of(new.seq_id), ())
+            lines = [line for _, line in story if "admitted" in line] or [": admitted."]
+            yield f"{self.name(new.seq_id).capitalize()}: {lines[-1].partition(': ')[2]}"
         for fork in plan.forks:
             yield f"Forked: {self.name(fork.seq_id)}."
         for seq_id, num_computed, reason in plan.preempted:

@@ -23,19 +23,13 @@ from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
 from nanoengine.observe.taps import Taps, behind
 
+Computed = tuple[Sequence, int, int, int]
+"""What a step computes: of which sequence, its first token, how many tokens, how many logits."""
 
-class Computed(NamedTuple):
-    """What a step computes of a sequence: tokens from `start` on, and how many logits."""
 
-    seq: Sequence
-    start: int
-    num_tokens: int
-    num_logits: int
-
-    @property
-    def is_decode(self) -> bool:
-        """True for a token that was sampled, with the drafts behind it."""
-        return self.num_tokens <= self.num_logits and self.start >= self.seq.num_prompt_tokens
+def is_decode(seq: Sequence, start: int, num_tokens: int, num_logits: int) -> bool:
+    """Whether a row computes a token that was sampled, with the drafts behind it."""
+    return num_tokens <= num_logits and start >= seq.num_prompt_tokens
 
 
 class Step(NamedTuple):
@@ -65,7 +59,8 @@ class Step(NamedTuple):
     def computed(self) -> Iterable[Computed]:
         """What it computes, row by row of the plan."""
         plan, sequences = self.plan, map(self.rows.__getitem__, self.plan.rows)
-        return map(Computed, sequences, plan.starts, plan.num_scheduled_tokens, plan.num_logits)
+        numbers = plan.starts, plan.num_scheduled_tokens, plan.num_logits
+        return zip(sequences, *numbers, strict=True)
 
     def loads(self) -> dict[int, str]:
         """Block -> the tier that it is loaded from."""

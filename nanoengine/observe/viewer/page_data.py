@@ -32,7 +32,7 @@ from nanoengine.core.tiers.stats import TierStats
 from nanoengine.errors import TraceError
 from nanoengine.observe.explain import Story
 from nanoengine.observe.metrics import TIMES, times_of
-from nanoengine.observe.steps import Step, StepObserver
+from nanoengine.observe.steps import Step, StepObserver, is_decode
 from nanoengine.observe.trace_reader import Recording, Replay
 
 MAX_FRAMES = 20_000
@@ -304,9 +304,10 @@ class _Gathering(StepObserver):
 
     def _note_rows(self, step: Step) -> None:
         """What the rows compute, and which tokens are known."""
-        for one in step.computed():
-            kind = DECODE if one.is_decode else PREFILL
-            self._span(self._lane(one.seq), kind, one.start + one.num_tokens)
+        for computed in step.computed():
+            seq, start, num_tokens, _ = computed
+            kind = DECODE if is_decode(*computed) else PREFILL
+            self._span(self._lane(seq), kind, start + num_tokens)
         for row in step.rows.keys() - set(step.plan.rows):
             seq = step.rows[row]
             if not seq.is_finished:
@@ -437,7 +438,7 @@ class _Gathering(StepObserver):
             "thinned": [note for holds, note in notes if holds],
             # Of each request what `nanoengine explain` tells: its id, and [step, sentence].
             "stories": [
-                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told.lines]]
+                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told]]
                 for name, told in story.requests.items()
                 if name in ids
             ],
