@@ -44,37 +44,20 @@ if TYPE_CHECKING:
     from nanoengine.text.prompt_forms import TokensPrompt as TokensPrompt
 
 
-_HOME = {
-    "LLM": "llm",
-    "EngineConfig": "settings.config",
-    "HostTier": "settings.tiers",
-    "DiskTier": "settings.tiers",
-    "SamplingParams": "settings.params",
-    "StructuredOutputs": "settings.structured",
-    "StructuredOutputsParams": "settings.structured",
-    "LogitsProcessor": "runner.logits",
-    "RowState": "runner.logits",
-    "Row": "text.prompt_forms",
-    "TextPrompt": "text.prompt_forms",
-    "TokensPrompt": "text.prompt_forms",
-    "BeamSearchOutput": "features.beam",
-    "BeamSearchParams": "features.beam",
-    "BeamSequence": "features.beam",
-    "CompletionOutput": "outputs",
-    "Logprob": "outputs",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
-    "CapacityError": "errors",
-    "ConfigError": "errors",
-    "EngineDeadError": "errors",
-    "MissingDependencyError": "errors",
-    "ModelError": "errors",
-    "NanoEngineError": "errors",
-    "PromptTooLongError": "errors",
-    "RequestError": "errors",
-    "UnsupportedModelError": "errors",
-    "WeightLoadError": "errors",
+_NAMES = {
+    "llm": "LLM",
+    "settings.config": "EngineConfig",
+    "settings.tiers": "HostTier DiskTier",
+    "settings.params": "SamplingParams",
+    "settings.structured": "StructuredOutputs StructuredOutputsParams",
+    "runner.logits": "LogitsProcessor RowState",
+    "text.prompt_forms": "Row TextPrompt TokensPrompt",
+    "features.beam": "BeamSearchOutput BeamSearchParams BeamSequence",
+    "outputs": "CompletionOutput Logprob RequestMetrics RequestOutput",
+    "errors": "CapacityError ConfigError EngineDeadError MissingDependencyError ModelError"
+    " NanoEngineError PromptTooLongError RequestError UnsupportedModelError WeightLoadError",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_HOME]
 

@@ -116,9 +116,7 @@ class LLMEngine:
             else:
                 self._commit(self._launch())
         except BaseException as error:
-            self._recover()
-            if _hides_interrupt(error):
-                raise KeyboardInterrupt from error
+            self._recover(error)
             raise
         finally:
             self._stepping_thread = None
@@ -165,16 +163,21 @@ class LLMEngine:
         try:
             self._take_in()
         except BaseException as error:
-            self._recover()
-            if _hides_interrupt(error):
-                raise KeyboardInterrupt from error
+            self._recover(error)
             raise
 
-    def _recover(self) -> None:
-        """After an exception: forgets requests and steps; their results are never asked for."""
+    def _recover(self, error: BaseException) -> None:
+        """Forgets requests and steps, whose results are never asked for.
+
+        CPython makes a SystemError of a Ctrl-C inside compiled code, a kernel, say: that code has
+        returned a result, and the interrupt was still to be raised. It is raised here.
+        """
         self._under_way, self._finished = None, []
         self.scheduler.recover(self._requests.values())
         self._requests.clear()
+        behind = error.__cause__ or error.__context__
+        if isinstance(error, SystemError) and isinstance(behind, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
 
     def _launch(self) -> UnderWay:
         started = time.perf_counter()
@@ -429,10 +432,3 @@ class LLMEngine:
         # Why surrogates pass: a key only needs to be told from others.
         digest = xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode(errors="surrogatepass"))
         return digest >> 1
-
-
-def _hides_interrupt(error: BaseException) -> bool:
-    """True for the SystemError that CPython makes of a Ctrl-C inside compiled code, a kernel, say:
-    that code returned a result, and the interrupt was still to be raised."""
-    behind = error.__cause__ or error.__context__
-    return isinstance(error, SystemError) and isinstance(behind, KeyboardInterrupt)

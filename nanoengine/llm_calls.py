@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,33 +35,17 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 
 
-class OtherCalls(ABC):
+class OtherCalls:
     """The calls that are no loop of their own."""
 
     config: EngineConfig
     _calls: Calls[LLMEngine]
     _tokenizer: Tokenizer | None
 
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
-        *,
-        priority: int | Sequence[int] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[RequestOutput]:
-        """See `LLM.generate`."""
-
-    @abstractmethod
-    def stream(self, *args: Any, **options: Any) -> Generator[RequestOutput, None, None]:
-        """See `LLM.stream`."""
-
-    @abstractmethod
-    def open_reader(self) -> PromptReader:
-        """What reads prompts; a closed LLM says so."""
+    # What `LLM` defines; a call on a closed one says so.
+    generate: Callable[..., list[RequestOutput]]
+    stream: Callable[..., Generator[RequestOutput, None, None]]
+    open_reader: Callable[[], PromptReader]
 
     @property
     def engine(self) -> LLMEngine:

@@ -110,7 +110,6 @@ LOADED = [
     "runner.transfers",
     "settings.checks",
     "settings.config",
-    "settings.drafts",
     "settings.json_file",
     "settings.params",
     "settings.structured",

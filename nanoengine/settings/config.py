@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import checked, shown
-from nanoengine.settings.drafts import ModelDrafts, parse_speculative
 from nanoengine.settings.tiers import Tier, check_tiers
 from nanoengine.settings.vllm_names import LLM_OPTIONS, translate
 
@@ -181,6 +180,8 @@ class EngineConfig:
         if self.trace_steps is not None:
             self.steps_traced()
         if self.speculative is not None:
+            from nanoengine.settings.drafts import ModelDrafts, parse_speculative
+
             drafts = parse_speculative(self.speculative)
             if isinstance(drafts, ModelDrafts) and (self.kv_tiers or self.tensor_parallel_size > 1):
                 raise ConfigError(

@@ -17,7 +17,6 @@ given and names what is wrong with it.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked
+from nanoengine.settings.checks import checked, nearest
 from nanoengine.settings.params import SamplingParams
 
 T = TypeVar("T")
@@ -187,9 +186,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
         if key in NO_MEDIA and value:
             raise RequestError(f"{key!r} must be None: this engine takes text alone, got {value!r}")
         if key not in known and key not in NO_MEDIA:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise RequestError(f"unknown key {key!r} in the prompt; {hint}")
+            raise RequestError(f"unknown key {key!r} in the prompt; {nearest(key, known)}")
     if not given or ("messages" in given and len(given) > 1):
         raise RequestError(
             "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
@@ -200,7 +197,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> PromptInput:
         check_text(name, value)
     ids, messages = prompt.get("prompt_token_ids"), prompt.get("messages")
     if messages is not None:
-        from nanoengine.text.conversations import parse_messages
+        from nanoengine.text.chats import parse_messages
 
         messages = parse_messages(messages)
     return PromptInput(
