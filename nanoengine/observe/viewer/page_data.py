@@ -60,6 +60,8 @@ ADDED = ("prefill", "decode", "recomputed", "sampled", *TIMES)
 
 NONE = -1
 
+Words = Callable[[int], str] | None
+"""What puts a token id into words; None: the page shows ids."""
 _Event = tuple[int, int, int]
 """Kind and block, a lane's index, and an argument."""
 
@@ -76,14 +78,14 @@ def page_data(
     recording: Recording,
     *,
     steps: tuple[int, int | None] = (0, None),
-    text_of: Callable[[int], str] | None = None,
+    text_of: Words = None,
     title: str = "",
 ) -> PageData:
     """Replays a recording and gathers what the page needs.
 
     Args:
         steps: the first step to show, and the one to stop before; None: no end.
-        text_of: a token id in words; None: the page shows ids.
+        text_of: a token id in words, if it can be.
         title: of the page: the file's name.
 
     Raises:
@@ -385,13 +387,7 @@ class _Gathering(StepObserver):
 
     # --- the whole ----------------------------------------------------------------------------
 
-    def data(
-        self,
-        recording: Recording,
-        story: Story,
-        text_of: Callable[[int], str] | None,
-        title: str,
-    ) -> PageData:
+    def data(self, recording: Recording, story: Story, text_of: Words, title: str) -> PageData:
         """All of it, as it is written into the page."""
         if self._num_steps % self._steps_per_frame:  # a last frame that is not full
             self._write_frame()
