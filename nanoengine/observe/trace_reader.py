@@ -37,7 +37,6 @@ from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import TraceError
-from nanoengine.observe.metrics import TIMES
 from nanoengine.observe.trace import FORMAT, LIMITS, digest
 from nanoengine.observe.traced_disk import ReplayedDisk
 from nanoengine.settings.checks import shown
@@ -232,7 +231,7 @@ class Replay:
         tokens = [_ints(one if type(one) is list else [one]) for one in told["sampled"]]
         if len(tokens) != len(plan.rows):
             raise ValueError(f"{len(tokens)} rows have sampled, {len(plan.rows)} are planned")
-        seconds = zip((f"{name}_s" for name in TIMES), map(float, told["s"]), strict=True)
+        seconds = zip(StepTimes.__dataclass_fields__, map(float, told["s"]), strict=True)
         result = StepResult(
             token_ids=tokens,
             errors={index: str(error) for index, error in told.get("errors", ())},
