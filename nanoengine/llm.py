@@ -25,7 +25,7 @@ from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.forked import require_unforked
-from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar
+from nanoengine.llm_calls import OtherCalls, check_lora, progress_bar, refused_output
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
@@ -35,7 +35,7 @@ from nanoengine.text.prompt_forms import (
     is_single_prompt,
     plain_column,
 )
-from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader
+from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import Calls
 
@@ -71,10 +71,9 @@ class LLM(OtherCalls):
             self._tokenizer = self._load_tokenizer()
             engine = build_engine(self.config)
         self._calls = Calls(engine)
-        self._request_ids = map(str, itertools.count())
         default_params = functools.partial(SamplingParams, **engine.info.generation_defaults)
         self._reader: PromptReader | None = PromptReader(
-            self._tokenizer, engine.checker, self._request_ids, default_params
+            self._tokenizer, engine.checker, default_params
         )
         self._state = f"{engine.info.dtype} on {engine.info.device}"
 
@@ -204,7 +203,7 @@ class LLM(OtherCalls):
 
         prompts = plain_column(prompts)  # type: ignore[assignment]
         asked = (prompts, sampling_params, priority, on_error)
-        read: Iterable[CheckedPrompt | RequestOutput | Pause]
+        read: Iterable[CheckedPrompt | RefusedPrompt | Pause]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
             read = self.open_reader().read_all(*asked)
         else:
@@ -215,7 +214,7 @@ class LLM(OtherCalls):
 
     def _run(
         self,
-        read: Iterable[CheckedPrompt | RequestOutput | Pause],
+        read: Iterable[CheckedPrompt | RefusedPrompt | Pause],
         *,
         kind: OutputKind,
         progress: bool | Callable[..., Any],
@@ -243,7 +242,11 @@ class LLM(OtherCalls):
                         pause = one
                         break
                     new.append(one)
-                outputs = [one for one in new if isinstance(one, RequestOutput)]
+                outputs = [
+                    refused_output(next(call.request_ids), one)
+                    for one in new
+                    if isinstance(one, RefusedPrompt)
+                ]
                 with call.turn() as engine:
                     for prompt in new:
                         if isinstance(prompt, CheckedPrompt):
@@ -274,19 +277,11 @@ class LLM(OtherCalls):
             )
 
         request = engine.queue(
-            next(self._request_ids),
+            next(self._calls.request_ids),
             checked,
             make_follower=make_follower if params.stop or kind != "final" else None,
         )
-        return OutputBuilder(
-            request,
-            index=prompt.index,
-            key=checked.key,
-            prompt=prompt.text,
-            tokenizer=tokenizer,
-            end_ids=checked.stop_ids,
-            kind=kind,
-        )
+        return OutputBuilder(request, prompt, tokenizer, kind)
 
 
 @contextlib.contextmanager

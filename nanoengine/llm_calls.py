@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import LLM_METHODS
-from nanoengine.text.prompts import OnError, PromptReader
+from nanoengine.text.prompts import OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.turns import Calls
 
@@ -232,6 +232,22 @@ def progress_bar(
     from nanoengine.observe.progress import showing
 
     return showing(progress, engine, total)
+
+
+def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
+    """The output of a prompt that could not run: order and count of a batch are kept."""
+    failed = CompletionOutput(
+        index=0, text="", token_ids=[], finish_reason="error", error=prompt.message
+    )
+    return RequestOutput(
+        request_id=request_id,
+        index=prompt.index,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        outputs=[failed],
+        finished=True,
+        key=prompt.key,
+    )
 
 
 def check_lora(lora_request: object) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, cast
 if TYPE_CHECKING:
     from nanoengine.core.plan import TokenLogprob
     from nanoengine.core.sequence import Request, Sequence
+    from nanoengine.text.prompts import CheckedPrompt
     from nanoengine.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -179,32 +180,22 @@ class OutputBuilder:
     """Turns one request into RequestOutputs: once at its end, or each time it has grown.
 
     Args:
-        index: place of the prompt in the call.
-        key: the key of its Row; None if it has none.
-        prompt: its text, if it had one.
+        prompt: what the request was made of.
         tokenizer: None leaves all texts empty.
-        end_ids: EOS and stop ids of the request.
         kind: "delta" shows every token, character and logprob once; else all so far.
     """
 
     def __init__(
         self,
         request: Request,
-        *,
-        index: int,
-        key: str | None,
-        prompt: str | None,
+        prompt: CheckedPrompt,
         tokenizer: Tokenizer | None,
-        end_ids: frozenset[int],
         kind: OutputKind,
     ) -> None:
         self.request = request
-        self._index = index
-        self._key = key
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._token_text = tokenizer.token_text if tokenizer else None
-        self._end_ids = end_ids
         self._kind = kind
         self._shown: defaultdict[int, _Shown] = defaultdict(_Shown)  # by index: forks may join
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -221,15 +212,15 @@ class OutputBuilder:
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
-            index=self._index,
-            prompt=self._prompt,
+            index=self._prompt.index,
+            prompt=self._prompt.text,
             prompt_token_ids=list(request.prompt_token_ids),
             prompt_logprobs=self._convert_prompt_logprobs(),
             outputs=[self._completion(seq) for seq in request.sequences],
             finished=request.finished,
             num_cached_tokens=request.num_cached_tokens,
             metrics=request_metrics(request),
-            key=self._key,
+            key=self._prompt.request.key,
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
@@ -259,7 +250,7 @@ class OutputBuilder:
                 seq.output_token_ids,
                 seq.params,
                 prompt_token_ids=self.request.prompt_token_ids,
-                end_ids=self._end_ids,
+                end_ids=self._prompt.request.stop_ids,
             )
         follower = seq.follower
         return follower.finish(seq.output_token_ids) if seq.is_finished else follower.text

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
@@ -110,6 +111,7 @@ class Calls(Generic[EngineT]):
 
     def __init__(self, engine: EngineT) -> None:
         self.latest: Call[EngineT] | None = None
+        self.request_ids = map(str, itertools.count())
         self.lock = threading.RLock()  # held by a call that is alone
         self._engine: EngineT | None = engine
 
@@ -158,10 +160,12 @@ class Call(Generic[EngineT]):
 
     Attributes:
         engine: the one that it runs on.
+        request_ids: names that no request of it has had.
     """
 
     def __init__(self, calls: Calls[EngineT], engine: EngineT) -> None:
         self.engine = engine
+        self.request_ids = calls.request_ids
         self._calls = calls
 
     def __enter__(self) -> Self:

@@ -26,8 +26,8 @@ CHAIN: tuple[set[str], ...] = (
     {"build", "jobs"},
     {"features"},
     {"observe", "ranks"},
-    {"engine", "runner"},
-    {"models", "text", "outputs", "turns"},
+    {"engine", "runner", "outputs"},
+    {"models", "text", "turns"},
     {"layers"},
     {"attention", "checkpoint"},
     {"kernels"},
@@ -38,7 +38,7 @@ CHAIN: tuple[set[str], ...] = (
 )
 """Rooms and top-level modules. One imports what stands to its right, below it here, and itself."""
 
-BESIDE = {("llm", "llm_calls"), ("outputs", "text"), ("text", "outputs"), ("settings", "errors")}
+BESIDE = {("llm", "llm_calls"), ("settings", "errors")}
 """Imports between two that stand in one place; files of them may make no circle either."""
 
 STANDARD_LIBRARY_AND = {

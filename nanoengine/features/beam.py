@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
@@ -295,7 +295,6 @@ def beam_search(
             [prompt for prompt in read if isinstance(prompt, CheckedPrompt)],
             params,
             room=room,
-            request_ids=reader.request_ids,
             tokenizer=tokenizer,
         )
 
@@ -306,7 +305,6 @@ def search_all(
     params: BeamSearchParams,
     *,
     room: int,
-    request_ids: Iterator[str],
     tokenizer: Tokenizer | None,
 ) -> list[BeamSearchOutput]:
     """Runs a search for each prompt; their outputs, in order.
@@ -324,7 +322,7 @@ def search_all(
             while waiting and len(running) < room:
                 prompt = waiting[-1]
                 search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
-                request = engine.queue(next(request_ids), prompt.request, chooser=search)
+                request = engine.queue(next(call.request_ids), prompt.request, chooser=search)
                 running[request.request_id] = (waiting.pop(), search, request)
             for request_id in call.step(running):
                 prompt, search, request = running.pop(request_id)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from nanoengine.errors import RequestError
-from nanoengine.outputs import RequestOutput
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row, each_params, each_priority
 from nanoengine.text.prompts import (
@@ -15,6 +14,7 @@ from nanoengine.text.prompts import (
     ParamsInput,
     PriorityInput,
     PromptReader,
+    RefusedPrompt,
     check_on_error,
 )
 
@@ -25,7 +25,7 @@ def read_lazily(
     sampling_params: ParamsInput,
     priority: PriorityInput,
     on_error: OnError,
-) -> Iterator[CheckedPrompt | RequestOutput | Pause]:
+) -> Iterator[CheckedPrompt | RefusedPrompt | Pause]:
     """Reads an iterable as it is pulled; parameters and priority are one for all."""
     check_on_error(on_error)
     if not isinstance(prompts, Iterable):
@@ -47,7 +47,7 @@ def _each(
     params: SamplingParams,
     rank: int | None,
     on_error: OnError,
-) -> Iterator[CheckedPrompt | RequestOutput | Pause]:
+) -> Iterator[CheckedPrompt | RefusedPrompt | Pause]:
     numbers = itertools.count()
     for one in prompts:
         if one is PAUSE:

@@ -1,7 +1,7 @@
 """PromptReader: what a caller gives as prompts, rendered, encoded and checked.
 
     Row or plain prompt ── parse (forms) ── render, encode (tokenizer) ── check ── CheckedPrompt
-                              └────────────── a bad one raises with its index, or is its own output
+                              └────────────── a bad one raises with its index, or is a RefusedPrompt
 
 `LLM` has one. It knows the tokenizer and the engine's limits, and queues nothing.
 Special: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py (conversations),
@@ -10,13 +10,12 @@ token_bound.py (texts that are too long by far).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from nanoengine.core.requests import CheckedRequest, RequestChecker
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.outputs import RequestOutput
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import Row, parse_prompt
 from nanoengine.text.tokenizer import Tokenizer
@@ -43,13 +42,23 @@ class CheckedPrompt:
     request: CheckedRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedPrompt:
+    """A prompt that can't be queued, and why; its text and token ids, as far as they are known."""
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    message: str
+    key: str | None
+
+
 class PromptReader:
     """Reads prompts for one engine.
 
     Args:
         tokenizer: None, where prompts are token ids.
         checker: the engine's.
-        request_ids: names for the outputs of bad prompts; the caller draws from it too.
         default_params: makes the parameters of prompts that have none.
     """
 
@@ -57,12 +66,10 @@ class PromptReader:
         self,
         tokenizer: Tokenizer | None,
         checker: RequestChecker,
-        request_ids: Iterator[str],
         default_params: Callable[[], SamplingParams],
     ) -> None:
         self._tokenizer = tokenizer
         self.checker = checker
-        self.request_ids = request_ids
         self.default_params = default_params
         self._chats: Chats | None = None
         self._bound: TokenBound | None = None
@@ -87,7 +94,7 @@ class PromptReader:
         sampling_params: ParamsInput,
         priority: PriorityInput,
         on_error: OnError,
-    ) -> list[CheckedPrompt | RequestOutput]:
+    ) -> list[CheckedPrompt | RefusedPrompt]:
         """Reads one prompt or a list; parameters and priority are one for all or one each."""
         check_on_error(on_error)
         given = [prompts] if isinstance(prompts, str) else prompts
@@ -116,8 +123,8 @@ class PromptReader:
         params: SamplingParams,
         priority: int | None,
         on_error: OnError,
-    ) -> CheckedPrompt | RequestOutput:
-        """Reads one prompt; a bad one raises with its index, or becomes its output."""
+    ) -> CheckedPrompt | RefusedPrompt:
+        """Reads one prompt; a bad one raises with its index, or is refused."""
         key: str | None = None
         text: str | None = None
         cache_salt: str | None = None
@@ -160,9 +167,7 @@ class PromptReader:
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
             token_ids = []
-        from nanoengine.text.failed import error_output
-
-        return error_output(next(self.request_ids), index, text, token_ids, message, key=key)
+        return RefusedPrompt(index=index, text=text, token_ids=token_ids, message=message, key=key)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; one that is too long by far is refused before."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoengine.core.plan import TokenLogprob
+from nanoengine.llm_calls import refused_output
 from nanoengine.outputs import (
     CompletionOutput,
     Logprob,
@@ -15,7 +16,7 @@ from nanoengine.outputs import (
     logprob_dicts,
     request_metrics,
 )
-from nanoengine.text.failed import error_output
+from nanoengine.text.prompts import RefusedPrompt
 
 
 def fake_request(*marks: tuple[float | None, float | None, float | None, float | None, int]):
@@ -64,7 +65,8 @@ def test_logprobs_keep_the_sampled_token_first_and_once() -> None:
 
 
 def test_an_error_output_keeps_its_place_and_says_why() -> None:
-    output = error_output("3", 2, "text", [1], "too long")
+    refused = RefusedPrompt(index=2, text="text", token_ids=[1], message="too long", key=None)
+    output = refused_output("3", refused)
     assert (output.index, output.finished, output.error) == (2, True, "too long")
     assert [o.finish_reason for o in output.outputs] == ["error"]
 

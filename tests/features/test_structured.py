@@ -37,7 +37,7 @@ from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.layers import packed
 from nanoengine.text.prompt_forms import Row
-from nanoengine.text.prompts import PromptReader
+from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.engines import make_engine, random_prompts, run, tokens
 from tests.support.grammars import (
@@ -130,14 +130,14 @@ def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need
     params = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
     with pytest.raises(MissingDependencyError, match=r"llguidance: pip.*nanoengine\[structured\]"):
         engine.add_request("a", [5], params)
-    reader = PromptReader(None, engine.checker, iter("ab"), SamplingParams)
+    reader = PromptReader(None, engine.checker, SamplingParams)
     with pytest.raises(MissingDependencyError, match=r"prompt 0: struct.*need llguidance:"):
         reader.read_all([[5]], params, None, "raise")
     # Why no end of the call: other prompts need no library, and may be the most of a night. The
     # tokenizer would be loaded for each that does.
     monkeypatch.setattr(Tokenizer, "load", None)
     (output,) = reader.read_all([[5]], params, None, "record")
-    assert output.error is not None and "need llguidance: pip install" in output.error
+    assert isinstance(output, RefusedPrompt) and "need llguidance: pip install" in output.message
     run(engine, [[5]], replace(params, structured_outputs=None))
 
 
