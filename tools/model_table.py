@@ -69,12 +69,15 @@ def tried(model_type: str, architecture: str) -> str:
 
 
 def table(rows: dict[str, tuple[str, str]]) -> str:
-    """Markdown of model type -> (architecture, result)."""
-    lines = ["| model type | architecture | result |", "|---|---|---|"]
-    lines += [
-        f"| `{kind}` | {architecture} | {result} |" for kind, (architecture, result) in rows.items()
-    ]
-    return "\n".join(lines)
+    """Markdown of model type -> (architecture, result): the types of each result. An architecture
+    is named where a type is equal; that of an unsupported one is left out of its result.
+    """
+    types: dict[str, list[str]] = {"equal": []}
+    for kind, (architecture, result) in rows.items():
+        name = f"`{kind}` {architecture}" if result == "equal" else f"`{kind}`"
+        types.setdefault(result.removesuffix(f" '{architecture}'"), []).append(name)
+    lines = [f"| {result} | {', '.join(names)} |" for result, names in types.items()]
+    return "\n".join(["| result | model types |", "|---|---|", *lines])
 
 
 def main() -> None:

@@ -37,12 +37,19 @@ class Row(NamedTuple):
 
 
 def rows(section: str) -> list[Row]:
-    """The rows of the table in a section."""
+    """The rows of the tables in a section, one of each kind; one that names several things is a row
+    of each."""
     text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    found = re.findall(r"^\| `(.*?)` \| ([a-z ]+) \| (.*?) ?\|$", text, re.MULTILINE)
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(found) == len(lines) > 4, "every line of the table is a row"
-    return [Row(*one) for one in found]
+    kind, found = "", []
+    for line in text.splitlines():
+        if head := re.match(r"\| (same|alias|differs|no effect|refused) \| [a-z ]+ \|$", line):
+            kind = head[1]
+        elif line.startswith("| "):
+            row = re.match(r"\| `(.*?)` \| (.*?) ?\|$", line)
+            assert row is not None, f"every line of a table is a row: {line}"
+            found += [Row(code, kind, row[2]) for code in row[1].split("`, `")]
+    assert len(found) > 4
+    return found
 
 
 def given(code: str) -> dict[str, Any]:
