@@ -17,8 +17,8 @@ from typing import Any
 
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.sequence import Sequence
-from nanoengine.observe.steps import Step, StepObserver
-from nanoengine.observe.trace import TIMES
+from nanoengine.observe.metrics import times_of
+from nanoengine.observe.steps import Step, StepObserver, is_decode
 from nanoengine.observe.trace_reader import Recording
 
 ENGINE, QUEUE, ROWS = 1, 2, 3
@@ -61,16 +61,14 @@ class _Exporter(StepObserver):
         super().__init__(*of)
         self.events: list[Event] = []
         self.runs: dict[int, Run] = {}
-        self._blocks: dict[int, dict[str, int]] = {}  # step -> counts once it was planned
         self._rows: set[int] = set()  # with a track
         self._waiting: dict[int, float] = {}  # sequence -> since when [us]
         self._flowing: set[int] = set()  # sequences whose flow has begun
         self._end_us = 0.0
 
-    def on_plan(self, plan: StepPlan) -> None:
-        """Keeps the blocks that are in use once the step is planned."""
-        super().on_plan(plan)
-        self._blocks[plan.step] = self.scheduler.block_manager.pool.counts()
+    def look(self, plan: StepPlan, rows: object) -> dict[str, int]:
+        """The blocks that are in use once the step is planned."""
+        return self.scheduler.block_manager.pool.counts()
 
     def step(self, step: Step) -> None:
         """The step's slice with its parts, its waits and rows, and the counters."""
@@ -87,9 +85,9 @@ class _Exporter(StepObserver):
         }
         self._slice(f"step {plan.step}", ENGINE, 0, start_us, self._end_us, args)
         at_us = start_us
-        for name in TIMES:
+        for name, seconds in times_of(step.result).items():
             # Why cut: parts that overlapped the step before stay inside their own.
-            end_us = min(at_us + 1e6 * getattr(step.result.times, f"{name}_s"), self._end_us)
+            end_us = min(at_us + 1e6 * seconds, self._end_us)
             if end_us > at_us:
                 self._slice(name, ENGINE, 0, at_us, end_us, {})
             at_us = end_us
@@ -97,7 +95,7 @@ class _Exporter(StepObserver):
         for row in [*plan.released, *(new.row for new in plan.admitted)]:
             self.close(row)
         self._note_rows(step, start_us)
-        scheduler, blocks = self.scheduler, self._blocks.pop(plan.step)
+        scheduler, blocks = self.scheduler, step.seen[-1]
         for what, values in (
             ("sequences", {"waiting": scheduler.num_waiting, "running": scheduler.num_running}),
             ("tokens of a step", {"tokens": plan.num_tokens}),
@@ -120,20 +118,18 @@ class _Exporter(StepObserver):
                 self._flow("t", seq_id, QUEUE, seq_id, since_us)
 
     def _note_rows(self, step: Step, start_us: float) -> None:
-        plan = step.plan
-        for row, (seq, start, count, num_logits) in zip(plan.rows, step.computed(), strict=True):
+        for row, computed in zip(step.plan.rows, step.computed(), strict=True):
+            seq, _, num_tokens, _ = computed
             if row not in self._rows:
                 self._rows.add(row)
                 self.events.append(_meta("thread_name", ROWS, row, f"row {row}"))
-            is_decode = count <= num_logits and start >= seq.num_prompt_tokens
-            kind = "decode" if is_decode else "prefill"
-            name = f"{self.name(seq.seq_id)} {kind}"
-            run = self.runs.get(row)
-            if run is None or run.name != name or kind != "decode":
+            kind = "decode" if is_decode(*computed) else "prefill"
+            name, run = f"{self.name(seq.seq_id)} {kind}", self.runs.get(row)
+            if run is None or run.name != name or kind == "prefill":
                 self.close(row)
-                run = self.runs[row] = Run(name, seq, start_us, plan.step)
-            run.end_us, run.last_step = self._end_us, plan.step
-            run.tokens += count
+                run = self.runs[row] = Run(name, seq, start_us, step.plan.step)
+            run.end_us, run.last_step = self._end_us, step.plan.step
+            run.tokens += num_tokens
 
     def close(self, row: int) -> None:
         """Ends what a row does."""

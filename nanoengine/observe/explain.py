@@ -15,43 +15,52 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block
-from nanoengine.core.plan import AdmittedSequence, StepPlan, StepTimes
+from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import Sequence
+from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import TraceError
-from nanoengine.observe.metrics import step_seconds
+from nanoengine.observe.metrics import times_of
 from nanoengine.observe.steps import Step, StepObserver
 from nanoengine.observe.trace_reader import Recording
 
-LACKS = {
-    "row": "for want of a row",
-    "blocks": "for want of blocks",
-    "read": "while blocks were read from disk for it",
-    "policy": "because the admission policy held it back",
-    "budget": "because its prompt did not fit the budget of the step",
-    "token": "for its last token, which was under way",
-    "preempted": "in which somebody was preempted, so that nobody was admitted",
-    "spent": "in which others used the whole budget",
-}
-"""What the first of the queue lacked; the last two are so for everyone who waits."""
-FOR_ALL = ("preempted", "spent")
-
 MORE_BLOCKS = "more blocks (num_kv_blocks, kv_cache_gib)"
 LARGER_BUDGET = "a larger budget (max_num_batched_tokens)"
-REMEDIES = {
-    "row": "more rows (max_num_seqs)",
-    "blocks": MORE_BLOCKS,
-    "read": "more host memory (kv_host_gib), or DiskTier(policy='recompute')",
-    "policy": f"{MORE_BLOCKS}, or admission='watermark', at the risk of preemptions",
-    "budget": LARGER_BUDGET,
-    "token": "nothing: it waits for the device",
-    "preempted": MORE_BLOCKS,
-    "spent": LARGER_BUDGET,
+
+
+class Lack(NamedTuple):
+    """Why somebody waits, in words, and what would shorten that."""
+
+    why: str
+    remedy: str
+
+
+LACKS = {
+    "row": Lack("for want of a row", "more rows (max_num_seqs)"),
+    "blocks": Lack("for want of blocks", MORE_BLOCKS),
+    "read": Lack("while blocks were read from disk for it",
+                 "more host memory (kv_host_gib), or DiskTier(policy='recompute')"),
+    "policy": Lack("because the admission policy held it back",
+                   f"{MORE_BLOCKS}, or admission='watermark', at the risk of preemptions"),
+    "budget": Lack("because its prompt did not fit the budget of the step", LARGER_BUDGET),
+    "token": Lack("for its last token, which was under way",
+                  "nothing: it waits for the device"),
+    "preempted": Lack("in which somebody was preempted, so that nobody was admitted", MORE_BLOCKS),
+    "spent": Lack("in which others used the whole budget", LARGER_BUDGET),
+}  # fmt: skip
+"""What the first of the queue lacked; the last two are so for everyone who waits."""
+FOR_ALL = ("preempted", "spent")
+ENDS = {
+    "length": "ended by its length, with {tokens}",
+    "stop": "ended by a stop{by}, with {tokens}",
+    "abort": "aborted with {tokens}",
+    "error": "failed with {tokens}: {error}",
+    "drop": "dropped with {tokens}: the search goes on without it",
 }
-"""What would shorten a wait, by what was lacking."""
+"""What is told of a finish reason."""
 
 
 @dataclass(slots=True)
@@ -61,18 +70,13 @@ class Waiting:
 
     since: int
     time_s: float
-    priority: int
     lacked: Counter[str] = field(default_factory=Counter)
     num_overtaken: int = 0
     num_by_priority: int = 0
 
 
-@dataclass(slots=True)
-class RequestStory:
-    """What is told of one request: (step, sentence), and how it waited before its first row."""
-
-    lines: list[tuple[int, str]] = field(default_factory=list)
-    wait: tuple[int, float, str, str] | None = None  # steps, seconds, why, what lacked most
+Wait = tuple[int, float, str, str]
+"""How a request waited before its first row: steps, seconds, why, and what lacked most."""
 
 
 def explained(recording: Recording, *, step: int | None = None) -> Story:
@@ -95,7 +99,7 @@ class Story(StepObserver):
         step: the number of the step of which `step_lines` tells.
 
     Attributes:
-        requests: id -> its story.
+        requests: id -> what is told of it: step, sentence.
     """
 
     def __init__(
@@ -106,44 +110,44 @@ class Story(StepObserver):
         step: int | None = None,
     ) -> None:
         super().__init__(scheduler, clock)
-        self.requests: dict[str, RequestStory] = {}
+        self.requests: dict[str, list[tuple[int, str]]] = {}
         self.counts: Counter[str] = Counter()
         self.hurt: Counter[str] = Counter()  # request -> tokens it computed after an eviction
-        self._manager = manager = scheduler.block_manager
-        self._before = replace(scheduler.stats)
+        self._manager = scheduler.block_manager
+        self._before = Counter(asdict(scheduler.stats))
         self._numbers: list[int] = []  # of the steps so far
         self._last_s = 0.0
         self._is_torn = False
         self._waiting: dict[int, Waiting] = {}
-        self._heads: dict[str, list[int]] = {lack: [0] for lack in LACKS}
+        self._waited: dict[str, Wait] = {}  # by request
+        self._heads = [Counter[str]()]  # what the first of the queue lacked in the first n steps
+        self._lacks = Counter[str]()  # the same of all steps behind which somebody waited
         # By digest of a content: the sequence and the step that have computed it, and the step in
         # which it was evicted.
         self._computed_by: dict[bytes, tuple[int, int]] = {}
         self._evicted: dict[bytes, int] = {}
         self._lost: dict[int, int] = {}  # preempted sequence -> computed tokens that it gave up
-        self._again: set[int] = set()  # sequences back from preemption
         self._prefill: dict[int, tuple[int, list[int]]] = {}  # sequence -> known tokens, chunks
-        self._step = step
-        self._step_lines: list[str] = []
+        self._step, self._step_lines = step, list[str]()
         self._blocks: Counter[str] = Counter()  # what has happened to them since the plan before
-        self._told_blocks: dict[str, int] = {}
-        manager.pool.observers.append(self)
+        self._manager.pool.observers.append(self)
 
     # --- following ----------------------------------------------------------------------------
 
-    def on_plan(self, plan: StepPlan) -> None:
-        """Looks at the blocks of the step that is asked for."""
-        super().on_plan(plan)
+    def look(self, plan: StepPlan, rows: dict[int, Sequence]) -> dict[str, int]:
+        """Counts what has happened to blocks, for the step that is asked for."""
+        happened, told = self._blocks.copy(), dict[str, int]()
+        self._blocks.clear()
         if plan.step == self._step:
-            blocks, happened = self._manager.pool.blocks, self._blocks
+            blocks = self._manager.pool.blocks
             refs = [blocks[i].ref_count for update in plan.table_updates for i in update.block_ids]
             revived, shared = happened["reused"], sum(count > 1 for count in refs)
-            self._told_blocks = {
+            told = {
                 "taken": len(refs) - refs.count(0) - shared - revived, "revived": revived,
                 "shared": shared, "hashed": happened["stored"], "freed": happened["freed"],
                 "evicted": happened["removed"],
             }  # fmt: skip
-        self._blocks.clear()
+        return told
 
     def on_block(self, event: str, block: Block) -> None:
         """Notes when content of the device is evicted."""
@@ -154,24 +158,13 @@ class Story(StepObserver):
 
     def step(self, step: Step) -> None:
         """Tells of one step."""
-        plan, index = step.plan, len(self._numbers)
+        plan = step.plan
         self._numbers.append(plan.step)
         self._last_s = step.time_s
         for request in step.arrived:
-            seq, story = request.sequences[0], RequestStory()
-            self.requests[request.request_id] = story
-            arrived_s = request.arrival_time - self.start_s
-            several = f", {request.params.n} times" if request.params.n > 1 else ""
-            priority = f", of priority {request.priority}" if request.priority else ""
-            told = (
-                f"Request {request.request_id} arrived at {_s(arrived_s)} with"
-                f" {_tokens(seq.num_prompt_tokens)}, to sample at most"
-                f" {seq.max_num_tokens - seq.num_prompt_tokens}{several}{priority}."
-            )
-            story.lines.append((plan.step, told))
-            self._waiting[seq.seq_id] = Waiting(index, arrived_s, request.priority)
-        for seq_id, num_computed, reason in plan.preempted:
-            self._preempt(seq_id, num_computed, reason)
+            self._arrive(request)
+        for gone in plan.preempted:
+            self._preempt(*gone)
         for fork in plan.forks:
             parent = self.name(step.rows[fork.parent_row].seq_id)
             told = f"forked from {parent}: the two share all blocks until one of them writes."
@@ -182,12 +175,26 @@ class Story(StepObserver):
         for seq_id, evicted in again.items():
             self._note_evicted(seq_id, evicted)
         for seq, start, count, _ in step.computed() if self._prefill else ():
-            self._note_chunk(seq.seq_id, start, count)
-        self._count(step)
+            if seq.seq_id in self._prefill:
+                self._note_chunk(seq.seq_id, start, count)
+        self._count(plan)
         for seq in step.ended:
             self._end(seq)
         if plan.step == self._step:
             self._step_lines = list(self._describe(step))
+
+    def _arrive(self, request: Request) -> None:
+        seq, name = request.sequences[0], request.request_id
+        arrived_s, prompt = request.arrival_time - self.start_s, seq.num_prompt_tokens
+        several = f", {request.params.n} times" if request.params.n > 1 else ""
+        priority = f", of priority {request.priority}" if request.priority else ""
+        told = (
+            f"Request {name} arrived at {_s(arrived_s)} with {_tokens(prompt)}, to sample at most"
+            f" {seq.max_num_tokens - prompt}{several}{priority}."
+        )
+        self.requests[name] = [(self._numbers[-1], told)]
+        self._waited.pop(name, None)
+        self._waiting[seq.seq_id] = Waiting(len(self._numbers) - 1, arrived_s)
 
     def _preempt(self, seq_id: int, num_computed: int, reason: str) -> None:
         why = self._named(reason)
@@ -196,65 +203,7 @@ class Story(StepObserver):
         self._tell(seq_id, f"preempted with {_tokens(num_computed)} computed: {why}.")
         self._lost[seq_id] = num_computed
         self.counts["lost tokens"] += num_computed
-        waiting = Waiting(len(self._numbers), self._last_s, self.who[seq_id].priority)
-        self._waiting[seq_id] = waiting
-
-    def _admit(self, step: Step, new: AdmittedSequence) -> None:
-        """A sequence has got a row: how long it waited, and what of it was cached."""
-        index, seq_id, num_known = len(self._numbers) - 1, new.seq_id, len(new.token_ids)
-        waiting = self._waiting.pop(seq_id, None)
-        if seq_id not in self._lost:
-            self._overtake(seq_id)
-        told = f"admitted to row {new.row} at once"
-        if waiting is not None and index > waiting.since:
-            waited_s = max(0.0, step.start_s - waiting.time_s)
-            why = self._note_wait(seq_id, waiting, index, waited_s)
-            told = (
-                f"admitted to row {new.row} after {_n(index - waiting.since, 'step')} of waiting"
-                f" ({_s(waited_s)}): {why}"
-            )
-        was_read = waiting is not None and waiting.lacked["read"] > 0
-        told += f"; {self._whence(step, new, 'disk' if was_read else '')}"
-        lost = self._lost.pop(seq_id, 0)
-        if lost:
-            again = max(lost - new.num_cached_tokens, 0)
-            self._again.add(seq_id)
-            told += f"; {again} had to be computed again" if again else "; nothing was lost"
-        self._prefill[seq_id] = num_known, []
-        self._tell(seq_id, f"{told}.")
-
-    def _overtake(self, seq_id: int) -> None:
-        """Counts, for those that have waited for longer, that this one goes first."""
-        for other, waiting in self._waiting.items():
-            if other > seq_id:  # Why: they wait in the order of their arrival.
-                break
-            waiting.num_overtaken += 1
-            waiting.num_by_priority += self.who[seq_id].priority < waiting.priority
-
-    def _whence(self, step: Step, new: AdmittedSequence, tier: str) -> str:
-        """Who had computed what was cached, and how much of it a tier held."""
-        plan, size, seq = step.plan, self._manager.block_size, step.rows[new.row]
-        num_known, num_cached = _tokens(len(new.token_ids)), new.num_cached_tokens
-        if not num_cached:
-            return f"none of its {num_known} was cached"
-        loads = {i: move.tier for move in plan.transfers if move.kind == "load"
-                 for i in move.device_ids}  # fmt: skip
-        table = next(u.block_ids for u in plan.table_updates if u[:3] == (new.row, 0, 0))
-        sources, tiers = Counter[str](), Counter[str]()
-        for block_id, prefix in zip(table[: num_cached // size], seq.prefixes, strict=False):
-            if block_id in loads:
-                tiers[tier or loads[block_id]] += 1
-            if block_id != NULL_BLOCK and prefix.digest in self._computed_by:
-                by, number = self._computed_by[prefix.digest]
-                name = "itself" if by == seq.seq_id else self.name(by)
-                sources[f"{name} in step {number}"] += size
-        told = f"{num_cached} of its {num_known} were cached"
-        if sources:
-            most = [f"{name} ({n})" if len(sources) > 1 else name
-                    for name, n in sources.most_common(3)]  # fmt: skip
-            more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
-            told += f", computed by {', '.join(most)}{more}"
-        return told + "".join(f"; {_n(n, 'block')} came back from {t}" for t, n in tiers.items())
+        self._waiting[seq_id] = Waiting(len(self._numbers), self._last_s)
 
     def _compute(self, step: Step) -> dict[int, list[int]]:
         """Who computes which content; by sequence, when what was cached before was evicted."""
@@ -266,61 +215,110 @@ class Story(StepObserver):
                     again.setdefault(seq.seq_id, []).append(self._evicted.pop(prefix.digest))
         return again
 
+    def _admit(self, step: Step, new: AdmittedSequence) -> None:
+        """A sequence has got a row: how long it waited, and what of it was cached."""
+        index, seq_id, num_cached = len(self._numbers) - 1, new.seq_id, new.num_cached_tokens
+        waiting = self._waiting.pop(seq_id, None)
+        if seq_id not in self._lost:
+            self._overtake(seq_id)
+        told, tier = f"admitted to row {new.row} at once", ""
+        if waiting is not None and index > waiting.since:
+            waited_s = max(0.0, step.start_s - waiting.time_s)
+            why = self._note_wait(seq_id, waiting, index, waited_s)
+            waited = f"{_n(index - waiting.since, 'step')} of waiting ({_s(waited_s)})"
+            told = f"admitted to row {new.row} after {waited}: {why}"
+            tier = "disk" if waiting.lacked["read"] else ""
+        told += f"; {self._whence(step, new, tier)}"
+        if seq_id in self._lost:
+            again = max(self._lost[seq_id] - num_cached, 0)
+            told += f"; {again} had to be computed again" if again else "; nothing was lost"
+        self._prefill[seq_id] = len(new.token_ids), []
+        self._tell(seq_id, f"{told}.")
+
+    def _overtake(self, seq_id: int) -> None:
+        """Counts, for those that have waited for longer, that this one goes first."""
+        priority = self.sequences[seq_id].request.priority
+        for other, waiting in self._waiting.items():
+            if other > seq_id:  # Why: they wait in the order of their arrival.
+                break
+            waiting.num_overtaken += 1
+            waiting.num_by_priority += priority < self.sequences[other].request.priority
+
+    def _whence(self, step: Step, new: AdmittedSequence, tier: str) -> str:
+        """Who had computed what was cached, and how much of it a tier held."""
+        size, num_cached = self._manager.block_size, new.num_cached_tokens
+        num_known = _tokens(len(new.token_ids))
+        if not num_cached:
+            return f"none of its {num_known} was cached"
+        table = next(u.block_ids for u in step.plan.table_updates if u[:3] == (new.row, 0, 0))
+        loads, sources, tiers = step.loads(), Counter[str](), Counter[str]()
+        prefixes = step.rows[new.row].prefixes
+        for block_id, prefix in zip(table[: num_cached // size], prefixes, strict=False):
+            if block_id in loads:
+                tiers[tier or loads[block_id]] += 1
+            if block_id != NULL_BLOCK and prefix.digest in self._computed_by:
+                by, number = self._computed_by[prefix.digest]
+                name = "itself" if by == new.seq_id else self.name(by)
+                sources[f"{name} in step {number}"] += size
+        told = f"{num_cached} of its {num_known} were cached"
+        if sources:
+            most = [f"{name} ({n})" if len(sources) > 1 else name
+                    for name, n in sources.most_common(3)]  # fmt: skip
+            more = f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+            told += f", computed by {', '.join(most)}{more}"
+        return told + "".join(f"; {_n(n, 'block')} came back from {t}" for t, n in tiers.items())
+
     def _note_evicted(self, seq_id: int, evicted: list[int]) -> None:
-        num_tokens, last = self._manager.block_size * len(evicted), max(evicted)
-        if seq_id not in self._again:  # else it is waste of the preemption
-            self.hurt[self.who[seq_id].request_id] += num_tokens
-        until = f"{last}" if min(evicted) == last else f"{min(evicted)} to {last}"
+        num_tokens, first, last = (
+            self._manager.block_size * len(evicted),
+            min(evicted),
+            max(evicted),
+        )
+        if seq_id not in self._lost:  # else it is waste of the preemption
+            self.hurt[self._request_of(seq_id)] += num_tokens
+        until = f"{last}" if first == last else f"{first} to {last}"
         self._tell(seq_id, f"computes {_tokens(num_tokens)} that had been cached until step"
                            f" {until}, when their blocks were evicted.")  # fmt: skip
 
     def _note_chunk(self, seq_id: int, start: int, count: int) -> None:
-        num_known, chunks = self._prefill.get(seq_id, (0, []))
+        num_known, chunks = self._prefill[seq_id]
         chunks.append(count)
-        if start + count >= num_known and self._prefill.pop(seq_id, None) and len(chunks) > 1:
-            sizes = ", ".join(map(str, chunks[:6])) + (", ..." if len(chunks) > 6 else "")
-            limit = self.scheduler.long_prefill_threshold
-            why = f"long_prefill_threshold is {limit}"
-            if not limit or max(chunks) != limit:
-                limit = self.scheduler.max_num_batched_tokens
-                why = f"a step computes at most {limit} tokens, decodes first"
-            told = f"computed to its end in {len(chunks)} chunks of {sizes} tokens: {why}."
-            self._tell(seq_id, told)
+        if start + count >= num_known:
+            del self._prefill[seq_id]
+            if len(chunks) > 1:
+                sizes = ", ".join(map(str, chunks[:6])) + (", ..." if len(chunks) > 6 else "")
+                limit = self.scheduler.long_prefill_threshold
+                why = f"long_prefill_threshold is {limit}"
+                if limit != max(chunks):
+                    limit = self.scheduler.max_num_batched_tokens
+                    why = f"a step computes at most {limit} tokens, decodes first"
+                told = f"computed to its end in {len(chunks)} chunks of {sizes} tokens: {why}."
+                self._tell(seq_id, told)
 
-    def _count(self, step: Step) -> None:
+    def _count(self, plan: StepPlan) -> None:
         """Sums over the run, and what the head of the queue lacks in this step."""
-        plan, counts, head = step.plan, self.counts, ""
-        num_waiting = self.scheduler.num_waiting
-        if plan.waits:
-            head = plan.waits[0][1]
-        elif num_waiting:
-            head = "preempted" if plan.preempted else "spent"
-        for lack, sums in self._heads.items():
-            sums.append(sums[-1] + (lack == head))
+        head = [lack for _, lack in plan.waits[:1]]
+        if self.scheduler.num_waiting:
+            head = head or ["preempted" if plan.preempted else "spent"]
+            self._lacks.update(head)
+            self.counts["tokens with a queue"] += plan.num_tokens
+        self._heads.append(self._heads[-1] + Counter(head))
         for seq_id, lack in plan.waits:
             if seq_id in self._waiting:
                 self._waiting[seq_id].lacked[lack] += 1
-        if num_waiting:
-            counts["steps with a queue"] += 1
-            counts["tokens with a queue"] += plan.num_tokens
-            counts[f"queue lacks {head}"] += 1
         for move in plan.transfers:
-            counts[f"{move.kind} {move.tier}"] += len(move.device_ids)
+            self.counts[f"{move.kind} {move.tier}"] += len(move.device_ids)
 
     def _end(self, seq: Sequence) -> None:
-        tokens, detail = _tokens(seq.num_output_tokens), seq.stop_reason
+        reason, detail = str(seq.finish_reason), seq.stop_reason
         by = " of the model's own" if detail is None else f" ({detail!r})"
-        words = {
-            "length": f"ended by its length, with {tokens}",
-            "stop": f"ended by a stop{by}, with {tokens}",
-            "abort": f"aborted with {tokens}",
-            "error": f"failed with {tokens}: {seq.request.error}",
-            "drop": f"dropped with {tokens}: the search goes on without it",
-        }
+        tokens = _tokens(seq.num_output_tokens)
+        told = ENDS.get(reason, "{reason}").format(
+            reason=reason, by=by, tokens=tokens, error=seq.request.error
+        )
         waiting = self._waiting.pop(seq.seq_id, None)
         never = "; it never had a row" if waiting and seq.seq_id not in self._lost else ""
-        reason = str(seq.finish_reason)
-        self._tell(seq.seq_id, f"{words.get(reason, reason)}{never}.")
+        self._tell(seq.seq_id, f"{told}{never}.")
 
     def conclude(self, *, is_torn: bool = False) -> None:
         """Tells who has ended without a step, and who still waits."""
@@ -334,39 +332,26 @@ class Story(StepObserver):
             waited = _n(num_steps - waiting.since, "step")
             self._tell(seq_id, f"still waits where the trace ends, for {waited}: {why}.")
 
-    # --- waits --------------------------------------------------------------------------------
-
     def _note_wait(self, seq_id: int, waiting: Waiting, until: int, waited_s: float) -> str:
         """What a sequence lacked, in how many of the steps, and who went first; its story keeps
         the wait before its first row."""
-        heads, own = self._heads_between(waiting, until), waiting.lacked
+        heads, own = self._heads[until] - self._heads[waiting.since], waiting.lacked
         parts = [
-            f"{count:,} {LACKS[lack]}"
+            f"{count:,} {LACKS[lack].why}"
             for lack, count in (own + Counter({k: heads[k] for k in FOR_ALL})).most_common()
         ]
         behind = heads - own - Counter(dict.fromkeys(FOR_ALL, until))
         if behind:
-            main = max(behind, key=lambda lack: behind[lack])
-            them = LACKS[main].replace(" it ", " them ").replace(" its ", " their ")
+            them = LACKS[_most(behind)].why.replace(" it ", " them ").replace(" its ", " their ")
             parts.append(f"{behind.total():,} behind others that waited {them}")
         told = ", ".join(parts)
         if waiting.num_overtaken:
             told += f"; {_n(waiting.num_overtaken, 'request')} that came later went first"
             if waiting.num_by_priority:
                 told += f", {waiting.num_by_priority} of them of higher priority"
-        story = self._story(seq_id)
-        if story is not None and seq_id not in self._lost:
-            lack = max(heads, key=lambda lack: heads[lack])
-            story.wait = until - waiting.since, max(waited_s, 0.0), told, lack
+        if (name := self._request_of(seq_id)) in self.requests and seq_id not in self._lost:
+            self._waited[name] = until - waiting.since, max(waited_s, 0.0), told, _most(heads)
         return told
-
-    def _heads_between(self, waiting: Waiting, until: int) -> Counter[str]:
-        """What the head of the queue lacked, in how many of these steps."""
-        spans = self._heads.items()
-        return Counter({
-            lack: sums[min(until, len(sums) - 1)] - sums[min(waiting.since, len(sums) - 1)]
-            for lack, sums in spans
-        })  # fmt: skip
 
     # --- names --------------------------------------------------------------------------------
 
@@ -374,14 +359,14 @@ class Story(StepObserver):
         """The scheduler's words, with requests in place of its numbers."""
         return re.sub(r"\bseq (\d+)", lambda match: self.name(int(match[1])), reason)
 
-    def _story(self, seq_id: int) -> RequestStory | None:
-        return self.requests.get(self.who[seq_id].request_id) if seq_id in self.who else None
+    def _request_of(self, seq_id: int) -> str:
+        return self.sequences[seq_id].request.request_id
 
     def _tell(self, seq_id: int, what: str) -> None:
-        story = self._story(seq_id)
-        if story is not None:
-            fork, step = self.who[seq_id].fork, self._numbers[-1] if self._numbers else 0
-            story.lines.append((step, f"step {step}: {f'its {fork}: ' if fork else ''}{what}"))
+        if (name := self._request_of(seq_id)) in self.requests:
+            fork = f"its sequence {seq_id}: " if self.sequences[seq_id].index else ""
+            step = self._numbers[-1] if self._numbers else 0
+            self.requests[name].append((step, f"step {step}: {fork}{what}"))
 
     # --- what is asked ------------------------------------------------------------------------
 
@@ -391,13 +376,12 @@ class Story(StepObserver):
         Raises:
             TraceError: the trace tells of no such request.
         """
-        story = self.requests.get(request_id)
-        if story is None:
+        if request_id not in self.requests:
             known = [*map(repr, list(self.requests)[:8]), *["..."] * (len(self.requests) > 8)]
             raise TraceError(
                 f"the trace tells of no request {request_id!r}; of {', '.join(known) or 'none'}"
             )
-        return [line for _, line in story.lines]
+        return [line for _, line in self.requests[request_id]]
 
     def step_lines(self) -> list[str]:
         """The step that the story was made for.
@@ -413,42 +397,43 @@ class Story(StepObserver):
 
     def run_lines(self) -> list[str]:
         """The five things worth knowing of the run, each with the setting that would change it."""
-        manager, drafts = self._manager, self._since("drafted_tokens")
+        manager, sums = self._manager, self._sums
         title = (
             f"{_n(len(self._numbers), 'step')} in {_s(self._last_s)}:"
-            f" {_n(len(self.requests), 'request')}, {self._num_computed():,} tokens computed,"
-            f" {self._since('output_tokens'):,} sampled;"
+            f" {_n(len(self.requests), 'request')}, {sums['computed_tokens']:,} tokens computed,"
+            f" {sums['output_tokens']:,} sampled;"
             f" {_n(manager.pool.num_usable, 'block')} of {manager.block_size} tokens,"
             f" {_n(self.scheduler.max_num_seqs, 'row')}."
         )
-        if drafts:
-            title += f" {self._since('accepted_tokens'):,} of {drafts:,} drafts were right."
+        if drafts := sums["drafted_tokens"]:
+            title += f" {sums['accepted_tokens']:,} of {drafts:,} drafts were right."
         if self._is_torn:
             title += " The file breaks off: the run was killed, or goes on."
-        told = (self._waits(), self._waste(), self._evictions(), self._budget(), self._tiers())
+        told = (self._waits(), self._waste(sums), self._evictions(sums), self._budget(),
+                self._tiers())  # fmt: skip
         return [title, *(f"{i}. {line}" for i, line in enumerate(told, 1))]
 
-    def _since(self, name: str) -> int:
-        """How far one of the scheduler's counters has come since the story began."""
-        count: int = getattr(self.scheduler.stats, name) - getattr(self._before, name)
-        return count
-
-    def _num_computed(self) -> int:
-        return self._since("prefill_tokens") + self._since("decode_tokens")
+    @property
+    def _sums(self) -> Counter[str]:
+        """How far the scheduler's counters have come since the story began."""
+        sums = Counter(asdict(self.scheduler.stats)) - self._before
+        sums["computed_tokens"] = sums["prefill_tokens"] + sums["decode_tokens"]
+        return sums
 
     def _waits(self) -> str:
-        waited = [(story.wait, i) for i, story in self.requests.items() if story.wait]
+        waited = [name for name in self.requests if name in self._waited]
         if not waited:
             return "Waiting: every request was admitted in the step that followed its arrival."
-        (num_steps, seconds, why, lack), name = max(waited, key=lambda one: one[0][0])
+        name = max(waited, key=lambda name: self._waited[name][0])
+        num_steps, seconds, why, lack = self._waited[name]
         return (
             f"Waiting: {len(waited)} of {len(self.requests)} requests waited. Request {name} waited"
             f" longest, {_n(num_steps, 'step')} ({_s(seconds)}): {why}."
-            f" What would shorten it: {REMEDIES[lack]}."
+            f" What would shorten it: {LACKS[lack].remedy}."
         )
 
-    def _waste(self) -> str:
-        count, again = self._since("preemptions"), self._since("recomputed_tokens")
+    def _waste(self, sums: Counter[str]) -> str:
+        count, again = sums["preemptions"], sums["recomputed_tokens"]
         if not count:
             return "Waste: nobody was preempted, so nothing was computed twice for want of blocks."
         remedy = MORE_BLOCKS
@@ -457,16 +442,16 @@ class Story(StepObserver):
         return (
             f"Waste: {_n(count, 'preemption')} gave up {_tokens(self.counts['lost tokens'])};"
             f" {again:,} of them were computed again,"
-            f" {again / max(self._num_computed(), 1):.1%} of all that was computed."
+            f" {again / max(sums['computed_tokens'], 1):.1%} of all that was computed."
             f" What would avoid it: {remedy}."
         )
 
-    def _evictions(self) -> str:
+    def _evictions(self, sums: Counter[str]) -> str:
         if not self.counts["evicted"]:
             return "Evictions: no block lost its content."
         told = f"Evictions: {_n(self.counts['evicted'], 'block')} lost their content"
         if not self.hurt:
-            but = " but those that were preempted" if self._since("preemptions") else ""
+            but = " but those that were preempted" if sums["preemptions"] else ""
             return f"{told}, and nobody{but} asked for it again."
         name, most = self.hurt.most_common(1)[0]
         return (
@@ -476,18 +461,16 @@ class Story(StepObserver):
         )
 
     def _budget(self) -> str:
-        steps, budget = self.counts["steps with a queue"], self.scheduler.max_num_batched_tokens
+        lacks, budget = self._lacks, self.scheduler.max_num_batched_tokens
+        steps, main = lacks.total(), _most(lacks)
         if not steps:
             return "Budget: no step left anybody waiting, so no budget was left unused."
-        used = self.counts["tokens with a queue"] / (steps * budget)
-        lacks = {lack: self.counts[f"queue lacks {lack}"] for lack in LACKS}
-        main = max(lacks, key=lambda lack: lacks[lack])
-        why = LACKS[main].removeprefix("in which ")
-        why = why if main in FOR_ALL else f"the first waited {why}"
+        used, why = self.counts["tokens with a queue"] / (steps * budget), LACKS[main].why
+        why = why.removeprefix("in which ") if main in FOR_ALL else f"the first waited {why}"
         return (
             f"Budget: while somebody waited, in {_n(steps, 'step')}, {used:.0%} of the {budget:,}"
             f" tokens that a step may compute were used. In {lacks[main]:,} of them {why}."
-            f" What would change it: {REMEDIES[main]}."
+            f" What would change it: {LACKS[main].remedy}."
         )
 
     def _tiers(self) -> str:
@@ -508,8 +491,9 @@ class Story(StepObserver):
     # --- one step -----------------------------------------------------------------------------
 
     def _describe(self, step: Step) -> Iterator[str]:
-        plan, seconds = step.plan, step_seconds(step.result.times)
-        took = f", took {1e3 * seconds:.3g} ms{_split(step.result.times)}" if seconds else ""
+        plan, times = step.plan, times_of(step.result)
+        split = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in times.items() if took)
+        took = f", took {1e3 * sum(times.values()):.3g} ms ({split})" if split else ""
         yield f"Step {plan.step} was committed at {_s(step.time_s)}{took}."
         num_decodes, prompts = 0, []
         for seq, start, count, num_logits in step.computed():
@@ -522,9 +506,9 @@ class Story(StepObserver):
             f" token each" + (f", the others are from {', '.join(prompts)}." if prompts else ".")
         )
         for new in plan.admitted:
-            story, name = self._story(new.seq_id), self.name(new.seq_id).capitalize()
-            lines = [line for _, line in story.lines if "admitted" in line] if story else []
-            yield f"{name}: {lines[-1].partition(': ')[2] if lines else 'admitted.'}"
+            story = self.requests.get(self._request_of(new.seq_id), ())
+            lines = [line for _, line in story if "admitted" in line] or [": admitted."]
+            yield f"{self.name(new.seq_id).capitalize()}: {lines[-1].partition(': ')[2]}"
         for fork in plan.forks:
             yield f"Forked: {self.name(fork.seq_id)}."
         for seq_id, num_computed, reason in plan.preempted:
@@ -536,10 +520,10 @@ class Story(StepObserver):
             right = max(len(step.result.token_ids[plan.rows.index(row)]) - 1, 0)
             name = self.name(step.rows[row].seq_id)
             yield f"Drafts: {right} of {len(drafts)} were right for {name}."
-        yield from self._block_lines(plan)
+        yield from self._block_lines(plan, step.seen[-1])
         num_waiting = self.scheduler.num_waiting
         if plan.waits:
-            who = [f"{self.name(seq_id)} {LACKS[lack]}" for seq_id, lack in plan.waits[:4]]
+            who = [f"{self.name(seq_id)} {LACKS[lack].why}" for seq_id, lack in plan.waits[:4]]
             yield f"Waiting, {num_waiting} in all: {', '.join(who)}."
         elif num_waiting:
             yield f"Waiting: {num_waiting}."
@@ -548,9 +532,8 @@ class Story(StepObserver):
             tokens = _tokens(seq.num_output_tokens)
             yield f"Ended: {self.name(seq.seq_id)}, by {seq.finish_reason}, with {tokens}."
 
-    def _block_lines(self, plan: StepPlan) -> Iterator[str]:
-        parts = [f"{count} {word}" for word, count in self._told_blocks.items() if count]
-        if parts:
+    def _block_lines(self, plan: StepPlan, told: dict[str, int]) -> Iterator[str]:
+        if parts := [f"{count} {word}" for word, count in told.items() if count]:
             yield f"Blocks: {', '.join(parts)}."
         for src, dst in plan.block_copies:
             yield f"Copied: block {src} to {dst}, because two share it and one of them writes."
@@ -559,13 +542,9 @@ class Story(StepObserver):
             yield f"Moved: {_n(len(move.device_ids), 'block')} {way} {move.tier}."
 
 
-def _split(times: StepTimes) -> str:
-    parts = [
-        f"{name.removesuffix('_s')} {1e3 * getattr(times, name):.3g}"
-        for name in StepTimes.__dataclass_fields__
-        if getattr(times, name)
-    ]
-    return f" ({', '.join(parts)})"
+def _most(lacks: Counter[str]) -> str:
+    """What lacked most often."""
+    return max(LACKS, key=lacks.__getitem__)
 
 
 def _n(count: int, what: str) -> str:

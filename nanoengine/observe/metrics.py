@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
+
+TIMES = tuple(one.name.removesuffix("_s") for one in fields(StepTimes))
+"""The parts of a step, in their order."""
 
 
 class AdmissionRecord(NamedTuple):
@@ -67,11 +70,10 @@ class Metrics:
             AdmissionRecord(a.row, a.seq_id, len(a.token_ids), a.num_cached_tokens)
             for a in plan.admitted
         ]
-        position = dict(zip(plan.rows, plan.starts, strict=True)) if plan.forks else {}
-        admitted += [
-            AdmissionRecord(f.row, f.seq_id, position.get(f.row, 0), position.get(f.row, 0))
-            for f in plan.forks
-        ]
+        starts = dict(zip(plan.rows, plan.starts, strict=True)) if plan.forks else {}
+        for fork in plan.forks:
+            known = starts.get(fork.row, 0)
+            admitted.append(AdmissionRecord(fork.row, fork.seq_id, known, known))
         self.records.append(
             StepRecord(
                 time_s=time.perf_counter(),
@@ -114,53 +116,46 @@ class RunSummary:
 
 def summarize(records: SequenceOf[StepRecord]) -> RunSummary:
     """Adds a run up; its first record must be the first step that its sequences saw."""
-    known: dict[int, int] = {}
-    sequence: dict[int, int] = {}
+    holders: dict[int, AdmissionRecord] = {}  # by row
     last_token_s: dict[int, float] = {}
-    times = StepTimes()
-    prefill_tokens = decode_tokens = sampled_tokens = 0
+    prefills, totals, itl_s = list[int](), list[int](), list[float]()
     prefill_s = decode_s = 0.0
-    batches: list[int] = []
-    itl_s: list[float] = []
     for record in records:
-        for new in record.admitted:
-            known[new.row], sequence[new.row] = new.num_known, new.seq_id
-        prefill = sum(
-            min(max(known[row] - start, 0), count)
-            for row, start, count in zip(
-                record.rows, record.starts, record.num_scheduled, strict=True
-            )
-        )
-        total = sum(record.num_scheduled)
-        seconds = step_seconds(record.times)
+        holders |= {new.row: new for new in record.admitted}
+        scheduled = zip(record.rows, record.starts, record.num_scheduled, strict=True)
+        prefill = sum(min(max(holders[row].num_known - start, 0), n) for row, start, n in scheduled)
+        total, seconds = sum(record.num_scheduled), step_seconds(record.times)
         share = prefill / total if total else 0.0
-        prefill_tokens += prefill
-        decode_tokens += total - prefill
         prefill_s += seconds * share
         decode_s += seconds * (1 - share)
-        batches.append(sum(count > 0 for count in record.num_scheduled))
+        prefills.append(prefill)
+        totals.append(total)
         for row, count in zip(record.rows, record.num_sampled, strict=True):
             if count:
-                sampled_tokens += count
-                before = last_token_s.get(sequence[row])
-                if before is not None:
-                    itl_s += [(record.time_s - before) / count] * count
-                last_token_s[sequence[row]] = record.time_s
-        for name in StepTimes.__dataclass_fields__:
-            setattr(times, name, getattr(times, name) + getattr(record.times, name))
+                seq_id = holders[row].seq_id
+                if seq_id in last_token_s:
+                    itl_s += [(record.time_s - last_token_s[seq_id]) / count] * count
+                last_token_s[seq_id] = record.time_s
+    batches = [sum(count > 0 for count in record.num_scheduled) for record in records]
+    parts = StepTimes.__dataclass_fields__
     return RunSummary(
         num_steps=len(records),
-        prefill_tokens=prefill_tokens,
-        decode_tokens=decode_tokens,
-        sampled_tokens=sampled_tokens,
+        prefill_tokens=sum(prefills),
+        decode_tokens=sum(totals) - sum(prefills),
+        sampled_tokens=sum(sum(record.num_sampled) for record in records),
         prefill_s=prefill_s,
         decode_s=decode_s,
         num_preemptions=sum(record.num_preempted for record in records),
         mean_batch=float(np.mean(batches)) if batches else 0.0,
         max_batch=max(batches, default=0),
-        times=times,
+        times=StepTimes(**{n: sum(getattr(one.times, n) for one in records) for n in parts}),
         itl_s=itl_s,
     )
+
+
+def times_of(result: StepResult) -> dict[str, float]:
+    """The parts of a step by name, in seconds."""
+    return {name: getattr(result.times, f"{name}_s") for name in TIMES}
 
 
 def step_seconds(times: StepTimes) -> float:

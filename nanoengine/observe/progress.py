@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.errors import RequestError
@@ -16,7 +17,7 @@ from nanoengine.settings.checks import check_value
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import StepPlan, StepResult
-    from nanoengine.core.scheduler import Scheduler
+    from nanoengine.core.stats import SchedulerStats
     from nanoengine.engine import LLMEngine
 
 REFRESH_S = 0.2
@@ -27,21 +28,14 @@ class ProgressBar:
     """One bar; speeds are means since it was made.
 
     Args:
-        total: requests of the call; None: unknown.
-        scheduler: its counters when the bar is made are the zero of this bar.
-        make_bar: makes the bar, with tqdm's keywords; None: tqdm.
+        bar: tqdm's, or another with its methods.
+        stats: the scheduler's counters; as they are now they are the zero of this bar.
     """
 
-    def __init__(
-        self, total: int | None, scheduler: Scheduler, *, make_bar: Callable[..., Any] | None = None
-    ) -> None:
-        if make_bar is None:
-            from tqdm import tqdm as make_bar  # Why here: who asks for no bar needs none.
-        self._stats = stats = scheduler.stats
+    def __init__(self, bar: Any, stats: SchedulerStats) -> None:
+        self._bar, self._stats, self._zero = bar, stats, replace(stats)
         self._finished = stats.finished_requests
-        self._zero = (stats.prefill_tokens, stats.output_tokens)
         self._started = self._shown = time.perf_counter()
-        self._bar = make_bar(total=total, desc="Requests", unit="req", dynamic_ncols=True)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Shows the new numbers, now and then."""
@@ -56,10 +50,10 @@ class ProgressBar:
         self._bar.close()
 
     def _show(self) -> None:
-        stats = self._stats
+        stats, zero = self._stats, self._zero
         elapsed = max(time.perf_counter() - self._started, 1e-9)
-        prefill = (stats.prefill_tokens - self._zero[0]) / elapsed
-        output = (stats.output_tokens - self._zero[1]) / elapsed
+        prefill = (stats.prefill_tokens - zero.prefill_tokens) / elapsed
+        output = (stats.output_tokens - zero.output_tokens) / elapsed
         self._bar.update(stats.finished_requests - self._finished)
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, output {output:,.0f} tok/s")
         self._finished = stats.finished_requests
@@ -80,8 +74,10 @@ def showing(
     if not check_value(progress, bool | Callable, "use_tqdm", RequestError):
         yield
         return
-    make_bar = progress if callable(progress) else None
-    bar = ProgressBar(total, engine.scheduler, make_bar=make_bar)
+    if not callable(progress):
+        from tqdm import tqdm as progress  # Why here: who asks for no bar needs none.
+    made = progress(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+    bar = ProgressBar(made, engine.scheduler.stats)
     engine.observers.append(bar)
     try:
         yield

@@ -63,13 +63,10 @@ class Residency:
 
     def __str__(self) -> str:
         """One line a histogram."""
-        rows = {
-            "lifetime": self.lifetime_s,
-            "idle before removal": self.idle_s,
-            "reuse gap": self.reuse_gap_s,
-        }
+        names = "lifetime", "idle before removal", "reuse gap"
+        spans = self.lifetime_s, self.idle_s, self.reuse_gap_s
         return "\n".join(
             f"{name:<20}"
             + "  ".join(f"<= {bound:g} s: {count}" for bound, count in sorted(histogram.items()))
-            for name, histogram in rows.items()
+            for name, histogram in zip(names, spans, strict=True)
         )

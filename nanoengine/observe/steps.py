@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
-from nanoengine.observe.taps import Taps
+from nanoengine.observe.taps import Taps, behind
+
+Computed = tuple[Sequence, int, int, int]
+"""What a step computes: of which sequence, its first token, how many tokens, how many logits."""
 
 
-class Who(NamedTuple):
-    """Whose a sequence is; `fork` is "sequence 12" unless it is the first of its request."""
-
-    request_id: str
-    priority: int
-    fork: str
+def is_decode(seq: Sequence, start: int, num_tokens: int, num_logits: int) -> bool:
+    """Whether a row computes a token that was sampled, with the drafts behind it."""
+    return num_tokens <= num_logits and start >= seq.num_prompt_tokens
 
 
 class Step(NamedTuple):
@@ -37,6 +38,7 @@ class Step(NamedTuple):
     Attributes:
         time_s: after the commit, since the observer was made.
         rows: row -> the sequence that held it once the step was planned.
+        seen: what `look` saw then, behind that of steps that have failed since the last commit.
         arrived: requests queued since the step before.
         ended: sequences that have ended since the step before.
     """
@@ -45,6 +47,7 @@ class Step(NamedTuple):
     result: StepResult
     time_s: float
     rows: dict[int, Sequence]
+    seen: list[Any]
     arrived: list[Request]
     ended: list[Sequence]
 
@@ -53,34 +56,41 @@ class Step(NamedTuple):
         """When its planning began."""
         return self.time_s - step_seconds(self.result.times)
 
-    def computed(self) -> Iterable[tuple[Sequence, int, int, int]]:
-        """Of each row that the step computes: the sequence, its first token, how many tokens and
-        how many logits."""
-        plan, rows = self.plan, self.rows
-        return zip(map(rows.__getitem__, plan.rows), plan.starts, plan.num_scheduled_tokens,
-                   plan.num_logits, strict=True)  # fmt: skip
+    def computed(self) -> Iterable[Computed]:
+        """What it computes, row by row of the plan."""
+        plan, sequences = self.plan, map(self.rows.__getitem__, self.plan.rows)
+        numbers = plan.starts, plan.num_scheduled_tokens, plan.num_logits
+        return zip(sequences, *numbers, strict=True)
+
+    def loads(self) -> dict[int, str]:
+        """Block -> the tier that it is loaded from."""
+        loads = (move for move in self.plan.transfers if move.kind == "load")
+        return {block_id: move.tier for move in loads for block_id in move.device_ids}
 
 
 class StepObserver:
-    """Calls `step` with each step.
+    """Calls `look` when a step is planned, and `step` when it is committed.
 
     Args:
         scheduler: of the run.
         clock: returns seconds.
 
     Attributes:
-        who: sequence -> whose it is; those that have ended too.
+        sequences: by id; those that have ended too.
     """
 
     def __init__(
         self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.scheduler = scheduler
-        self.who: dict[int, Who] = {}
+        self.sequences: dict[int, Sequence] = {}
         self.start_s, self._clock = clock(), clock
-        self._planned: dict[int, dict[int, Sequence]] = {}  # step -> who holds which row
+        self._planned: dict[int, tuple[dict[int, Sequence], Any]] = {}  # step -> rows, seen
         self._arrived: list[Request] = []
         self._know(scheduler.running)
+
+    def look(self, plan: StepPlan, rows: dict[int, Sequence]) -> Any:
+        """Returns what `step` needs of the blocks as the plan leaves them; `rows` as in `Step`."""
 
     def step(self, step: Step) -> None:
         """Takes one step."""
@@ -93,44 +103,39 @@ class StepObserver:
 
     def on_plan(self, plan: StepPlan) -> None:
         """A step was planned."""
-        self._planned[plan.step] = {seq.row: seq for seq in self.scheduler.running}
+        rows = {seq.row: seq for seq in self.scheduler.running}
         if plan.forks or plan.admitted:
-            self._know(self.scheduler.running)
+            self._know(rows.values())
+        if any(gone.seq_id not in self.sequences for gone in plan.preempted):
+            # Why: one that was forked between two steps has been in no plan yet.
+            known = {seq.request for seq in self.sequences.values()}
+            self._know(chain.from_iterable(request.sequences for request in known))
+        self._planned[plan.step] = rows, self.look(plan, rows)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """A step was committed; one that was planned before this began is passed over."""
         if plan.step in self._planned:
-            rows = self._planned[plan.step]
-            self._planned = {step: r for step, r in self._planned.items() if step > plan.step}
+            planned = [self._planned.pop(n) for n in sorted(self._planned) if n <= plan.step]
+            rows, seen = planned[-1][0], [seen for _, seen in planned]
             arrived, self._arrived = self._arrived, []
-            ended = self.scheduler.last_ended
+            ended, time_s = self.scheduler.last_ended, self._clock() - self.start_s
             self._know(ended)
-            self.step(Step(plan, result, self._clock() - self.start_s, rows, arrived, ended))
+            self.step(Step(plan, result, time_s, rows, seen, arrived, ended))
 
     def attend(self) -> Taps:
         """Is told of the requests and plans of an engine that runs, until the taps are removed; of
         steps it is told as one of `LLMEngine.observers`."""
-
-        def add(call: Any, request: Request, **more: Any) -> None:
-            call(request, **more)
-            self.on_request(request)
-
-        def schedule(call: Any) -> StepPlan:
-            plan: StepPlan = call()
-            self.on_plan(plan)
-            return plan
-
-        return Taps((self.scheduler, "add", add), (self.scheduler, "schedule", schedule))
+        arrived = behind(lambda _, request, **more: self.on_request(request))
+        return Taps((self.scheduler, "add", arrived),
+                    (self.scheduler, "schedule", behind(self.on_plan)))  # fmt: skip
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of it."""
-        if seq_id not in self.who:
+        if seq_id not in self.sequences:
             return f"sequence {seq_id}"
-        request_id, _, fork = self.who[seq_id]
-        return f"{fork} of request {request_id}" if fork else f"request {request_id}"
+        seq = self.sequences[seq_id]
+        fork = f"sequence {seq_id} of " if seq.index else ""
+        return f"{fork}request {seq.request.request_id}"
 
     def _know(self, sequences: Iterable[Sequence]) -> None:
-        for seq in sequences:
-            if seq.seq_id not in self.who:
-                request, fork = seq.request, f"sequence {seq.seq_id}" if seq.index else ""
-                self.who[seq.seq_id] = Who(request.request_id, request.priority, fork)
+        self.sequences |= {seq.seq_id: seq for seq in sequences}

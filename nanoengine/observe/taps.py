@@ -16,6 +16,17 @@ Tap = tuple[object, str, Callable[..., Any]]
 """An object, the name of its method, and what is called with the method before its arguments."""
 
 
+def behind(look: Callable[..., Any]) -> Callable[..., Any]:
+    """What a tap calls to look on once a call is made: `look` gets its result and arguments."""
+
+    def through(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        result = call(*args, **more)
+        look(result, *args, **more)
+        return result
+
+    return through
+
+
 class Taps:
     """Stands in front of some methods until it is removed.
 

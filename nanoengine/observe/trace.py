@@ -32,12 +32,13 @@ import xxhash
 from nanoengine.core.extras import enlist
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
-from nanoengine.core.sequence import OutputFollower, Request, Sequence, SequenceMoves
+from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
-from nanoengine.observe.taps import Taps
-from nanoengine.observe.traced_disk import TracedDisk, trace_disk
+from nanoengine.observe.metrics import times_of
+from nanoengine.observe.taps import Taps, behind
+from nanoengine.observe.traced_disk import trace_disk
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
 
@@ -45,8 +46,6 @@ FORMAT = (2, 0)
 """Version of the format: a reader of one major version reads all its minor ones."""
 FLUSH_S = 1.0
 """A process that is killed loses the lines of this many seconds [s]."""
-TIMES = ("schedule", "prepare", "load", "forward", "sample", "commit")
-"""The parts of a step, in the order of `s`; seconds in `StepTimes`."""
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "long_prefill_threshold")
 """What a Scheduler is made with, besides its block manager and its policy."""
 PARAMS = ("n", "min_tokens", "stop", "prompt_logprobs", "prompt_logprobs_start")
@@ -107,20 +106,21 @@ class Trace:
         self._answers: dict[str, list[Any]] = {}  # of others, in the call under way
         self._committed: tuple[dict[str, Any], StepResult] | None = None  # not written yet
         cache = scheduler.block_manager.prefix_cache
-        self._disk: TracedDisk | None = trace_disk(cache, self._answers)
+        self._disk = trace_disk(cache, self._answers)
         # Why: by these times a TieredPrefixCache decides.
         self._exact = ("load", "forward") if isinstance(cache, TieredPrefixCache) else ()
         self._taps = Taps(
-            (scheduler, "add", self._add),
-            (scheduler, "schedule", self._schedule),
-            (scheduler, "commit", self._commit),
-            (scheduler, "abort", self._noting(lambda request: {"abort": request.arrival})),
-            (enlist(scheduler), "fork", self._fork),
+            (scheduler, "add", behind(self._added)),
+            (scheduler, "schedule", behind(self._planned)),
+            (scheduler, "commit", behind(self._taken)),
+            (scheduler, "end", behind(self._ended)),
+            (scheduler, "abort", behind(lambda _, request: self._tell({"abort": request.arrival}))),
+            (enlist(scheduler), "fork", behind(self._forked)),
             (scheduler, "recover", self._recover),
-            (cache, "evict", self._noting(lambda block_ids: {"evict": list(block_ids)})),
-            (cache, "reset", self._noting(lambda: {"reset": True})),
+            (cache, "evict", behind(lambda _, block_ids: self._tell({"evict": list(block_ids)}))),
+            (cache, "reset", behind(lambda _: self._tell({"reset": True}))),
         )
-        self._write(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
+        self._tell(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
 
     def __enter__(self) -> Trace:
         return self
@@ -136,66 +136,50 @@ class Trace:
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Writes the step that was committed, now that all of its times are known."""
-        self._write_step()
+        self._tell()
         if self._end is not None and plan.step + 1 >= self._end:
             self.close()
 
     # --- what comes in ------------------------------------------------------------------------
 
-    def _add(self, call: Any, request: Request, **more: Any) -> None:
-        if request.make_follower is not None:
-            request.make_follower = functools.partial(
-                _follow, request.make_follower, self._answers, request.arrival
-            )
+    def _added(self, _: None, request: Request, **more: Any) -> None:
         if request.chooser is not None:
             request.chooser = SimpleNamespace(
                 choose=functools.partial(self._choose, request.chooser.choose)
             )
-        call(request, **more)
         self._tell(_request(request, self._start_s))
 
-    def _schedule(self, call: Any) -> StepPlan:
-        plan: StepPlan = call()
+    def _planned(self, plan: StepPlan) -> None:
+        drafts = list(plan.draft_token_ids.items())
         line = {"plan": plan.step, "digest": digest(plan)}
-        if plan.draft_token_ids:
-            line["drafts"] = list(plan.draft_token_ids.items())
-        self._tell(line)
-        return plan
+        self._tell(line | {"drafts": drafts} if drafts else line)
 
-    def _commit(self, call: Any, plan: StepPlan, result: StepResult) -> list[Request]:
-        finished: list[Request] = call(plan, result)
+    def _taken(self, _: object, plan: StepPlan, result: StepResult) -> None:
         tokens = result.token_ids
         flat: list[Any] = [*chain.from_iterable(tokens)]
         if not len(flat) == len(tokens) == plan.num_logits.count(1):
             flat = [one[0] if len(one) == 1 else one for one in tokens]
-        now_s = time.perf_counter() - self._start_s
-        line = {"step": plan.step, "t": round(now_s, 6), "sampled": flat} | self._take_answers()
+        now_s = round(time.perf_counter() - self._start_s, 6)
+        line = {"step": plan.step, "t": now_s, "sampled": flat} | self._take_answers()
         if result.errors:
             line["errors"] = list(result.errors.items())
-        self._write_step()
+        self._tell()
         self._committed = line, result
-        return finished
 
-    def _fork(self, call: Any, parent: Sequence, next_token_id: int | None = None) -> Sequence:
-        child: Sequence = call(parent, next_token_id)
+    def _ended(self, _: None, seq: Sequence, reason: str, stop: object = None) -> None:
+        """Notes where a stop string was met, since the text that holds it is not in the trace."""
+        if isinstance(stop, str):
+            ended = seq.request.arrival, seq.index, seq.num_output_tokens, stop
+            self._answers.setdefault("stops", []).append(ended)
+
+    def _forked(self, child: Sequence, parent: Sequence, next_token_id: int | None = None) -> None:
         if "chosen" not in self._answers:  # else it is the move of a chooser
             self._tell({"fork": [parent.request.arrival, parent.index, next_token_id]})
-        return child
 
     def _recover(self, call: Any, requests: Any) -> None:
         self._answers.clear()  # Why: of the call that has failed no line tells.
         call(requests)
         self._tell({"recover": self._scheduler.stats.steps} | self._held())
-
-    def _noting(self, line_of: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-        """Makes a call and writes the line that its arguments are."""
-
-        def noted(call: Any, *args: Any, **more: Any) -> Any:
-            result = call(*args, **more)
-            self._tell(line_of(*args, **more))
-            return result
-
-        return noted
 
     def _choose(self, call: Any, request: Request, moves: SequenceMoves) -> None:
         noted: list[Any] = []
@@ -214,17 +198,16 @@ class Trace:
         self._answers.clear()
         return answers
 
-    def _tell(self, line: dict[str, Any]) -> None:
-        self._write_step()
-        self._write(line | self._take_answers())
-
-    def _write_step(self) -> None:
-        """Writes the step that was committed last, unless it is written."""
+    def _tell(self, line: dict[str, Any] | None = None) -> None:
+        """Writes the step that was committed last, unless it is written, and then the line of a
+        call."""
         if self._committed is not None:
-            (line, result), self._committed = self._committed, None
-            seconds = {name: getattr(result.times, f"{name}_s") for name in TIMES}
-            line["s"] = [v if n in self._exact else round(v, 6) for n, v in seconds.items()]
-            self._write(line)
+            (step, result), self._committed = self._committed, None
+            times = times_of(result).items()
+            step["s"] = [v if name in self._exact else round(v, 6) for name, v in times]
+            self._write(step)
+        if line is not None:
+            self._write(line | self._take_answers())
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Writes a line; a disk that takes no more ends the trace, and not the run."""
@@ -290,7 +273,7 @@ def digest(plan: StepPlan) -> int:
 def _header(scheduler: Scheduler) -> dict[str, Any]:
     """What the core is made of."""
     manager, policy = scheduler.block_manager, scheduler.policy
-    cache = manager.prefix_cache
+    cache, settings = manager.prefix_cache, vars(policy) if policy else {}
     header = {
         "trace": ".".join(map(str, FORMAT)),
         "engine": __version__,
@@ -300,17 +283,16 @@ def _header(scheduler: Scheduler) -> dict[str, Any]:
         | {
             "prefix_caching": cache.enabled,
             "watermark_blocks": manager.num_watermark_blocks,
-            "admission": "WatermarkOnly" if policy is None else type(policy).__name__,
+            "admission": type(policy).__name__ if policy else "WatermarkOnly",
         },
-        "policy": {
-            name: one for name, one in (vars(policy) if policy else {}).items() if name[0] != "_"
-        },
-        "tiers": {
-            tier.name: tier.empty_blocks + tier.cached_blocks + tier.active_blocks
-            for tier in (() if cache.tiers is None else cache.tiers.tier_stats())
-        },
+        "policy": {name: value for name, value in settings.items() if name[0] != "_"},
+        "tiers": {},
     }
     if isinstance(cache, TieredPrefixCache):
+        tiers = cache.tier_stats()
+        header["tiers"] = {
+            t.name: t.empty_blocks + t.cached_blocks + t.active_blocks for t in tiers
+        }
         states = cache.host.num_states
         header["tier_settings"] = {"lazy": cache.lazy, "host_states": states, "cost": cache.cost}
     return header
@@ -320,7 +302,7 @@ def _request(request: Request, start_s: float) -> dict[str, Any]:
     """A request as the core sees it; what is as usual is left out."""
     seq, params = request.sequences[0], request.params
     usual = {one.name: one.default for one in fields(params)}
-    line = {
+    line: dict[str, Any] = {
         "prompt": request.prompt_token_ids,
         "most": seq.max_num_tokens,
         "stop": sorted(seq.stop_ids),
@@ -336,34 +318,6 @@ def _request(request: Request, start_s: float) -> dict[str, Any]:
     line = {name: value for name, value in line.items() if value}
     arrived_s = round(request.arrival_time - start_s, 6)
     return {"add": request.arrival, "id": request.request_id, "t": arrived_s} | line
-
-
-def _follow(
-    make: Callable[[int], OutputFollower | None],
-    answers: dict[str, list[Any]],
-    arrival: int,
-    index: int,
-) -> _Followed | None:
-    follower = make(index)
-    return None if follower is None else _Followed(follower, answers, arrival, index)
-
-
-class _Followed:
-    """An `OutputFollower`; where another one meets a stop string is noted."""
-
-    def __init__(self, follower: OutputFollower, answers: dict[str, list[Any]], *of: int) -> None:
-        self._follower, self._answers, self._of = follower, answers, of
-        self._num_tokens = 0
-
-    def append(self, token_id: int) -> str | None:
-        self._num_tokens += 1
-        stop = self._follower.append(token_id)
-        if stop is not None:
-            self._answers.setdefault("stops", []).append([*self._of, self._num_tokens, stop])
-        return stop
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._follower, name)
 
 
 class _Moves:

@@ -16,12 +16,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike, fspath
+from types import SimpleNamespace
 from typing import IO, Any
 
 from nanoengine.core.extras import enlist, set_drafts
@@ -34,7 +37,7 @@ from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import TraceError
-from nanoengine.observe.trace import FORMAT, LIMITS, TIMES, digest
+from nanoengine.observe.trace import FORMAT, LIMITS, digest
 from nanoengine.observe.traced_disk import ReplayedDisk
 from nanoengine.settings.checks import shown
 from nanoengine.settings.params import SamplingParams
@@ -48,9 +51,12 @@ MOVES = {"append_token", "fork", "finish", "drop"}
 
 Told = dict[str, Any]
 """A line of a trace."""
-Happened = Iterable[tuple[Any, ...]]
-"""What observers are told: the name of their method, and its arguments."""
-BEFORE_FIRST = ("",)
+HEADER: Told = {"first": 0, "engine": "?", "date": "?"} | {
+    name: {} for name in ("layout", "scheduler", "policy", "tiers", "model", "config")
+}
+"""What a header has, where it is not told."""
+EVENTS = {"add": "on_request", "plan": "on_plan", "step": "on_step"}
+"""What observers are told of a line: the name of their method."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,15 +67,22 @@ class Recording:
         path: of the file.
         header: its first line, as docs/trace.md describes it.
         lines: the others, each with its number in the file.
-        steps: the numbers of the steps that were committed and are to be shown.
-        is_torn: True if the run was killed, or goes on.
     """
 
     path: str
     header: Told
     lines: list[tuple[int, Told]] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    is_torn: bool = True
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that were committed and are to be shown."""
+        steps = (told["step"] for _, told in self.lines if type(told.get("step")) is int)
+        return [step for step in steps if step >= self.header["first"]]
+
+    @property
+    def is_torn(self) -> bool:
+        """True if the run was killed, or goes on."""
+        return not self.lines or "end" not in self.lines[-1][1]
 
     def replay(self, first: int = 0) -> Replay:
         """The run, up to where step `first`, or the first that is to be shown, is planned next.
@@ -86,8 +99,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
     Raises:
         TraceError: the file can't be read, is no trace, one of another major version, or damaged.
     """
-    path = fspath(path)
-    recording = None
+    path, recording = fspath(path), None
     try:
         with open(path, "rb") as raw:
             for number, line in _lines(raw):
@@ -98,10 +110,7 @@ def read_trace(path: str | PathLike[str]) -> Recording:
                     elif "trace" in told:
                         raise ValueError("another trace begins")
                     else:
-                        if "step" in told and _ints([told["step"]])[0] >= recording.header["first"]:
-                            recording.steps.append(told["step"])
                         recording.lines.append((number, told))
-                        recording.is_torn = "end" not in told
                 except (ValueError, RecursionError) as error:
                     if recording is None:
                         raise TraceError(f"{path} is no trace of nanoengine ({error})") from error
@@ -134,9 +143,9 @@ class Replay:
         self._disk = None if held is None else ReplayedDisk(held)
         with _damage(recording, 1):
             self.scheduler = _scheduler(recording.header, self._disk)
-        self._happened = self._lead(first)
-        while first and next(self._happened, BEFORE_FIRST) is not BEFORE_FIRST:
-            pass
+        self._left = deque(recording.lines)
+        while first and self._left and self._left[0][1].get("plan") != first:
+            self._call(*self._left.popleft())
 
     def clock(self) -> float:
         """`time_s`, for those who measure time."""
@@ -157,31 +166,30 @@ class Replay:
         Raises:
             TraceError: the trace is damaged, or its plans are not those of this core.
         """
-        for what, *values in self._happened:
-            for observer in observers:
-                if hasattr(observer, what):
-                    getattr(observer, what)(*values)
-            if what == "on_step":
-                yield values[0], values[1]
+        while self._left:
+            number, told = self._left.popleft()
+            for event, *values in self._call(number, told):
+                for observer in observers:
+                    if hasattr(observer, event):
+                        getattr(observer, event)(*values)
+                if event == "on_step":
+                    yield values[0], values[1]
 
-    def _lead(self, first: int) -> Iterator[tuple[Any, ...]]:
-        """Makes all calls, and pauses where `first` is planned next."""
-        for number, told in self._recording.lines:
-            if first and told.get("plan") == first:
-                yield BEFORE_FIRST
-            with _damage(self._recording, number):
-                self._stops |= {(a, i, n): str(stop) for a, i, n, stop in told.get("stops", ())}
-                self._chosen = list(told.get("chosen", ()))
-                if self._disk is not None:
-                    self._disk.answers = list(told.get("disk", ()))
-                for kind in told.keys() & CALLS:
-                    yield from getattr(self, f"_{kind}")(told)
+    def _call(self, number: int, told: Told) -> list[tuple[Any, ...]]:
+        """Makes the call of a line; returns what observers are told."""
+        with _damage(self._recording, number):
+            self._stops |= {(a, i, n): str(stop) for a, i, n, stop in told.get("stops", ())}
+            self._chosen = list(told.get("chosen", ()))
+            if self._disk is not None:
+                self._disk.answers = list(told.get("disk", ()))
+            made = {kind: getattr(self, f"_{kind}")(told) for kind in told.keys() & CALLS}
+        return [(EVENTS[kind], *values) for kind, values in made.items() if values]
 
     # --- calls --------------------------------------------------------------------------------
 
-    def _add(self, told: Told) -> Happened:
+    def _add(self, told: Told) -> tuple[Any, ...]:
         self.time_s = float(told["t"])
-        follower = functools.partial(_Follower, self._stops, told["add"])
+        follower = functools.partial(self._follower, told["add"])
         request = Request(
             str(told["id"]),
             _ints(told["prompt"]),
@@ -200,9 +208,9 @@ class Replay:
         if request.is_special:
             enlist(self.scheduler)
         self.scheduler.add(request)
-        yield "on_request", request
+        return (request,)
 
-    def _plan(self, told: Told) -> Happened:
+    def _plan(self, told: Told) -> tuple[Any, ...]:
         drafted = dict(told.get("drafts", ()))
         for seq in self.scheduler.running if drafted else ():
             if seq.row in drafted:
@@ -216,15 +224,15 @@ class Replay:
                 " which wrote it. Read it with that version; if it is this one, it is damaged"
             )
         self._planned[plan.step] = plan
-        yield "on_plan", plan
+        return (plan,)
 
-    def _step(self, told: Told) -> Happened:
+    def _step(self, told: Told) -> tuple[Any, ...]:
         self.time_s = float(told["t"])
         plan = self._planned.pop(told["step"])
         tokens = [_ints(one if type(one) is list else [one]) for one in told["sampled"]]
         if len(tokens) != len(plan.rows):
             raise ValueError(f"{len(tokens)} rows have sampled, {len(plan.rows)} are planned")
-        seconds = zip((f"{name}_s" for name in TIMES), map(float, told["s"]), strict=True)
+        seconds = zip(StepTimes.__dataclass_fields__, map(float, told["s"]), strict=True)
         result = StepResult(
             token_ids=tokens,
             errors={index: str(error) for index, error in told.get("errors", ())},
@@ -236,33 +244,35 @@ class Replay:
             result.logprobs = dict.fromkeys(range(len(tokens)), nothing)
         for request in self.scheduler.commit(plan, result):
             del self._requests[request.arrival]
-        yield "on_step", plan, result, self.scheduler
+        return plan, result, self.scheduler
 
-    def _abort(self, told: Told) -> Happened:
+    def _abort(self, told: Told) -> None:
         self.scheduler.abort(self._requests.pop(told["abort"]))
-        return ()
 
-    def _fork(self, told: Told) -> Happened:
+    def _fork(self, told: Told) -> None:
         arrival, index, next_token_id = told["fork"]
         parent = _sequence(self._requests[arrival], index)
         enlist(self.scheduler).fork(parent, next_token_id)
-        return ()
 
-    def _recover(self, told: Told) -> Happened:
+    def _recover(self, told: Told) -> None:
         if self._disk is not None:
             self._disk.held = told["held"]
         self.scheduler.recover(self._requests.values())
         self.scheduler.stats.steps = told["recover"]  # Why: planning may be what has failed.
         self._requests.clear()
-        return ()
 
-    def _evict(self, told: Told) -> Happened:
+    def _evict(self, told: Told) -> None:
         self.scheduler.block_manager.prefix_cache.evict(told["evict"])
-        return ()
 
-    def _reset(self, told: Told) -> Happened:
+    def _reset(self, told: Told) -> None:
         self.scheduler.block_manager.prefix_cache.reset()
-        return ()
+
+    def _follower(self, arrival: int, index: int) -> Any:
+        """An `OutputFollower` that knows no text, only where the traced one met a stop string."""
+        numbers = itertools.count(1)  # of output tokens
+        return SimpleNamespace(
+            append=lambda token_id: self._stops.pop((arrival, index, next(numbers)), None)
+        )
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         """Makes the moves of the chooser whose turn it was: the `TokenChooser` of all requests."""
@@ -273,42 +283,23 @@ class Replay:
             getattr(moves, name)(_sequence(request, index), *values)
 
 
-class _Follower:
-    """An `OutputFollower` that knows no text, only where the traced one met a stop string."""
-
-    text = ""
-
-    def __init__(self, stops: dict[tuple[int, ...], str], *of: int) -> None:
-        self._stops, self._of = stops, of
-        self._num_tokens = 0
-
-    def append(self, token_id: int) -> str | None:
-        self._num_tokens += 1
-        return self._stops.pop((*self._of, self._num_tokens), None)
-
-    def finish(self, token_ids: object) -> str:
-        return self.text
-
-
 def _scheduler(header: Told, disk: ReplayedDisk | None) -> Scheduler:
     """A core as that of the header, with nothing in it."""
-    told, limits, settings = header["layout"], header["scheduler"], header.get("tier_settings")
-    groups = tuple(
-        KVGroup(**group | {"layers": tuple(group["layers"])}) for group in told["groups"]
-    )
-    layout = KVLayout(**told | {"groups": groups})
-    cache = None
-    if settings is not None:
+    told, limits = header["layout"], header["scheduler"]
+    groups = (KVGroup(**one | {"layers": tuple(one["layers"])}) for one in told["groups"])
+    layout, cache = KVLayout(**told | {"groups": tuple(groups)}), None
+    if "tier_settings" in header:
+        settings, num_blocks = header["tier_settings"], header["tiers"]
         cost = settings["cost"]
-        host, below = (LoadCost(**cost[name] | {"rate": Rate(**cost[name]["rate"])})
-                       for name in ("host", "disk"))  # fmt: skip
+        loads = {tier: LoadCost(**cost[tier] | {"rate": Rate(**cost[tier]["rate"])})
+                 for tier in ("host", "disk")}  # fmt: skip
         cache = TieredPrefixCache(
             layout,
-            num_host_blocks=header["tiers"]["host"],
-            cost=CostModel(host=host, disk=below, prefill=Rate(**cost["prefill"])),
+            num_host_blocks=num_blocks["host"],
+            cost=CostModel(**loads, prefill=Rate(**cost["prefill"])),
             lazy=settings["lazy"],
             disk=disk,
-            num_disk_blocks=header["tiers"].get("disk", 1),
+            num_disk_blocks=num_blocks.get("disk", 1),
             num_host_states=settings["host_states"],
         )
     manager = make_block_manager(
@@ -370,10 +361,8 @@ def _header(path: str, told: Told) -> Told:
             f"{path} is a trace of version {version}, written by nanoengine {told.get('engine')};"
             f" this one reads version {FORMAT[0]}.x: read it with that one"
         )
-    parts: Told = {key: {} for key in ("layout", "scheduler", "policy", "tiers", "model", "config")}
-    header = {"first": 0, "engine": "?", "date": "?"} | parts | told
-    _ints([header["first"]])
-    if not all(isinstance(header[name], dict) for name in parts):
+    header = HEADER | told
+    if any(type(header[name]) is not type(usual) for name, usual in HEADER.items()):
         raise ValueError("its first line is no header")
     return header
 

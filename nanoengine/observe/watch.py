@@ -71,7 +71,7 @@ class Watch:
             first = ""
             if plan.waits:
                 seq_id, lacks = plan.waits[0]
-                first = f": sequence {seq_id} first, {LACKS[lacks]}"
+                first = f": sequence {seq_id} first, {LACKS[lacks].why}"
             lines.append(Text(f"waiting {scheduler.num_waiting}{first}", no_wrap=True))
         return Group(*lines)
 
@@ -104,10 +104,8 @@ def _lane(seq: Sequence) -> Text:
     total = max(seq.max_num_tokens, 1)
     computed = min(seq.num_computed_tokens, prompt)
     marks = [LANE_WIDTH * count // total for count in (computed, prompt, prompt + output)]
-    bar = "".join(
-        "█" if i < marks[0] else "░" if i < marks[1] else "▓" if i < marks[2] else "·"
-        for i in range(LANE_WIDTH)
-    )
+    spans = zip("█░▓·", [0, *marks], [*marks, LANE_WIDTH], strict=True)
+    bar = "".join(sign * (end - start) for sign, start, end in spans)
     most = seq.max_num_tokens - prompt
     fork = f"/{seq.index}" if seq.index else ""
     text = f"prompt {computed} of {prompt}, output {output} of {most}"

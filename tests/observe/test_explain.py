@@ -180,6 +180,19 @@ def test_the_story_of_a_run_is_told_while_it_runs(tmp_path: Path) -> None:
     assert live.run_lines()[2:] == told.run_lines()[2:]
 
 
+def test_a_fork_that_is_preempted_before_any_plan_had_it(tmp_path: Path) -> None:
+    """There was a KeyError."""
+    engine = make_engine(num_blocks=4, block_size=4, max_num_seqs=2)
+    trace_engine(engine, tmp_path / "run.trace")
+    add(engine, "a", 0, 9, 3)
+    engine.step()
+    engine.fork("a")
+    run(engine)
+    engine.close()
+    told = explained(read_trace(tmp_path / "run.trace")).request_lines("a")
+    assert told[2].startswith("step 1: its sequence 1: preempted with 9 tokens computed")
+
+
 def test_explain_answers_each_question_or_says_why_not(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

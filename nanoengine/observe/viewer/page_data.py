@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,8 @@ from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.core.tiers.stats import TierStats
 from nanoengine.errors import TraceError
 from nanoengine.observe.explain import Story
-from nanoengine.observe.steps import Step, StepObserver
-from nanoengine.observe.trace import TIMES
+from nanoengine.observe.metrics import TIMES, times_of
+from nanoengine.observe.steps import Step, StepObserver, is_decode
 from nanoengine.observe.trace_reader import Recording, Replay
 
 MAX_FRAMES = 20_000
@@ -52,16 +53,15 @@ KIND_SHIFT = 27
 """An event's first number is its kind above this many bits, and a block below."""
 BLOCK = (1 << KIND_SHIFT) - 1
 
-PLANNED = {
-    "prefill": "prefill_tokens",
-    "decode": "decode_tokens",
-    "recomputed": "recomputed_tokens",
-}
-"""Columns of what a frame's plans have added to a counter of the scheduler."""
-ADDED = (*PLANNED, "sampled", *TIMES)
+FIGURES = ("step", "t", "waiting", "running", "active", "cached", "empty", "hit", "queried")
+"""Columns of a frame's last step; `empty` counts slots."""
+ADDED = ("prefill", "decode", "recomputed", "sampled", *TIMES)
+"""Columns of what a frame has added to a sum."""
 
 NONE = -1
 
+Words = Callable[[int], str] | None
+"""What puts a token id into words; None: the page shows ids."""
 _Event = tuple[int, int, int]
 """Kind and block, a lane's index, and an argument."""
 
@@ -78,14 +78,14 @@ def page_data(
     recording: Recording,
     *,
     steps: tuple[int, int | None] = (0, None),
-    text_of: Callable[[int], str] | None = None,
+    text_of: Words = None,
     title: str = "",
 ) -> PageData:
     """Replays a recording and gathers what the page needs.
 
     Args:
         steps: the first step to show, and the one to stop before; None: no end.
-        text_of: a token id in words; None: the page shows ids.
+        text_of: a token id in words, if it can be.
         title: of the page: the file's name.
 
     Raises:
@@ -122,30 +122,23 @@ class _Gathering(StepObserver):
 
     def __init__(self, replay: Replay, shown: range, steps_per_frame: int) -> None:
         super().__init__(replay.scheduler, replay.clock)
-        manager = self.scheduler.block_manager
-        self._pool, self._cache = manager.pool, manager.prefix_cache
+        self._pool = self.scheduler.block_manager.pool
+        self._cache = self.scheduler.block_manager.prefix_cache
         self._shown, self._steps_per_frame = shown, steps_per_frame
-        self._tiers = sorted(tier.name for tier in self._tier_stats())
         self._is_shown = False
-        self._num_steps = self._frame = 0
+        self._num_steps = self._num_untold = 0
         self._lanes: dict[int, _Lane] = {}
-        # Tables by row, and contents of blocks, as the page has been told of them.
-        self._tables: dict[int, tuple[_Lane, list[list[int]]]] = {}
+        # By row a lane's index and its table, and contents of blocks, as the page knows them.
+        self._tables: dict[int, tuple[int, dict[int, int]]] = {}
         self._contents: dict[int, Prefix] = {}
         self._takers: dict[int, int] = {}  # block -> the lane that took it last
         self._changed: set[int] = set()  # blocks whose content has come or gone
         self._numbers: dict[bytes, int] = {}  # of contents, by digest
-        self._roots: list[int] = []  # number of a content -> that of its prompt's first block
-        self._by_step: dict[int, tuple[dict[str, int], list[int]]] = {}  # planned: figures, events
-        self._times = dict.fromkeys(TIMES, 0)  # up to now [us]
+        self._roots = array.array("i")  # number of a content -> that of its prompt's first block
+        self._times = Counter[str]()  # up to now [us]
+        self._frames: list[dict[str, int]] = []
         self._now: dict[str, int] = {}  # figures of the last step, and of the frame before
         self._before: dict[str, int] = {}
-        self._has_begun = False
-        names = [
-            "step", "t", "waiting", "running", "active", "cached", "empty", "hit", "queried",
-            *(f"tier:{tier}" for tier in self._tiers), *ADDED,
-        ]  # fmt: skip
-        self._frames = {name: array.array("i") for name in names}
         self._events = array.array("i")  # kind and block, lane, argument
         self._events_of = array.array("i", [0])
         self._copies = array.array("i")  # frame, source, target
@@ -154,8 +147,11 @@ class _Gathering(StepObserver):
         self._notes: list[list[Any]] = []  # frame, words
         self._waits: list[list[Any]] = []  # frame, [lane, what it lacks]
         self._told_waits: list[tuple[int, str]] = []
-        self._num_untold = 0
         self._pool.observers.append(self)
+
+    @property
+    def _frame(self) -> int:
+        return len(self._frames)
 
     # --- blocks, as a plan leaves them --------------------------------------------------------
 
@@ -166,41 +162,46 @@ class _Gathering(StepObserver):
         elif event in ("stored", "removed"):
             self._changed.add(block.block_id)
 
-    def on_plan(self, plan: StepPlan) -> None:
-        """Finds what has changed since the plan before, or is held when the page begins."""
-        super().on_plan(plan)
-        stats, events = self.scheduler.stats, list[_Event]()
-        figures = {column: getattr(stats, name) for column, name in PLANNED.items()}
-        if plan.step in self._shown:
-            rows, cached, counts = self._planned[plan.step], self._cache.stats, self._pool.counts()
-            changed = {row for row, *_ in (*plan.admitted, *plan.forks, *plan.table_updates)}
-            changed.update(plan.released)
-            if not self._has_begun:
-                self._has_begun = True
-                changed.update(rows)
-                self._changed.update(b.block_id for b in self._pool.blocks if b.prefix is not None)
-            events = [*self._compare_rows(changed, rows), *self._compare_contents()]
-            figures |= {
-                "step": plan.step, "active": counts["active"], "cached": counts["cached"],
-                "empty": num_waste_slots(self.scheduler),
-                "hit": cached.hit_tokens, "queried": cached.queried_tokens,
-            }  # fmt: skip
-        self._by_step[plan.step] = figures, _flat(events)
+    def look(
+        self, plan: StepPlan, rows: dict[int, CoreSequence]
+    ) -> tuple[dict[str, int], list[_Event]]:
+        """Figures, and what has changed since the plan before, or is held when the page begins."""
+        stats, cached = self.scheduler.stats, self._cache.stats
+        figures = self._pool.counts() | {
+            "step": plan.step, "empty": num_waste_slots(self.scheduler),
+            "hit": cached.hit_tokens, "queried": cached.queried_tokens,
+            "prefill": stats.prefill_tokens, "decode": stats.decode_tokens,
+            "recomputed": stats.recomputed_tokens,
+        }  # fmt: skip
+        if plan.step not in self._shown:
+            return figures, []
+        changed: set[Any] = {one[0] for one in (*plan.admitted, *plan.forks, *plan.table_updates)}
+        changed.update(plan.released)
+        if plan.step == self._shown.start:
+            changed.update(rows)
+            self._changed.update(b.block_id for b in self._pool.blocks if b.prefix is not None)
+        return figures, [*self._compare_rows(changed, rows), *self._compare_contents()]
 
     def _compare_rows(self, changed: set[int], rows: dict[int, CoreSequence]) -> list[_Event]:
         """Events of the blocks that a row's table names before the plan, or after it, and not both
-        times. Those that go come first: blocks change hands, and sequences change rows."""
+        times; their argument is the group above the place in the table. Those that go come first:
+        blocks change hands, and sequences change rows."""
         gone: list[_Event] = []
         come: list[_Event] = []
         for row in sorted(changed):
-            was, before = self._tables.pop(row, (None, []))
-            if row not in rows:
-                gone += _only_in(before, [], DROP, was)
-                continue
-            lane, after = self._lane(rows[row]), [list(table) for table in rows[row].block_tables]
-            gone += _only_in(before, after if was is lane else [], DROP, was)
-            come += _only_in(after, before if was is lane else [], TAKE, lane)
-            self._tables[row] = lane, after
+            was, before = self._tables.pop(row, (NONE, {}))
+            lane, after = NONE, dict[int, int]()
+            if row in rows:
+                lane = self._lane(rows[row]).index
+                after = {group << 24 | place: block
+                         for group, table in enumerate(rows[row].block_tables)
+                         for place, block in enumerate(table) if block != NULL_BLOCK}  # fmt: skip
+                self._tables[row] = lane, after
+            kept = before.items() & after.items() if was == lane else set()
+            gone += ((DROP << KIND_SHIFT | block, was, place)
+                     for place, block in sorted(before.items() - kept))  # fmt: skip
+            come += ((TAKE << KIND_SHIFT | block, lane, place)
+                     for place, block in sorted(after.items() - kept))  # fmt: skip
         self._takers |= {what & BLOCK: lane for what, lane, _ in come}
         return gone + come
 
@@ -229,8 +230,9 @@ class _Gathering(StepObserver):
             self._roots[number] = self._roots[self._number(above)]
         return number
 
-    def _tier_stats(self) -> tuple[TierStats, ...]:
-        return () if self._cache.tiers is None else self._cache.tiers.tier_stats()
+    def _tiers(self) -> list[TierStats]:
+        tiers = () if self._cache.tiers is None else self._cache.tiers.tier_stats()
+        return sorted(tiers, key=lambda tier: tier.name)
 
     # --- step by step -------------------------------------------------------------------------
 
@@ -246,19 +248,17 @@ class _Gathering(StepObserver):
         self._is_shown = plan.step in self._shown
         if plan.step >= self._shown.stop:
             return
-        for number in [number for number in self._by_step if number <= plan.step]:
-            figures, events = self._by_step.pop(number)
-            self._events.extend(events)  # Why also those of a step that has failed: blocks moved.
-        for name in TIMES:
-            self._times[name] += round(1e6 * getattr(step.result.times, f"{name}_s"))
-        self._now = figures | self._times | {
-            "sampled": self.scheduler.stats.output_tokens,
+        for _, events in step.seen:  # Why also of a step that failed: blocks moved.
+            self._events.extend(_flat(events))
+        self._times.update({name: round(1e6 * s) for name, s in times_of(step.result).items()})
+        self._now = step.seen[-1][0] | {
             "t": round(step.time_s * 1e4),
             "waiting": self.scheduler.num_waiting,
             "running": self.scheduler.num_running,
-        }  # fmt: skip
-        for tier in self._tier_stats():
-            self._now[f"tier:{tier.name}"] = tier.cached_blocks + tier.active_blocks
+            **{f"tier:{t.name}": t.cached_blocks + t.active_blocks for t in self._tiers()},
+            "sampled": self.scheduler.stats.output_tokens,
+            **self._times,
+        }
         for request in step.arrived:
             self._begin(request.sequences[0], WAITING)
         self._note_plan(step)
@@ -273,46 +273,43 @@ class _Gathering(StepObserver):
             self._write_frame()
 
     def _write_frame(self) -> None:
-        for name, column in self._frames.items():
-            before = self._before.get(name, 0) if name in ADDED else 0
-            column.append(min(self._now[name] - before, 2**31 - 1))
+        sums = {name: self._now[name] - self._before.get(name, 0) for name in ADDED}
+        self._frames.append({n: min(v, 2**31 - 1) for n, v in (self._now | sums).items()})
         self._events_of.append(len(self._events) // 3)
         self._before = self._now
-        self._frame += 1
 
     def _note_plan(self, step: Step) -> None:
         """Who gets a row and loses it, and which blocks are copied and moved."""
-        plan = step.plan
+        plan, loads = step.plan, step.loads()
         for gone in plan.preempted:
             if gone.seq_id in self._lanes:
                 lane = self._lanes[gone.seq_id]
                 self._span(lane, PREEMPTED, 0)
                 self._mark("preempted", lane, gone.num_computed_tokens, gone.reason)
-        loaded = {
-            block for move in plan.transfers if move.kind == "load" for block in move.device_ids
-        }
         for new in plan.admitted:
             lane = self._lane(step.rows[new.row])
             self._mark("admitted", lane, new.num_cached_tokens)
-            if n := sum(len(loaded.intersection(update.block_ids))
-                        for update in plan.table_updates if update.row == new.row):  # fmt: skip
+            tables = (u.block_ids for u in plan.table_updates if u.row == new.row)
+            if n := sum(len(loads.keys() & table) for table in tables):
                 self._mark("loaded", lane, n)
         for fork in plan.forks:
             parent = self._lane(step.rows[fork.parent_row]).index
             self._mark("forked", self._begin(step.rows[fork.row], DECODE), parent)
         if self._is_shown:
-            for src, dst in plan.block_copies:
-                self._copies.extend((self._frame, src, dst))
-            for kind, tier, device_ids, tier_ids in plan.transfers:
-                where = self._frame, self._tiers.index(tier), int(kind == "load")
-                for device, below in zip(device_ids, tier_ids, strict=True):
+            tiers = [tier.name for tier in self._tiers()]
+            for copy in plan.block_copies:
+                self._copies.extend((self._frame, *copy))
+            for kind, tier, *blocks in plan.transfers:
+                where = self._frame, tiers.index(tier), int(kind == "load")
+                for device, below in zip(*blocks, strict=True):
                     self._moves.extend((*where, device, below))
 
     def _note_rows(self, step: Step) -> None:
         """What the rows compute, and which tokens are known."""
-        for seq, start, count, num_logits in step.computed():
-            is_decode = count <= num_logits and start >= seq.num_prompt_tokens
-            self._span(self._lane(seq), DECODE if is_decode else PREFILL, start + count)
+        for computed in step.computed():
+            seq, start, num_tokens, _ = computed
+            kind = DECODE if is_decode(*computed) else PREFILL
+            self._span(self._lane(seq), kind, start + num_tokens)
         for row in step.rows.keys() - set(step.plan.rows):
             seq = step.rows[row]
             if not seq.is_finished:
@@ -337,19 +334,16 @@ class _Gathering(StepObserver):
 
     def _note_words(self, plan: StepPlan) -> None:
         """The scheduler's own words, and who waits for what."""
-        for words in plan.reasons:
-            if len(self._notes) < MAX_NOTES:
-                self._notes.append([self._frame, words])
-            else:
-                self._num_untold += 1
+        room = MAX_NOTES - len(self._notes)
+        self._notes += [[self._frame, words] for words in plan.reasons[:room]]
+        self._num_untold += len(plan.reasons[room:])
         if plan.waits != self._told_waits:
             self._told_waits = plan.waits
             if self._waits and self._waits[-1][0] == self._frame:
                 self._waits.pop()
-            known = [(self._lanes.get(seq_id), lacks) for seq_id, lacks in plan.waits]
-            self._waits.append(
-                [self._frame, [[lane.index, lacks] for lane, lacks in known if lane]]
-            )
+            known = [[self._lanes[seq_id].index, lacks] for seq_id, lacks in plan.waits
+                     if seq_id in self._lanes]  # fmt: skip
+            self._waits.append([self._frame, known])
 
     # --- lanes, spans and marks ---------------------------------------------------------------
 
@@ -393,36 +387,32 @@ class _Gathering(StepObserver):
 
     # --- the whole ----------------------------------------------------------------------------
 
-    def data(
-        self,
-        recording: Recording,
-        story: Story,
-        text_of: Callable[[int], str] | None,
-        title: str,
-    ) -> PageData:
+    def data(self, recording: Recording, story: Story, text_of: Words, title: str) -> PageData:
         """All of it, as it is written into the page."""
         if self._num_steps % self._steps_per_frame:  # a last frame that is not full
             self._write_frame()
         all_lanes = list(self._lanes.values())
         for lane in all_lanes:
             self._note_tokens(lane)
-            if lane.spans and lane.spans[-1][1] == NONE:
-                lane.spans[-1][1] = lane.ended if lane.ended != NONE else self._frame - 1
+            self._close_span(lane)
         lanes = all_lanes[:MAX_LANES]
         num_tokens = sum(len(lane.seq.token_ids) for lane in lanes)
         has_tokens = num_tokens <= MAX_TOKENS
         tokens = [lane.seq.token_ids if has_tokens else [] for lane in lanes]
         frames = [_differences(lane.token_frames) if has_tokens else [] for lane in lanes]
-        columns = self._frames | {
+        names = (*FIGURES, *(f"tier:{tier.name}" for tier in self._tiers()), *ADDED)
+        columns = {name: array.array("i", (frame[name] for frame in self._frames))
+                   for name in names}  # fmt: skip
+        columns |= {
             "events": self._events,
             "eventsOf": self._events_of,
             "copies": self._copies,
             "moves": self._moves,
-            "rootOf": array.array("i", self._roots),
+            "rootOf": self._roots,
             "tokenFrames": _ragged("", frames)[""],
+            **_ragged("spans", [_flat(lane.spans) for lane in lanes]),
+            **_ragged("tokens", tokens),
         }
-        columns |= _ragged("spans", [_flat(lane.spans) for lane in lanes])
-        columns |= _ragged("tokens", tokens)
         notes = [
             (self._steps_per_frame > 1,
              f"{self._num_steps:,} steps are shown {self._steps_per_frame} at a time; what comes"
@@ -438,13 +428,13 @@ class _Gathering(StepObserver):
         ]  # fmt: skip
         ids = {lane.seq.request.request_id for lane in lanes}
         header, layout = recording.header, self.scheduler.block_manager.layout
-        used = sorted(set(itertools.chain.from_iterable(tokens))) if text_of else ()
+        used = sorted(set(_flat(tokens))) if text_of else ()
         meta = {
             "title": title,
             "thinned": [note for holds, note in notes if holds],
             # Of each request what `nanoengine explain` tells: its id, and [step, sentence].
             "stories": [
-                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told.lines]]
+                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told]]
                 for name, told in story.requests.items()
                 if name in ids
             ],
@@ -457,7 +447,7 @@ class _Gathering(StepObserver):
                 "blockSize": layout.block_size,
                 "groups": [[len(group.layers), group.sliding_window] for group in layout.groups],
                 "scheduler": header["scheduler"],
-                "tiers": [[name, header["tiers"][name]] for name in self._tiers],
+                "tiers": [[tier.name, header["tiers"][tier.name]] for tier in self._tiers()],
                 "model": header["model"],
             },
             "frames": self._frame,
@@ -484,21 +474,6 @@ class _Gathering(StepObserver):
             "priority": request.priority,
             "first": seq.index == 0,
         }
-
-
-def _only_in(
-    tables: list[list[int]], others: list[list[int]], kind: int, lane: _Lane | None
-) -> Iterator[_Event]:
-    """An event for each block that a group's table names and another one does not at the same
-    place; its argument is the group above the place."""
-    for group, table in enumerate(tables):
-        other = others[group] if others else []
-        same = len(other) if table[: len(other)] == other else 0
-        for place in range(same, len(table)):
-            block = table[place]
-            if block != NULL_BLOCK and other[place : place + 1] != [block]:
-                assert lane is not None
-                yield kind << KIND_SHIFT | block, lane.index, group << 24 | place
 
 
 def _flat(entries: Iterable[Sequence[int]]) -> list[int]:
