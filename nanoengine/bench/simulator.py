@@ -11,11 +11,13 @@ preemptions, work done twice, blocks at the peak. Called by `nanoengine simulate
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request
 from nanoengine.core.stats import SchedulerStats
+from nanoengine.errors import ConfigError
 from nanoengine.observe.trace import Trace
 from nanoengine.settings.params import SamplingParams
 
@@ -229,3 +232,42 @@ def make_scheduler(
     )
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     return Scheduler(manager, chunked_prefill=chunked_prefill, **limits, **options)
+
+
+def load_time_model(path: Path) -> TimeModel:
+    """Fits the times of a step to the steps of a bench report.
+
+    Raises:
+        ConfigError: no report, or one without step records.
+    """
+    try:
+        steps = json.loads(path.read_text(encoding="utf-8"))["step_records"]
+        return TimeModel.fit(steps["tokens"], steps["context_tokens"], steps["seconds"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"fit={str(path)!r} must be a report of `nanoengine bench --json` with step records"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+TABLE = """\
+requests        {r.requests:,}, {r.failed:,} of them too large for the pool
+steps           {r.steps:,}, {r.mean_batch:.1f} sequences in the mean, {r.max_batch} at most
+tokens          {r.prefill_tokens:,} prefilled, {r.output_tokens:,} generated
+preemptions     {r.preemptions:,}
+prefill waste   {r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens again
+prefix cache    {r.hit_rate:.1%} of the tokens looked up
+blocks          {r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of {usable}
+empty slots     {r.mean_waste_slots:,.0f} in the mean, {r.peak_waste_slots:,} at most
+estimated       {estimated}
+simulated in    {r.wall_s:.2f} s"""
+
+
+def format_report(report: SimulationReport) -> str:
+    """The report as aligned text."""
+    seconds, estimated = report.estimated_s, "no --fit"
+    if seconds is not None:
+        estimated = f"{seconds:,.2f} s, {report.output_tokens / seconds:,.1f} output tok/s"
+    return TABLE.format(r=report, usable=f"{report.usable_blocks:,}", estimated=estimated)

@@ -50,24 +50,29 @@ class BatchArgs(JobOptions, EngineArgs):
       nanoengine batch Qwen/Qwen3-0.6B 'data/*.csv.gz' --template 'Sum up: {{ text }}' --chat
           --output sums.parquet
       cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
+
+    Attributes:
+        fail_fast: Stop, with exit code 3, at the first row that fails.
+        grace: Time that running rows get after the first Ctrl-C or SIGTERM [s].
+        replicas: Run this many engines, a process each: on a GPU each, or on a share of the cores
+            each.
+        threads: Cores of each replica on a CPU; all cores are shared evenly by default.
+        replica_timeout: Kill a replica that says nothing for so long while it has rows; others run
+            them [s].
+        ray: Run the replicas on the Ray cluster of this address; local: on one that is started
+            here.
+        watch: Draw the KV pool and the running sequences on the terminal while they change.
     """
 
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     fail_fast: bool = False
-    """Stop, with exit code 3, at the first row that fails."""
     grace: float = 10.0
-    """Time that running rows get after the first Ctrl-C or SIGTERM [s]."""
     replicas: int | None = None
-    """Run this many engines, a process each: on a GPU each, or on a share of the cores each."""
     threads: int | None = None
-    """Cores of each replica on a CPU; all cores are shared evenly by default."""
     replica_timeout: float = 1800.0
-    """Kill a replica that says nothing for so long while it has rows; others run them [s]."""
     ray: str | None = None
-    """Run the replicas on the Ray cluster of this address; local: on one that is started here."""
     watch: bool = False
-    """Draw the KV pool and the running sequences on the terminal while they change."""
 
     def __post_init__(self) -> None:
         if self.fail_fast and self.max_errors is not None:

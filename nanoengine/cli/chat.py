@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
     from nanoengine.settings.params import SamplingParams
 
-PROMPT = "> "
 COMMANDS = ("/system", "/reset", "/save", "/stats", "/quit")
 
 
@@ -34,11 +33,13 @@ class ChatArgs(EngineArgs):
       nanoengine chat demo
       nanoengine chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.6
       nanoengine chat Qwen/Qwen3-0.6B --quantization int4 --max-tokens 2000
+
+    Attributes:
+        system: System message at the beginning.
     """
 
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     system: str | None = None
-    """System message at the beginning."""
 
 
 def main(args: ChatArgs) -> int:
@@ -78,7 +79,7 @@ class Chat:
         """Reads lines and answers them. Ctrl-C at the prompt clears the line."""
         while True:
             try:
-                line = self.read(PROMPT if sys.stdin.isatty() else "").strip()
+                line = self.read("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -140,7 +141,6 @@ class Chat:
     def _save(self, path: str) -> None:
         try:
             with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-                json.dump({"messages": self.messages}, file, ensure_ascii=False)
-                file.write("\n")
+                print(json.dumps({"messages": self.messages}, ensure_ascii=False), file=file)
         except OSError as error:
             print(f"{path} can't be written: {error.strerror}")

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import tyro
 
@@ -18,8 +17,6 @@ from nanoengine.cli import groups
 from nanoengine.cli import main as program
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import nearest
-
-Shell = Literal["bash", "zsh", "fish"]
 
 USAGE = """usage: nanoengine completion SHELL
 
@@ -56,12 +53,11 @@ def main(args: Sequence[str]) -> int:
     Raises:
         ConfigError: no shell, or an unknown one.
     """
-    if len(args) > 1 or args[0] not in get_args(Shell):
+    if len(args) > 1 or args[0] not in FILES:
         given = " ".join(args)
-        hint = nearest(given, get_args(Shell))
+        hint = nearest(given, FILES)
         raise ConfigError(f"nanoengine completion SHELL: unknown shell {given!r}; {hint}")
-    written = io.StringIO()
-    with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(io.StringIO()) as written, contextlib.suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
             {name: _options(name) for name in program.COMMANDS},
             prog="nanoengine",

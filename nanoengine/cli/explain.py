@@ -16,14 +16,16 @@ class ExplainArgs:
       nanoengine explain run.trace.gz
       nanoengine explain run.trace.gz --request 7
       nanoengine explain run.trace.gz --step 120
+
+    Attributes:
+        recording: File of --trace.
+        request: Tell the story of this request, from its arrival to its end.
+        step: Tell what this step did, and why.
     """
 
     recording: TraceFile
-    """File of --trace."""
     request: str | None = None
-    """Tell the story of this request, from its arrival to its end."""
     step: int | None = None
-    """Tell what this step did, and why."""
 
     def __post_init__(self) -> None:
         if self.request is not None and self.step is not None:

@@ -37,21 +37,25 @@ class GenerateArgs(EngineArgs):
       nanoengine generate demo --prompt "Once upon a time"
       nanoengine generate demo --chat --prompt "Tell a story." --temperature 0 --n 1
       nanoengine generate Qwen/Qwen3-0.6B --file prompts.txt --output answers.jsonl
+
+    Attributes:
+        prompt: A prompt; may be given several times. Without any, and without a file, stdin has
+            them.
+        file: Prompts from a file, in any form that `nanoengine batch` takes.
+        output: Write the records of a file to this one, in its order; the same command again
+            resumes.
+        chat: Take each prompt as a user's message and apply the model's chat template.
+        system: System message before each chat.
+        watch: Draw the KV pool and the running sequences on the terminal while they change.
     """
 
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """A prompt; may be given several times. Without any, and without a file, stdin has them."""
     file: Path | None = None
-    """Prompts from a file, in any form that `nanoengine batch` takes."""
     output: Path | None = None
-    """Write the records of a file to this one, in its order; the same command again resumes."""
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     chat: bool = False
-    """Take each prompt as a user's message and apply the model's chat template."""
     system: str | None = None
-    """System message before each chat."""
     watch: bool = False
-    """Draw the KV pool and the running sequences on the terminal while they change."""
 
 
 def main(args: GenerateArgs) -> int:

@@ -23,11 +23,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoArgs(EngineArgs):
-    """Shows versions, device, attention backends, and a model without loading its weights."""
+    """Shows versions, device, attention backends, and a model without loading its weights.
+
+    Attributes:
+        load: Load the model too, and show the memory plan that it runs with.
+    """
 
     model: ModelName = DEMO
     load: bool = False
-    """Load the model too, and show the memory plan that it runs with."""
 
 
 def main(args: InfoArgs) -> None:

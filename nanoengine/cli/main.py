@@ -47,11 +47,8 @@ MEASURES = (
 
 HELP = ("-h", "--help")
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
-
-PIPE_CLOSED = 141
-"""Exit status when nobody reads the output any more, as shells have it: `... | head -1`."""
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit statuses as shells have them: after Ctrl-C, and when nobody reads the output any more."""
 
 
 def usage() -> str:
@@ -83,7 +80,7 @@ def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
     parsed = tyro.cli(
         groups.grouped(options_class),
         prog=prog,
-        description=inspect.getdoc(options_class),
+        description=(inspect.getdoc(options_class) or "").partition("\n\nAttributes:")[0],
         args=args,
         config=(tyro.conf.OmitArgPrefixes,),
     )

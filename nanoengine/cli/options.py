@@ -34,16 +34,21 @@ TraceFile = Annotated[Positional[Path], arg(metavar="TRACE")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs(EngineConfig):
-    """The settings of the engine as options; `kv_tiers`, a list of objects, is made of three."""
+    """The settings of the engine as options; `kv_tiers`, a list of objects, is made of three.
+
+    Attributes:
+        model: Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model.
+        kv_host_gib: Keep full KV blocks in this much host memory [GiB] too, for when the device has
+            no room.
+        kv_disk: Keep them in this directory as well, where they outlive the process; needs both
+            sizes.
+        kv_disk_gib: Most that the directory holds for this model [GiB].
+    """
 
     model: ModelName
-    """Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model."""
     kv_host_gib: float | None = None
-    """Keep full KV blocks in this much host memory [GiB] too, for when the device has no room."""
     kv_disk: Path | None = None
-    """Keep them in this directory as well, where they outlive the process; needs both sizes."""
     kv_disk_gib: float | None = None
-    """Most that the directory holds for this model [GiB]."""
 
     def __post_init__(self) -> None:
         if (self.kv_disk is None) != (self.kv_disk_gib is None):

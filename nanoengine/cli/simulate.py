@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanoengine.bench.simulator import SimulationReport, TimeModel, make_scheduler, simulate
+from nanoengine.bench.simulator import format_report, load_time_model, make_scheduler, simulate
 from nanoengine.bench.workload import STANDARD, make_workload, require_positive
 from nanoengine.cli.options import shared
 from nanoengine.core.policies import make_policy
-from nanoengine.errors import ConfigError
 from nanoengine.observe.trace import Trace
 from nanoengine.settings.config import EngineConfig
 
@@ -29,47 +28,53 @@ SCHEDULER_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateArgs:
-    """Options of the simulator; those of the scheduler have the names of EngineConfig."""
+    """Options of the simulator; those of the scheduler have the names of EngineConfig.
+
+    Attributes:
+        num_blocks: Blocks of the imagined pool, the null block included.
+        block_size: Tokens a KV block.
+        workload: standard, shared-prefix, or a file: .csv (ContextTokens,GeneratedTokens), .jsonl
+            (ids).
+        num_requests: How many requests, or rows of the file; None: 256, or all rows.
+        prefix_len: Common prompt tokens of shared-prefix.
+        seed: Draws lengths and ids.
+        length_cap: The scheduler sees this max_tokens and each request stops earlier by itself;
+            None: it sees the exact lengths, as in a benchmark that ignores EOS.
+        max_num_seqs: Most sequences that run at once.
+        max_num_batched_tokens: Token budget of a step.
+        long_prefill_threshold: Most prompt tokens of one sequence a step; 0: only the budget bounds
+            it.
+        enable_prefix_caching: Reuse equal prefixes.
+        watermark_frac: Share of blocks that admission leaves free.
+        admission: The policy that holds sequences back.
+        preempt_above: Hysteresis: pressure at which admission stops; None: 0.95.
+        admit_below: Hysteresis: pressure under which it starts again; None: 0.80.
+        fit: Report of `nanoengine bench --json`: its steps give the times.
+        json: Print JSON.
+        trace: Write what comes into the run to this file; see docs/trace.md.
+        trace_steps: End the trace before step B and show it from step A: A:B, either of which may
+            be left out.
+    """
 
     num_blocks: int
-    """Blocks of the imagined pool, the null block included."""
     block_size: int = 16
-    """Tokens a KV block."""
     workload: str = "standard"
-    """standard, shared-prefix, or a file: .csv (ContextTokens,GeneratedTokens), .jsonl (ids)."""
     num_requests: int | None = None
-    """How many requests, or rows of the file; None: 256, or all rows."""
     prefix_len: int = 512
-    """Common prompt tokens of shared-prefix."""
     seed: int = 0
-    """Draws lengths and ids."""
     length_cap: int | None = None
-    """The scheduler sees this max_tokens and each request stops earlier by itself; None: it sees
-    the exact lengths, as in a benchmark that ignores EOS."""
     max_num_seqs: int = 256
-    """Most sequences that run at once."""
     max_num_batched_tokens: int = 8192
-    """Token budget of a step."""
     long_prefill_threshold: int = 0
-    """Most prompt tokens of one sequence a step; 0: only the budget bounds it."""
     enable_prefix_caching: bool = True
-    """Reuse equal prefixes."""
     watermark_frac: float = 0.01
-    """Share of blocks that admission leaves free."""
     admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
-    """The policy that holds sequences back."""
     preempt_above: float | None = None
-    """Hysteresis: pressure at which admission stops; None: 0.95."""
     admit_below: float | None = None
-    """Hysteresis: pressure under which it starts again; None: 0.80."""
     fit: Path | None = None
-    """Report of `nanoengine bench --json`: its steps give the times."""
     json: bool = False
-    """Print JSON."""
     trace: str | None = None
-    """Write what comes into the run to this file; see docs/trace.md."""
     trace_steps: str | None = None
-    """End the trace before step B and show it from step A: A:B, either of which may be left out."""
 
     def __post_init__(self) -> None:
         self.engine_config()
@@ -105,40 +110,3 @@ def main(args: SimulateArgs) -> None:
 
 def _no_text(text: str) -> Sequence[int]:
     raise ValueError("the simulator has no tokenizer: give prompt_token_ids")
-
-
-def load_time_model(path: Path) -> TimeModel:
-    """Fits the times of a step to the steps of a bench report.
-
-    Raises:
-        ConfigError: no report, or one without step records.
-    """
-    try:
-        steps = json_module.loads(path.read_text(encoding="utf-8"))["step_records"]
-        return TimeModel.fit(steps["tokens"], steps["context_tokens"], steps["seconds"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"fit={str(path)!r} must be a report of `nanoengine bench --json` with step records"
-            f" ({type(error).__name__}: {error})"
-        ) from error
-
-
-TABLE = """\
-requests        {r.requests:,}, {r.failed:,} of them too large for the pool
-steps           {r.steps:,}, {r.mean_batch:.1f} sequences in the mean, {r.max_batch} at most
-tokens          {r.prefill_tokens:,} prefilled, {r.output_tokens:,} generated
-preemptions     {r.preemptions:,}
-prefill waste   {r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens again
-prefix cache    {r.hit_rate:.1%} of the tokens looked up
-blocks          {r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of {usable}
-empty slots     {r.mean_waste_slots:,.0f} in the mean, {r.peak_waste_slots:,} at most
-estimated       {estimated}
-simulated in    {r.wall_s:.2f} s"""
-
-
-def format_report(report: SimulationReport) -> str:
-    """The report as aligned text."""
-    seconds, estimated = report.estimated_s, "no --fit"
-    if seconds is not None:
-        estimated = f"{seconds:,.2f} s, {report.output_tokens / seconds:,.1f} output tok/s"
-    return TABLE.format(r=report, usable=f"{report.usable_blocks:,}", estimated=estimated)

@@ -20,14 +20,16 @@ class TraceArgs:
       nanoengine trace run.trace.gz --to chrome --output run.json
       nanoengine trace run.trace.gz --to chrome > run.json
       nanoengine trace run.trace.gz --to chrome --output /dev/stdout | gzip > run.json.gz
+
+    Attributes:
+        recording: File of --trace.
+        to: chrome: steps with their parts, a track a row, requests as flows, counters.
+        output: Where to write; without it standard output.
     """
 
     recording: TraceFile
-    """File of --trace."""
     to: Literal["chrome"] = "chrome"
-    """chrome: steps with their parts, a track a row, requests as flows, counters."""
     output: Path | None = None
-    """Where to write; without it standard output."""
 
 
 def main(args: TraceArgs) -> None:

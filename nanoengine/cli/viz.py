@@ -5,7 +5,6 @@ The page holds all that it needs and opens from a disk, in any browser of 2023 o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,26 +12,28 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nanoengine.cli.options import TraceFile
-from nanoengine.errors import ConfigError
-from nanoengine.observe.trace_reader import Recording, read_trace
-from nanoengine.observe.viewer.page import page
+from nanoengine.observe.trace_reader import read_trace
+from nanoengine.observe.viewer.page import page, words_of
 from nanoengine.observe.viewer.page_data import page_data
 from nanoengine.settings.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VizArgs:
-    """Writes a page that shows a trace: steps, requests and blocks, to play and to step through."""
+    """Writes a page that shows a trace: steps, requests and blocks, to play and to step through.
+
+    Attributes:
+        recording: File of --trace.
+        output: The page; None: beside the trace, as .html.
+        trace_steps: Show steps A up to and without B, as A:B; either may be left out.
+        tokenizer: A model's directory, whose tokenizer puts tokens into words; None: that of the
+            run, if it lies here.
+    """
 
     recording: TraceFile
-    """File of --trace."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
-    """The page; None: beside the trace, as .html."""
     trace_steps: str | None = None
-    """Show steps A up to and without B, as A:B; either may be left out."""
     tokenizer: Path | None = None
-    """A model's directory, whose tokenizer puts tokens into words; None: that of the run, if it
-    lies here."""
 
 
 def main(args: VizArgs) -> None:
@@ -52,25 +53,3 @@ def main(args: VizArgs) -> None:
     for note in data.meta["thinned"]:
         print(f"note: {note}")
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
-
-
-def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], str] | None:
-    """What puts a token into words; None where the run's tokenizer is not on this machine.
-
-    Raises:
-        ConfigError: a tokenizer was asked for, and there is none.
-    """
-    config = recording.header["config"]
-    if tokenizer is not None and not tokenizer.is_dir():
-        raise ConfigError(f"tokenizer must be a model's directory, got {str(tokenizer)!r}")
-    name = str(tokenizer or config.get("tokenizer") or config.get("model"))
-    if not Path(name).is_dir():
-        return None
-    from nanoengine.text.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer.load(name).token_text
-    except ConfigError:
-        if tokenizer is not None:
-            raise
-        return None

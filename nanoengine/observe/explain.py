@@ -237,12 +237,12 @@ class Story(StepObserver):
 
     def _overtake(self, seq_id: int) -> None:
         """Counts, for those that have waited for longer, that this one goes first."""
-        priority = self.sequences[seq_id].request.priority
+        priority = self.who[seq_id].priority
         for other, waiting in self._waiting.items():
             if other > seq_id:  # Why: they wait in the order of their arrival.
                 break
             waiting.num_overtaken += 1
-            waiting.num_by_priority += priority < self.sequences[other].request.priority
+            waiting.num_by_priority += priority < self.who[other].priority
 
     def _whence(self, step: Step, new: AdmittedSequence, tier: str) -> str:
         """Who had computed what was cached, and how much of it a tier held."""
@@ -360,11 +360,11 @@ class Story(StepObserver):
         return re.sub(r"\bseq (\d+)", lambda match: self.name(int(match[1])), reason)
 
     def _request_of(self, seq_id: int) -> str:
-        return self.sequences[seq_id].request.request_id
+        return self.who[seq_id].request_id
 
     def _tell(self, seq_id: int, what: str) -> None:
         if (name := self._request_of(seq_id)) in self.requests:
-            fork = f"its sequence {seq_id}: " if self.sequences[seq_id].index else ""
+            fork = f"its sequence {seq_id}: " if self.who[seq_id].index else ""
             step = self._numbers[-1] if self._numbers else 0
             self.requests[name].append((step, f"step {step}: {fork}{what}"))
 

@@ -32,6 +32,17 @@ def is_decode(seq: Sequence, start: int, num_tokens: int, num_logits: int) -> bo
     return num_tokens <= num_logits and start >= seq.num_prompt_tokens
 
 
+class Who(NamedTuple):
+    """Whose a sequence is: its request, and its place among the sequences of that.
+
+    Why not the sequence: a run has any number of them, each with its tokens.
+    """
+
+    request_id: str
+    priority: int
+    index: int
+
+
 class Step(NamedTuple):
     """One step that was committed.
 
@@ -76,14 +87,15 @@ class StepObserver:
         clock: returns seconds.
 
     Attributes:
-        sequences: by id; those that have ended too.
+        who: sequence -> whose it is; those that have ended too.
     """
 
     def __init__(
         self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.scheduler = scheduler
-        self.sequences: dict[int, Sequence] = {}
+        self.who: dict[int, Who] = {}
+        self._requests: dict[str, Request] = {}  # that have not ended
         self.start_s, self._clock = clock(), clock
         self._planned: dict[int, tuple[dict[int, Sequence], Any]] = {}  # step -> rows, seen
         self._arrived: list[Request] = []
@@ -106,10 +118,9 @@ class StepObserver:
         rows = {seq.row: seq for seq in self.scheduler.running}
         if plan.forks or plan.admitted:
             self._know(rows.values())
-        if any(gone.seq_id not in self.sequences for gone in plan.preempted):
+        if any(gone.seq_id not in self.who for gone in plan.preempted):
             # Why: one that was forked between two steps has been in no plan yet.
-            known = {seq.request for seq in self.sequences.values()}
-            self._know(chain.from_iterable(request.sequences for request in known))
+            self._know(chain.from_iterable(r.sequences for r in self._requests.values()))
         self._planned[plan.step] = rows, self.look(plan, rows)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
@@ -121,6 +132,9 @@ class StepObserver:
             ended, time_s = self.scheduler.last_ended, self._clock() - self.start_s
             self._know(ended)
             self.step(Step(plan, result, time_s, rows, seen, arrived, ended))
+            for seq in ended:
+                if seq.request.finished:
+                    self._requests.pop(seq.request.request_id, None)
 
     def attend(self) -> Taps:
         """Is told of the requests and plans of an engine that runs, until the taps are removed; of
@@ -131,11 +145,16 @@ class StepObserver:
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of it."""
-        if seq_id not in self.sequences:
+        if seq_id not in self.who:
             return f"sequence {seq_id}"
-        seq = self.sequences[seq_id]
-        fork = f"sequence {seq_id} of " if seq.index else ""
-        return f"{fork}request {seq.request.request_id}"
+        who = self.who[seq_id]
+        fork = f"sequence {seq_id} of " if who.index else ""
+        return f"{fork}request {who.request_id}"
 
     def _know(self, sequences: Iterable[Sequence]) -> None:
-        self.sequences |= {seq.seq_id: seq for seq in sequences}
+        for seq in sequences:
+            if seq.seq_id not in self.who:
+                request = seq.request
+                self.who[seq.seq_id] = Who(request.request_id, request.priority, seq.index)
+                if not request.finished:
+                    self._requests[request.request_id] = request

@@ -13,9 +13,12 @@ import hashlib
 import html
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from string import Template
 
+from nanoengine.errors import ConfigError
+from nanoengine.observe.trace_reader import Recording
 from nanoengine.observe.viewer.page_data import PageData
 
 SOURCES = Path(__file__).parent
@@ -59,3 +62,25 @@ def _source(name: str) -> str:
 def _digests(sources: list[str]) -> str:
     hashes = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in sources)
     return " ".join(f"'sha256-{one}'" for one in hashes)
+
+
+def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], str] | None:
+    """What puts a token into words; None where the run's tokenizer is not on this machine.
+
+    Raises:
+        ConfigError: a tokenizer was asked for, and there is none.
+    """
+    config = recording.header["config"]
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise ConfigError(f"tokenizer must be a model's directory, got {str(tokenizer)!r}")
+    name = str(tokenizer or config.get("tokenizer") or config.get("model"))
+    if not Path(name).is_dir():
+        return None
+    from nanoengine.text.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(name).token_text
+    except ConfigError:
+        if tokenizer is not None:
+            raise
+        return None
