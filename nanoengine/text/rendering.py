@@ -55,7 +55,7 @@ class Renderer:
     def begin(self) -> subprocess.Popen[bytes]:
         """Starts the process, if it does not run, and does not wait for it."""
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:
                 path = os.pathsep.join(filter(None, sys.path))
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", __file__, self._kind],

@@ -255,9 +255,9 @@ def test_without_keys_seeds_are_those_of_arrival(llm: LLM) -> None:
 
     requests = []
     add = llm.engine.scheduler.add
-    llm.engine.scheduler.add = lambda request, **options: (  # type: ignore[method-assign]
-        requests.append(options["seed"]),
-        add(request, **options),
+    llm.engine.scheduler.add = lambda request: (  # type: ignore[method-assign]
+        requests.append(request.seed),
+        add(request),
     )[1]
     generate(llm, ["one", Row("dog", key="1"), "one"], LONG)
     arrivals = [xxhash.xxh3_64_intdigest(f"0/{n}".encode()) >> 1 for n in range(3)]
