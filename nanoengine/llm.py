@@ -5,8 +5,8 @@
             print(output.outputs[0].text)
 
 It puts the parts together and holds the loop of a call: prompts are read (`PromptReader`), queued,
-stepped (`LLMEngine`) and built into outputs (`OutputBuilder`). It decides nothing about what runs
-when, that is the engine's; which call runs, and what one leaves behind, is the business of `Calls`.
+stepped (`LLMEngine`) and built into outputs (`OutputBuilder`). The engine decides what runs when.
+`Calls` decides which call runs, and clears away what an abandoned stream has left.
 Special: llm_calls.py (chat, beam search, tables, vLLM's names, bars).
 """
 

@@ -6,8 +6,9 @@
     generate, chat, beam_search   are `alone` from beginning to end: a second thread waits
     stream                        holds nothing between two outputs: the next call cuts it off
 
-Two locks, because a thread that steps in a loop takes a lock again before one that waits for it
-wakes up: who waits holds the *door*, and who wants another turn must pass through it first.
+There are two locks, because a thread that steps in a loop would take a single one again before a
+waiting thread wakes up. So a thread that waits holds the *door*, and a thread that wants another
+turn must first pass through the door.
 
 Each `LLMEngine` has `Turns`, each `LLM` has `Calls`. A process that was forked from an engine's
 never has a turn (forked.py). Neither class knows what an engine does.

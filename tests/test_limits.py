@@ -20,30 +20,34 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
-    ".": 1230,
+    ".": 1188,
     "assets": 10,
-    "attention": 1330,
-    "bench": 690,
-    "checkpoint": 1690,
-    "cli": 1050,
+    "attention": 1318,
+    "bench": 718,
+    "checkpoint": 1686,
+    "cli": 989,
     "core": 2866,
-    "features": 1735,
-    "jobs": 2195,
-    "kernels": 3545,
-    "layers": 1990,
-    "models": 985,
-    "observe": 1970,
-    "parallel": 590,
-    "ranks": 450,
-    "runner": 2110,
-    "settings": 790,
-    "small": 585,
-    "text": 1030,
+    "features": 1678,
+    "jobs": 2162,
+    "kernels": 3535,
+    "layers": 1987,
+    "models": 959,
+    "observe": 1996,
+    "parallel": 578,
+    "ranks": 417,
+    "runner": 2107,
+    "settings": 783,
+    "small": 583,
+    "text": 998,
 }
-"""Code lines that a room may have (`make loc`); "." are the modules at the top."""
+"""Code lines that a room may have (`make loc`); "." are the modules at the top.
+
+The aim was 24,000 in all. What stands above it are options that users name, each in a file of its
+own: nothing dead and no second mechanism was found in it. Lower a line where a room has shrunk.
+"""
 
 MODULES_AT_THE_TOP = 8
-SPINE_FILES, SPINE_LINES, SPINE_SHARE = 32, 3_500, 0.28
+SPINE_FILES, SPINE_LINES, SPINE_SHARE = 32, 3_400, 0.28
 """Files that one plain prompt passes, their code lines, and the share of these that runs."""
 STEP_CALLS, STEP_CHANGES = 30, 15
 """Calls of a plain decode step outside of the model, and how often the next is in another file."""
