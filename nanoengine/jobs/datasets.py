@@ -131,12 +131,9 @@ def _resumable(
 ) -> Iterator[dict[str, Any]]:
     """The same by way of a file: the rows beside the output are the input of a job."""
     source = output.with_name(output.name + ".rows.jsonl")
-    kept = []
+    kept = list(map(_as_dict, rows))  # Why first: what reading them raises is no fault of the file.
     with replacing(source) as file:
-        for row in rows:
-            value = _as_dict(row)
-            kept.append(value)
-            file.write(json_line(value))
+        file.writelines(map(json_line, kept))
     run_job(str(source), str(output))
     found: dict[int, dict[str, Any]] = {}
     is_table = output.suffix == ".parquet"

@@ -82,6 +82,16 @@ def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, monkeypatch: Any
         llm.generate_dataset(ROWS[:2], output=output, sampling_params=GREEDY)
 
 
+def test_what_reading_the_rows_raises_is_no_fault_of_the_output(llm: LLM, tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield ROWS[0]
+        raise FileNotFoundError("the source is gone")
+
+    found = llm.generate_dataset(rows(), output=tmp_path / "out.jsonl", sampling_params=GREEDY)
+    with pytest.raises(FileNotFoundError, match="the source is gone"):
+        list(found)
+
+
 def test_a_path_gives_the_path_of_the_answers(llm: LLM, tmp_path: Path) -> None:
     source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
     source.write_text("word,n\none,5\n")
