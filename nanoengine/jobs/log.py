@@ -232,14 +232,15 @@ class Log:
 
     def rewrite(self, offsets: Iterable[int]) -> None:
         """Puts the lines at these offsets in the place of all."""
-        old = self._fd
+        fd = -1
         try:
             with replacing(self.path, lambda name, _: self._open(Path(name), os.O_EXCL)) as file:
                 file.writelines(self.lines(offsets))
-                self._fd = os.dup(file.fileno())  # Why: it stays locked.
+                fd = os.dup(file.fileno())  # Why: it stays locked.
+            self._fd, fd = fd, self._fd
         finally:
-            if self._fd != old:
-                os.close(old)
+            if fd >= 0:  # the old file's; the new one's, where that did not take its place
+                os.close(fd)
         self._end = self.num_bytes
 
     def lines(self, offsets: Iterable[int]) -> Iterator[bytes]:

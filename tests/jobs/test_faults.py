@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nanoengine.jobs.log import Log, OutputLostError
 from tests.support.batch_jobs import Batch, batch_fixture, completion
 from tests.support.fake_llm import make_llm_fixture
 
@@ -165,3 +166,22 @@ def test_a_disk_that_is_full_at_any_call_is_told_by_file_and_the_next_run_comple
         disk.arm(-1, 0)
         assert batch.run(source, *options, output=output) == 1, batch.told
         assert contents(batch, output) == undisturbed, last
+
+
+def test_a_log_that_could_not_be_written_anew_goes_on_in_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(tmp_path / "out.jsonl")
+    log.append(b'{"_row": 0}\n')
+
+    def refuse(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refuse)
+        with pytest.raises(OutputLostError, match="No space left"):
+            log.rewrite([0])
+    log.append(b'{"_row": 1}\n')
+    log.close()
+    assert log.path.read_bytes() == b'{"_row": 0}\n{"_row": 1}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
