@@ -5,36 +5,40 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?= --smoke
 READY := $(VENV)/.ready
+READY_TEST := $(VENV)/.ready-test
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-extras core clients soak test-gpu bench lint loc docs images
+.PHONY: demo test test-all test-guarded test-extras core clients soak test-gpu bench lint loc docs images
 
 demo: $(READY)  ## generate text with the small model that comes with the package
 	@$(BIN)/python example.py
 	@echo; echo "A batch that is killed half way, and goes on from there"
 	@BIN=$(BIN) bash tools/demo_batch.sh
 
-test: $(READY)  ## everything that a CPU can test
+test: $(READY_TEST)  ## what a change may break, on a CPU; what guards rarely changed ground if that has changed
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
-test-all: test test-extras  ## everything that a CPU can test, with the optional packages
+test-all: test test-guarded test-extras  ## everything that a CPU can test, with the optional packages
 
-test-extras: $(READY)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
+test-guarded: $(READY_TEST)  ## what guards rarely changed ground; writes what it has passed with: tests/guarded.json
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu --guarded only
+
+test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,structured,plot,docs,notebook,browser]"
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray
 
-core: $(READY)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
+core: $(READY_TEST)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
 	@$(BIN)/python -m pytest -p tests.support.no_torch tests/core --durations 5
 
-clients: $(READY)  ## programs as vLLM's users write them, run with another import; seconds
+clients: $(READY_TEST)  ## programs as vLLM's users write them, run with another import; seconds
 	@$(BIN)/python -m pytest tests/test_clients.py -v
 
-soak: $(READY)  ## long random runs of the core, 50,000 steps, and of batches that are killed: minutes
+soak: $(READY_TEST)  ## long random runs of the core, 50,000 steps, and of batches that are killed: minutes
 	@$(BIN)/python -m pytest -m soak -s
 
-test-gpu: $(READY)  ## what needs an NVIDIA GPU
+test-gpu: $(READY_TEST)  ## what needs an NVIDIA GPU
 	@$(BIN)/python -m pytest tests/gpu -n 3 --dist loadfile --durations 10
 
 bench: $(READY)  ## the benchmark at a scale for small machines; ARGS= for the standard workload
@@ -49,7 +53,7 @@ images: $(READY)  ## draw docs/images anew, from a run of the demo model; needs 
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,browser]"
 	@$(BIN)/python tools/images.py
 
-lint: $(READY)  ## style, format and types
+lint: $(READY_TEST)  ## style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -59,7 +63,9 @@ loc: $(READY)  ## lines of code by file and folder; what one prompt meets of the
 	@echo
 	@$(BIN)/python tools/spine.py
 
-$(READY): pyproject.toml
+# The package alone, or with what its tests need: Triton has 1 GB.
+$(READY_TEST): EXTRAS := [test]
+$(READY) $(READY_TEST): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
-	@touch $@
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".$(EXTRAS)"
+	@touch $(READY) $@

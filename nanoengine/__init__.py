@@ -7,10 +7,15 @@ transformers.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
 from nanoengine.version import __version__ as __version__
+
+# Why: behind each of torch's operations its OpenMP threads spin, by default for milliseconds, on
+# the cores of `kernels/pool.py`. OpenMP reads it when torch is imported; later it changes nothing.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from nanoengine.errors import CapacityError as CapacityError

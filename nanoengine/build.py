@@ -32,7 +32,7 @@ from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.features.stages import Stages
 from nanoengine.runner.model_runner import ModelRunner
-from nanoengine.runner.numerics import RunnerOptions, use_isa
+from nanoengine.runner.numerics import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
     directory = resolve_model(config)
     model_config = load_model_config(directory)
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        use_allowed_cores()
     use_isa(config)
     config = share_of_memory(config, device)
     dtype = resolve_dtype(

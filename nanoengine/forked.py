@@ -41,7 +41,8 @@ def require_unforked() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_disown)
+    if hasattr(os, "register_at_fork"):  # else no process forks
+        os.register_at_fork(after_in_child=_disown)
 
 
 def _disown() -> None:

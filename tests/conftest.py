@@ -13,6 +13,8 @@ from importlib.metadata import version
 
 import pytest
 
+from tests.support import guarded, limits
+
 
 def has_gpu() -> bool:
     """What `torch.cuda.is_available` tells, without torch: its build, and the driver's count."""
@@ -33,6 +35,22 @@ if not has_gpu():
 # Why: a shell starts what runs behind its back with Ctrl-C ignored, and tests press it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Why: two workers share the cores, and a thread that spins for work takes them from the other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the tests' own plugins."""
+    guarded.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests' own plugins: what need not run is left out, and what hangs is ended."""
+    plugin = guarded.Guarded(config, guarded.ROOT, guarded.ROOT / "tests" / "guarded.json")
+    config.pluginmanager.register(plugin, "guarded")
+    config.pluginmanager.register(limits.Limits(), "limits")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

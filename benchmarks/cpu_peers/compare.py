@@ -2,11 +2,13 @@
 
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --json FILE
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT-bf16 --envs ENVIRONMENTS --defaults
+    python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --beside 1
 
 Each round runs every configuration once, in a process of its own, and begins with another (A B C,
 B C A, C A B): a machine that drifts does so for all, and none always follows the same one, whose
 memory the system may still be taking back. A run during which other processes used the CPU is
 repeated and then marked; it enters no median. Peers that are missing are named with the reason.
+With `--beside` each run is followed by another, beside processes that keep a core busy each.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,14 @@ from benchmarks.suite.workloads import is_workload
 
 HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 2.0
+BUSY = """
+import os, sys, time
+parent, end = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+while os.getppid() == parent and time.monotonic() < end:
+    for _ in range(1_000_000):
+        pass
+"""
+"""Keeps a core busy, some 20 ms longer than its parent lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,16 +132,29 @@ def skip_reason(
     return None
 
 
+@contextmanager
+def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
+    """Ids of so many processes that keep a core busy each, for so long at most."""
+    command = [sys.executable, "-c", BUSY, str(os.getpid()), str(seconds)]
+    started = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield [process.pid for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
 def run_entry(
-    entry: Entry, names: list[str], args: argparse.Namespace, seed: int
+    entry: Entry, names: list[str], args: argparse.Namespace, seed: int, beside: Sequence[int]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """The lines of one process, and what went wrong, if anything."""
+    """The lines of one process, and what went wrong, if anything; `beside` it run these others."""
     python = interpreter(PEERS[entry.name], args.envs)
     command = [
         str(python), str(HERE / f"run_{entry.name}.py"), "--model", str(args.model),
         "--converted", str(args.converted), "--quantization", entry.quantization,
         "--threads", str(args.threads), "--scale", str(args.scale), "--seed", str(seed),
-        "--workload", *names,
+        "--workload", *names, "--beside", *map(str, beside),
     ]  # fmt: skip
     error = None
     try:
@@ -173,25 +198,27 @@ def run_rounds(
         if number and started - began + longest > 60 * args.minutes:
             break
         first = number % len(entries)
-        for entry in (*entries[first:], *entries[:first]):
-            names = ["G"] * (number == 0) + args.workloads
+        turns = (*entries[first:], *entries[:first])
+        for entry, count in product(turns, dict.fromkeys((0, args.beside))):
+            names = ["G"] * (number == count == 0) + args.workloads
+            what = f"round {number} {entry.label}{f' beside {count}' if count else ''}"
             for attempt in range(1 + args.retries):
                 if entry.label in failed or not names:
                     break
                 wait_for_quiet(args.quiet_wait, harness.busy_seconds, report.DISTURBED_CORES)
                 before = time.monotonic()
-                new, error = run_entry(entry, names, args, seed=10 * number + attempt)
-                print(f"round {number} {entry.label}: {time.monotonic() - before:.0f} s in all",
+                with busy_processes(count, args.timeout + 60) as beside:
+                    new, error = run_entry(entry, names, args, 10 * number + attempt, beside)
+                print(f"{what}: {time.monotonic() - before:.0f} s in all",
                       file=sys.stderr, flush=True)  # fmt: skip
                 if error:
                     failed[entry.label] = error
                 for line in new:
-                    line |= {"round": number}
+                    line |= {"round": number, "beside": count}
                     line |= {"valid": report.is_valid(line)} if line["workload"] != "G" else {}
                     speed = line.get("output_tok_s", "greedy ids")
                     mark = "" if line.get("valid", True) else " (disturbed)"
-                    print(f"round {number} {entry.label} {line['workload']}: {speed}{mark}",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    print(f"{what} {line['workload']}: {speed}{mark}", file=sys.stderr, flush=True)
                 lines += new
                 names = [line["workload"] for line in new if not line.get("valid", True)]
         done, longest = number + 1, max(longest, time.monotonic() - started)
@@ -238,6 +265,7 @@ def build_report(
         "scale": args.scale,
         "threads": args.threads,
         "rounds": rounds,
+        "beside": args.beside,
         "peaks": asdict(peaks),
         "rows": report.rows(lines, config, peaks, args.scale) if lines else [],
         "agreement": report.agreement(lines),
@@ -298,6 +326,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=os.cpu_count())
+    add("--beside", type=int, default=0, help="measure also beside so many busy processes")
     add("--minutes", type=float, default=10, help="begin no round that would end later than this")
     add("--timeout", type=int, default=600, help="seconds of one process")
     add("--quiet-wait", type=float, default=60, help="seconds to wait for a quiet machine")
@@ -316,6 +345,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--defaults: a checkpoint stored in bfloat16, {args.model} is in {dtype}")
     sizes = args.batches + args.contexts
     args.workloads = (args.workloads or ([] if sizes else ["W1", "W2", "W3"])) + sizes
+    if args.beside < 0:
+        parser.error(f"--beside: no fewer than 0 processes, got {args.beside}")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json: the directory of {args.json} does not exist")
     return args

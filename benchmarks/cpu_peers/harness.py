@@ -81,6 +81,7 @@ def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--beside", type=int, nargs="*", default=[], help="processes meant to run")
     args = parser.parse_args()
     for name in ("OMP", "MKL", "OPENBLAS", "NUMBA"):
         os.environ[f"{name}_NUM_THREADS"] = str(args.threads)
@@ -110,7 +111,7 @@ def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[
         "head_bits": loaded.head_bits, "kv_bits": loaded.kv_bits,
     }  # fmt: skip
     for name, requests in work.items():
-        print(json.dumps(facts | measure(name, requests, loaded.generate)), flush=True)
+        print(json.dumps(facts | measure(name, requests, loaded.generate, args.beside)), flush=True)
 
 
 def _workload(name: str) -> str:
@@ -120,16 +121,22 @@ def _workload(name: str) -> str:
 
 
 def measure(
-    name: str, requests: list[WorkItem], generate: Callable[[list[WorkItem]], list[list[int]]]
+    name: str,
+    requests: list[WorkItem],
+    generate: Callable[[list[WorkItem]], list[list[int]]],
+    beside: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Runs a workload once: seconds, and how many cores others used meanwhile; of G the ids.
 
-    Exits if a request got another number of tokens than it asked for.
+    The processes `beside` are told apart from the others. Exits if a request got another number of
+    tokens than it asked for.
     """
-    started, own, busy = time.perf_counter(), time.process_time(), busy_seconds()
+    started = time.perf_counter()
+    before = time.process_time(), seconds_of(beside), busy_seconds()
     outputs = generate(requests)
     seconds = time.perf_counter() - started
-    own, busy = time.process_time() - own, busy_seconds() - busy
+    after = time.process_time(), seconds_of(beside), busy_seconds()
+    own, meant, busy = (b - a for a, b in zip(before, after, strict=True))
     wanted, got = [count for _, count in requests], [len(ids) for ids in outputs]
     if got != wanted:
         sys.exit(f"{name}: output lengths {got}, asked for {wanted}")
@@ -143,7 +150,8 @@ def measure(
         "seconds": round(seconds, 4),
         "output_tok_s": float(f"{sum(wanted) / seconds:.5g}"),
         "own_cores": round(own / seconds, 2),
-        "other_cores": round(max(0.0, busy - own) / seconds, 2),
+        "beside_cores": round(meant / seconds, 2),
+        "other_cores": round(max(0.0, busy - own - meant) / seconds, 2),
         "peak_rss_mib": _peak_rss_mib(),
     }
 
@@ -154,6 +162,14 @@ def busy_seconds() -> float:
         int, Path("/proc/stat").read_text().split()[1:9]
     )
     return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def seconds_of(processes: Sequence[int]) -> float:
+    """CPU seconds that these processes have spent (Linux)."""
+    # Why from behind: the second field is a name, which may hold spaces.
+    found = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in processes]
+    ticks = (int(field) for stat in found for field in stat.split()[11:13])
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_rss_mib() -> int:

@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +89,44 @@ def rows(
 ) -> list[dict[str, Any]]:
     """One row for each workload and configuration: medians and spreads over its valid lines.
 
-    Where all lines were disturbed, the row says so, and gives no share and no ratio.
+    Where all lines were disturbed, the row says so, and gives no share and no ratio. Its `beside`
+    tells the same of runs beside busy processes, where there were any.
     """
     timed = [line for line in lines if line["workload"] != "G"]
     found = []
     for workload in sorted({line["workload"] for line in timed}, key=_natural):
         here = [line for line in timed if line["workload"] == workload]
-        group = [
-            _row([line for line in here if label_of(line) == label], config, peaks, scale)
-            for label in sorted({label_of(line) for line in here})
-        ]
-        for row in group:
-            row["nanoengine_is"] = _ratio(row, group)
-        group.sort(key=lambda row: (row["precision"], -row["output_tok_s"]))
-        found += group
+        quiet, beside = (
+            _group(
+                [line for line in here if bool(line.get("beside")) == busy], config, peaks, scale
+            )
+            for busy in (False, True)
+        )
+        for row, other in product(quiet, beside):
+            if (row["peer"], row["precision"]) == (other["peer"], other["precision"]):
+                row["beside"] = other | {"kept": _ratio(other, row)}
+        quiet.sort(key=lambda row: (row["precision"], -row["output_tok_s"]))
+        found += quiet
     return found
+
+
+def _group(
+    lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float
+) -> list[dict[str, Any]]:
+    """The rows of one workload, quiet or beside others, with the ratios among them."""
+    group = [
+        _row([line for line in lines if label_of(line) == label], config, peaks, scale)
+        for label in sorted({label_of(line) for line in lines})
+    ]
+    for row in group:
+        same = [other for other in group if other["precision"] == row["precision"]]
+        ours = next((other for other in same if other["peer"] == "nanoengine"), None)
+        row["nanoengine_is"] = ours and _ratio(ours, row)
+        if row is ours:
+            ratios = [_ratio(ours, other) for other in same if other is not ours]
+            # Why none: a peer that was disturbed may be the best.
+            row["over_best_peer"] = None if None in ratios else min(ratios, default=None)
+    return group
 
 
 def _row(lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float) -> dict[str, Any]:
@@ -139,13 +163,12 @@ def _row(lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float) 
     }
 
 
-def _ratio(row: dict[str, Any], group: list[dict[str, Any]]) -> float | None:
-    """How many times as fast nanoengine is at this precision: the median over common rounds."""
-    ours = [r for r in group if r["peer"] == "nanoengine" and r["precision"] == row["precision"]]
-    if not ours or not (row["valid"] and ours[0]["valid"]):
+def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
+    """How many times as fast one is as the other: the median over the rounds that both have."""
+    if not (one["valid"] and other["valid"]):
         return None
-    both = row["by_round"].keys() & ours[0]["by_round"].keys()
-    ratios = [ours[0]["by_round"][number] / row["by_round"][number] for number in both]
+    both = one["by_round"].keys() & other["by_round"].keys()
+    ratios = [one["by_round"][number] / other["by_round"][number] for number in both]
     return round(statistics.median(ratios), 3) if ratios else None
 
 
@@ -192,6 +215,7 @@ def table(report: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
         ]
         text += [_table_row(row) for row in report["rows"] if row["workload"] == workload]
+    text += _beside(report)
     found = report["agreement"]
     if found:
         same = ", ".join(f"{label} {count}" for label, count in found["same"].items())
@@ -249,17 +273,45 @@ def summary(report: dict[str, Any]) -> str:
             cells = [_short(found[peer]) if peer in found else "" for peer in peers]
             cells = [workload + ", s" * is_time(workload), *cells]
             text.append(f"| {' | '.join(cells)} | {f'{reached:.0%}' if reached else ''} |")
+    text += _beside(report)
     return "\n".join(text)
 
 
 def _short(row: dict[str, Any]) -> str:
     """Median and range of a row, and nanoengine's ratio to another engine."""
+    is_ours = row["peer"] == "nanoengine" or row["nanoengine_is"] is None
+    return _range(row) + ("" if is_ours else f": {row['nanoengine_is']:.2f}x")
+
+
+def _range(row: dict[str, Any]) -> str:
+    """Median and range of a row."""
     if not row["valid"]:
         return "disturbed"
-    is_ours = row["peer"] == "nanoengine" or row["nanoengine_is"] is None
-    ratio = "" if is_ours else f": {row['nanoengine_is']:.2f}x"
     middle, low, high = _figures(row)
-    return f"{middle}{f' ({low} to {high})' if row['runs'] > 1 else ''}{ratio}"
+    return f"{middle}{f' ({low} to {high})' if row['runs'] > 1 else ''}"
+
+
+def _beside(report: dict[str, Any]) -> list[str]:
+    """A table of what was run beside busy processes: a line a row, both rates and the share kept;
+    nanoengine's ratio to each engine, and in its own line to the best of them."""
+    rows = [row for row in report["rows"] if "beside" in row]
+    if not rows:
+        return []
+    text = ["", f"| beside {report['beside']} busy | precision | peer | quiet | beside | kept"
+            " | nanoengine is, quiet | beside |", "|---" * 8 + "|"]  # fmt: skip
+    for row in rows:
+        both, kept = (row, row["beside"]), row["beside"]["kept"]
+        ratios = [each.get("over_best_peer", each["nanoengine_is"]) for each in both]
+        cells = [
+            row["workload"] + ", s" * is_time(row["workload"]),
+            row["precision"],
+            row["peer"],
+            *map(_range, both),
+            "-" if kept is None else f"{kept:.0%}",
+            *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+        ]
+        text.append(f"| {' | '.join(cells)} |")
+    return text
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, str, str]:

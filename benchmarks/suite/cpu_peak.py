@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.shares import share_of
+from nanoengine.kernels.pool import parallel_for, share_of
 
 
 def chains(isa: ISA) -> int:
@@ -133,25 +133,40 @@ def _read(typing, data, at, lines, apart):
     return signature, codegen
 
 
-@compiled(parallel=True, fastmath=())
-def multiply_floats(data, turns):
-    """data[workers, ROOM]: sums of float32 or float64 products, each worker its own."""
-    for worker in prange(len(data)):
+@compiled(fastmath=())
+def _multiply_floats(data, turns, lo, hi):
+    for worker in range(lo, hi):
         _multiply(data[worker], turns, "float")
 
 
-@compiled(parallel=True, fastmath=())
-def multiply_bfloat16(data, turns):
-    """The same of pairs of bfloat16 numbers, added in float32."""
-    for worker in prange(len(data)):
+@compiled(fastmath=())
+def multiply_floats(data, turns):
+    """data[workers, ROOM]: sums of float32 or float64 products, each worker its own."""
+    parallel_for(_multiply_floats, len(data), len(data), (data, turns))
+
+
+@compiled(fastmath=())
+def _multiply_bfloat16(data, turns, lo, hi):
+    for worker in range(lo, hi):
         _multiply(data[worker], turns, "bfloat16")
 
 
-@compiled(parallel=True, fastmath=())
+@compiled(fastmath=())
+def multiply_bfloat16(data, turns):
+    """The same of pairs of bfloat16 numbers, added in float32."""
+    parallel_for(_multiply_bfloat16, len(data), len(data), (data, turns))
+
+
+@compiled(fastmath=())
+def _multiply_bytes(data, turns, lo, hi):
+    for worker in range(lo, hi):
+        _multiply(data[worker], turns, "int8")
+
+
+@compiled(fastmath=())
 def multiply_bytes(data, turns):
     """The same of bytes, added in 32 bits."""
-    for worker in prange(len(data)):
-        _multiply(data[worker], turns, "int8")
+    parallel_for(_multiply_bytes, len(data), len(data), (data, turns))
 
 
 KERNELS = {"float32": multiply_floats, "float64": multiply_floats}
@@ -161,24 +176,32 @@ if CURRENT.byte_dots != "generic":
     KERNELS["int8"] = multiply_bytes
 
 
-@compiled(parallel=True, fastmath=())
-def touch(data, num_workers):
-    """Writes all of data, each worker the share that `read` gives it: on a machine with several
-    sockets the memory is then its own."""
-    pages = len(data) // PAGE
-    for worker in prange(num_workers):
-        lo, hi = share_of(pages, worker, num_workers)
+@compiled(fastmath=())
+def _touch(data, num_workers, first, last):
+    for worker in range(first, last):
+        lo, hi = share_of(len(data) // PAGE, worker, num_workers)
         data[lo * PAGE : hi * PAGE] = 1
 
 
-@compiled(parallel=True, fastmath=())
-def read(data, found, num_workers):
-    """Reads whole pages of the int32 numbers `data` once."""
-    pages = len(data) // PAGE
-    for worker in prange(num_workers):
-        lo, hi = share_of(pages, worker, num_workers)
+@compiled(fastmath=())
+def touch(data, num_workers):
+    """Writes all of data, each worker the share that `read` gives it: on a machine with several
+    sockets the memory is then its own."""
+    parallel_for(_touch, num_workers, num_workers, (data, num_workers))
+
+
+@compiled(fastmath=())
+def _read_shares(data, found, num_workers, first, last):
+    for worker in range(first, last):
+        lo, hi = share_of(len(data) // PAGE, worker, num_workers)
         lines = (hi - lo) * (PAGE // STREAMS // LINE)
         found[worker] = _read(data, lo * PAGE, lines, lines * LINE)
+
+
+@compiled(fastmath=())
+def read(data, found, num_workers):
+    """Reads whole pages of the int32 numbers `data` once."""
+    parallel_for(_read_shares, num_workers, num_workers, (data, found, num_workers))
 
 
 def buffer(nbytes: int, num_workers: int) -> np.ndarray:

@@ -96,9 +96,9 @@ def measure_cpu_peaks(
 
     from benchmarks.suite import cpu_peak
     from nanoengine.kernels.isa import CURRENT
-    from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+    from nanoengine.kernels.threads import num_workers, start_workers
 
-    share_threads_with_torch()
+    start_workers()
     workers, cpu = num_workers(), torch.device("cpu")
     if kinds is None:
         kinds = [kind for kind in cpu_peak.KERNELS if kind != "float64"]

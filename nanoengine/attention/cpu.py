@@ -34,7 +34,7 @@ from nanoengine.kernels import cpu_attention as kernels
 from nanoengine.kernels import cpu_layers
 from nanoengine.kernels.attention_tasks import ROW_TILE, plan_tasks
 from nanoengine.kernels.numpy_views import NumpyViews
-from nanoengine.kernels.threads import call_on, num_workers, share_threads_with_torch
+from nanoengine.kernels.threads import num_workers, start_workers
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}
@@ -45,7 +45,7 @@ class _TaskArrays(NamedTuple):
     """What `plan_tasks` made for one kind of layer, with room for partial results."""
 
     tasks: np.ndarray  # [N, 8] int64
-    bounds: np.ndarray  # [num_workers + 1] int64
+    bounds: np.ndarray  # [shares + 1] int64
     merges: np.ndarray  # [M, 5] int64
     parts: np.ndarray  # [Q] int64
     partial_out: np.ndarray  # [rows, D]
@@ -110,7 +110,7 @@ class CPUBackend(AttentionBackend):
         self.operand = np.empty(0, DTYPES[dtype])
         self._real = torch.float64 if dtype == torch.float64 else torch.float32
         self._no_sinks = torch.empty(0, dtype=self._real)
-        share_threads_with_torch()
+        start_workers()
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless it is bfloat16 beside float32."""
@@ -119,22 +119,23 @@ class CPUBackend(AttentionBackend):
 
     def prepare(self, batch: Batch) -> CPUStep:
         """Views the step's tensors as numpy arrays; cheap enough for every step."""
-        workers = num_workers()
-        call_on(workers)
         return CPUStep(
             query_start=np.ascontiguousarray(batch.query_start_loc.numpy()),
             seq_lens=np.ascontiguousarray(batch.seq_lens.numpy()),
             slots=np.ascontiguousarray(batch.slot_mapping.numpy()),
             # Why: another memory layout would be another compilation.
             tables=np.ascontiguousarray(batch.block_tables.numpy()),
-            num_workers=workers,
+            num_workers=num_workers(),
         )
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         k_flat, k_stride = _flat(k.to(self._real))
         v_flat, v_stride = _flat(v.to(self._real))
         slots, sizes = batch.attention.slots[cache.spec.group], self._sizes(cache.spec)
-        kernels.store(k_flat, k_stride, v_flat, v_stride, slots, *self.cache_arrays(cache), sizes)
+        kernels.store(
+            k_flat, k_stride, v_flat, v_stride, slots, *self.cache_arrays(cache), sizes,
+            num_workers(),
+        )  # fmt: skip
 
     def rotate_and_store(
         self,
@@ -181,12 +182,12 @@ class CPUBackend(AttentionBackend):
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, sizes,
             real(spec.scale), real(spec.softcap or 0), window, self.operand, self.sinks(spec),
-            result, plan.partial_out, plan.partial_stats,
+            result, plan.partial_out, plan.partial_stats, step.num_workers,
         )  # fmt: skip
         if len(plan.merges):
             kernels.combine(
                 plan.merges, plan.parts, sizes, self.sinks(spec), result, plan.partial_out,
-                plan.partial_stats,
+                plan.partial_stats, step.num_workers,
             )  # fmt: skip
         return torch.from_numpy(result).to(q.dtype)
 

@@ -192,8 +192,9 @@ def attend(
     Why: adding up across threads waits for them all, in every tile. Why not always: the columns of
     a tile of many rows are too many registers.
     """
-    acc = tl.zeros([A.m, A.dim], tl.float32)
-    total = tl.zeros([A.m, A.n] if SUM_LAST else [A.m], tl.float32)
+    # Why not tl.zeros: that of Triton 3.7, which torch 2.13 for CUDA asks for, takes no `A.m`.
+    acc = tl.full([A.m, A.dim], 0, tl.float32)
+    total = tl.full([A.m, A.n] if SUM_LAST else [A.m], 0, tl.float32)
     high = tl.full([A.m], MIN_SCORE, tl.float32)
     if A.window == 0:
         blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
@@ -340,8 +341,8 @@ def combine(
     """
     STEP: tl.constexpr = 16
     dims = tl.arange(0, A.dim)
-    acc = tl.zeros([A.dim], tl.float32)
-    total = tl.zeros([], tl.float32)
+    acc = tl.full([A.dim], 0, tl.float32)
+    total = tl.full([], 0, tl.float32)
     high = total + MIN_SCORE
     for first in range(0, num_splits, STEP):
         splits = first + tl.arange(0, STEP)
@@ -395,7 +396,7 @@ def decode_kernel(
             # Why: hardware turns fp8 into float16, in pairs, and bfloat16 is a second conversion of
             # every key and value. Queries fit: a number above 65,504 would come out as no token.
             query = query.to(tl.float16)
-        positions = tl.zeros([A.m], tl.int32) + (seq_len - 1)
+        positions = tl.full([A.m], 0, tl.int32) + (seq_len - 1)
         part_row = seq.to(tl.int64) * (num_kv_heads * A.group)
         for split in range(tl.program_id(2), num_splits, programs):
             split_start = (first_split + split) * size

@@ -119,8 +119,8 @@ def uniform_kernel(
         q_place = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
         query = tl.load(q + q_place, mask=mask, other=0.0)
         part_row = (token_rows * (tl.num_programs(1) * A.group) + heads) * max_splits
-        all_acc = tl.zeros([A.m, A.dim], tl.float32)
-        all_total = tl.zeros([A.m], tl.float32)
+        all_acc = tl.full([A.m, A.dim], 0, tl.float32)
+        all_total = tl.full([A.m], 0, tl.float32)
         all_high = tl.full([A.m], MIN_SCORE, tl.float32)
         for split in range(tl.program_id(2), num_splits, programs):
             split_start = (first_split + split) * A.split

@@ -29,6 +29,7 @@ import torch
 from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shifted
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, step_seconds, summarize
+from nanoengine.runner.memory import total_cpu_bytes
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer
@@ -245,7 +246,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "cpu": name[1] if name else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(total_cpu_bytes() / 2**30, 1),
     }
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)

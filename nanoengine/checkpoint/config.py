@@ -23,8 +23,7 @@ from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantiz
 from nanoengine.checkpoint.readers import FULL, SLIDING
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, shown
-from nanoengine.settings.json_file import read_object
+from nanoengine.settings.checks import check_value, read_object, shown
 from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import MOST_SHOWN, check_value, shown
-from nanoengine.settings.json_file import read_object
+from nanoengine.settings.checks import MOST_SHOWN, check_value, read_object, shown
 
 if TYPE_CHECKING:
     import torch

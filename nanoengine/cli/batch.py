@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 import warnings
@@ -27,7 +26,8 @@ from nanoengine.jobs.log import OutputLostError, lost
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.jobs.paths import real_path
 from nanoengine.jobs.progress import Progress, summary, table
-from nanoengine.jobs.work import TooManyErrorsError, Work
+from nanoengine.jobs.signals import Signals, Stopped
+from nanoengine.jobs.work import TooManyErrorsError
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -193,6 +193,8 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         observers.remove(shown)
     facts = summary(job, work.counts, time.perf_counter() - started, ended)
     print(table(facts), file=sys.stderr)
+    if told := progress.advice():
+        print(told, file=sys.stderr)
     if code >= TOO_MANY_ERRORS:
         print("the same command goes on from here", file=sys.stderr)
     if args.summary_json is not None:
@@ -201,56 +203,6 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         except OSError as error:
             raise lost(args.summary_json, error) from error
     return code
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal has ended the run; its requests are dropped."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.code = 128 + number
-
-
-@dataclass
-class Signals:
-    """Ctrl-C and SIGTERM while a job runs.
-
-    The first one has `work` give out no more rows; those that run get `grace` seconds. The second
-    one, or the end of the grace, raises `Stopped`, as does the first one while nothing runs.
-
-    Attributes:
-        work: what is to be stopped; None: nothing runs.
-        caught: number of the first signal.
-    """
-
-    grace_s: float
-    work: Work | None = None
-    caught: int | None = None
-    _before: dict[int, Any] = field(default_factory=dict)
-
-    def __enter__(self) -> Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if number == signal.SIGALRM or self.caught is not None or self.work is None:
-            self.caught = self.caught or number
-            raise Stopped(self.caught)
-        self.caught = number
-        self.work.stop()
-        if not self.grace_s:
-            raise Stopped(number)
-        signal.setitimer(signal.ITIMER_REAL, self.grace_s)
-        print(
-            f"\nstopping: rows that run get {self.grace_s:g} s; once more to stop at once",
-            file=sys.stderr,
-        )
 
 
 def require_terminal() -> None:

@@ -85,7 +85,9 @@ def device_lines(device: torch.device) -> list[str]:
         name = torch.cuda.get_device_name(device)
         return [f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"]
     from nanoengine.kernels.threads import num_workers, why_so_many
+    from nanoengine.runner.numerics import use_allowed_cores
 
+    use_allowed_cores()
     return [
         f"cpu: {num_workers()} threads ({why_so_many()}), {free_cpu_bytes() / GIB:.1f} GiB free,"
         f" {torch.backends.cpu.get_cpu_capability()}",

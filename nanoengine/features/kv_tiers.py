@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
-import fcntl
 import gc
 import itertools
 import json
@@ -35,6 +34,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
@@ -61,6 +61,8 @@ CHUNK_BYTES = 2**30
 """Largest piece of pinned memory that is allocated at once."""
 MAX_DISK_BLOCKS = 2**20
 """Most blocks of a disk tier: each costs some 300 bytes of host memory, whatever its size."""
+
+NEITHER_LINK_NOR_FIFO = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 log = logging.getLogger(__name__)
 
@@ -296,15 +298,21 @@ class DiskFiles:
         self._under_way: deque[Future[Finished]] = deque()
         # Why a finalizer: an engine that was dropped, or failed while it started, is never closed.
         lock = self._take_lock()
-        self._release = None if lock is None else weakref.finalize(self, os.close, lock)
+        self._release = None if lock is None else weakref.finalize(self, lock.release)
         self.can_write = lock is not None
 
-    def _take_lock(self) -> int | None:
+    def _take_lock(self) -> FileLock | None:
         """Makes the directory and locks it; None if this process may only read."""
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o700, exist_ok=True)
-            descriptor = _opener(self.directory / "lock", os.O_RDWR | os.O_CREAT)
+            # Why not by thread: the garbage collection of any may release it.
+            lock = FileLock(self.directory / "lock", mode=0o600, thread_local=False)
+            for _ in range(2):
+                with contextlib.suppress(Timeout):
+                    lock.acquire(blocking=False)
+                    return lock
+                gc.collect()  # Why: an engine that was dropped may hold it until it is collected
         except (FileExistsError, NotADirectoryError) as error:
             path = self.directory.parent
             raise ConfigError(
@@ -313,12 +321,6 @@ class DiskFiles:
         except OSError as error:
             self._report("lock", f"can't be written ({error}); it is only read")
             return None
-        for _ in range(2):
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
-            gc.collect()  # Why: an engine that was dropped may hold the lock until it is collected
-        os.close(descriptor)
         self._report("lock", "is written by another process or engine; it is only read")
         return None
 
@@ -505,8 +507,9 @@ class Damaged(Exception):
 
 
 def _opener(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file for this user alone; does not follow a link, nor wait for a FIFO's other end."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    """Opens a file for this user alone; does not follow a link, nor wait for a FIFO's other end,
+    where the system can be told so."""
+    return os.open(path, flags | NEITHER_LINK_NOR_FIFO, 0o600)
 
 
 def _open_regular(path: Path) -> BinaryIO:

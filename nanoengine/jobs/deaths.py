@@ -22,7 +22,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from nanoengine.jobs.log import Bitmap, lost
+from nanoengine.jobs.log import O_BINARY, Bitmap, lost
 
 MOST_DEATHS = 3
 """With so many a row is poison."""
@@ -50,7 +50,7 @@ class Deaths:
 
     def __init__(self, path: Path, done: Bitmap) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | O_BINARY | getattr(os, "O_NOFOLLOW", 0)
         try:
             self._fd = os.open(path, flags, 0o666)
         except OSError as error:

@@ -8,7 +8,6 @@ job.complete()         --in-order, Parquet
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -224,10 +223,10 @@ class Job:
         }
         now = json.loads(json.dumps(now))  # as it will be read back
         if options.restart:
-            # Why locked until they have a number: no process may take them for its own meanwhile.
-            paths.move_aside()
-            self._close_logs()
-            self._open_logs()
+            with contextlib.ExitStack() as stack:
+                for log in self._files():
+                    stack.enter_context(log.put_down())
+                paths.move_aside()
         before = manifests.load(paths.manifest, created=int, inputs=list)
         has_records = any(log.num_bytes for log in self._files())
         if has_records:
@@ -386,9 +385,10 @@ class Job:
 
 def _is_writable(fd: int) -> bool:
     try:
-        return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        os.write(fd, b"")  # Windows tells of a closed one alone.
     except OSError:
         return False
+    return True
 
 
 def _in_order(log: Log) -> Iterator[int]:

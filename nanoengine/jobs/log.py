@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from filelock import FileLock, Timeout
 
 from nanoengine.errors import ConfigError
 
@@ -35,6 +36,8 @@ SIMPLE_FIELDS = {"_row", "outputs", "usage", "error"}
 OPENAI_FIELDS = {"id", "custom_id", "response", "error"}
 OPENAI_ID = re.compile(r"batch_req_([0-9]{1,18})")
 JSON = json.JSONDecoder()
+O_BINARY = getattr(os, "O_BINARY", 0)
+"""For `os.open`: Windows writes \\n as it is."""
 
 
 class OutputLostError(OSError):
@@ -56,6 +59,11 @@ class Record(NamedTuple):
     row: int
     failed: bool
     offset: int
+
+
+def lock_path(path: Path) -> Path:
+    """The file that is locked by who writes `path`."""
+    return path.with_name(f"{path.name}.lock")
 
 
 def _value(line: bytes) -> Any:
@@ -106,6 +114,9 @@ class Bitmap:
 class Log:
     """A file of records that belongs to one process at a time.
 
+    Who has locked the file beside it, `.lock`, has it. Why not the file itself: Windows reads no
+    locked one, and replaces no open one. The lock ends with the process.
+
     Args:
         whose: says which process that is, if it is not this one.
 
@@ -115,30 +126,48 @@ class Log:
 
     def __init__(self, path: Path, whose: Callable[[], str] = lambda: "") -> None:
         self.path = path
-        self._whose = whose
         self._synced = time.monotonic()
         self._is_dirty = False
-        self._is_new = not path.exists()
+        # Why not by thread: who closes the log may be another one.
+        self._lock = FileLock(lock_path(path), thread_local=False)
+        self._fd = -1
         try:
-            self._fd = self._open(path)
-            while os.fstat(self._fd).st_ino != os.stat(path).st_ino:  # replaced meanwhile
-                os.close(self._fd)
-                self._fd = self._open(path)
+            path.parent.stat()  # Why: some versions of filelock make a directory that is missing.
+            self._lock.acquire(blocking=False)
+            self._open()
+        except Timeout as error:
+            raise ConfigError(
+                f"output {str(path)!r} is being written by another process{whose()}"
+            ) from error
         except OSError as error:
+            self._unlock()
             raise ConfigError(f"output {str(path)!r} can't be written: {error.strerror}") from error
+
+    def _open(self) -> None:
+        self._is_new = not self.path.exists()
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | O_BINARY, 0o666)
         self._end = self._find_end()  # size of the file, once it is mended, if nobody else writes
 
-    def _open(self, path: Path, flags: int = 0) -> int:
-        """Opens and locks a file."""
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    def _unlock(self) -> None:
+        if self._lock.is_locked:
+            try:
+                with contextlib.suppress(OSError):  # Windows removes no open file.
+                    lock_path(self.path).unlink()
+            finally:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def put_down(self) -> Iterator[None]:
+        """Meanwhile the file may be moved or replaced; no other process writes the next one."""
+        self._close_file()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise ConfigError(
-                f"output {str(path)!r} is being written by another process{self._whose()}"
-            ) from error
-        return fd
+            yield
+        finally:
+            self._open()
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
     def append(self, line: bytes) -> None:
         """Adds a record.
@@ -146,18 +175,22 @@ class Log:
         Raises:
             OutputLostError: no room; the log ends with the record before. Or see `sync`.
         """
+        before, whole = self._end, self._end + len(line)
+        self._is_dirty = True
         try:
             written = os.write(self._fd, line)
             if written < len(line):  # A disk that is almost full takes a part; this says why.
                 written += os.write(self._fd, line[written:])
             if written < len(line):
                 raise OSError("it took a part of a record")
-        except OSError as error:
-            if self.num_bytes > self._end:
-                os.ftruncate(self._fd, self._end)
-            raise lost(self.path, error) from error
-        self._end += written
-        self._is_dirty = True
+            self._end = whole
+        except BaseException as error:  # Why all: what a signal raises may come behind the write.
+            self._end = whole if self.num_bytes >= whole else before
+            if before < self.num_bytes < whole:
+                os.ftruncate(self._fd, before)
+            if isinstance(error, OSError):
+                raise lost(self.path, error) from error
+            raise
         if time.monotonic() - self._synced > SYNC_S:
             self.sync()
 
@@ -172,7 +205,7 @@ class Log:
         if self._is_dirty:
             self._is_dirty = False
             try:
-                os.fdatasync(self._fd)
+                getattr(os, "fdatasync", os.fsync)(self._fd)
             except OSError as error:
                 raise lost(self.path, error) from error
         how = None
@@ -204,17 +237,21 @@ class Log:
         end = size = self.num_bytes
         while end:
             start = max(0, end - BUFFER_BYTES)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            newline = self._read(start, end).rfind(b"\n")
             end = start + newline + 1
             if newline >= 0:
                 break
-        last = os.pread(self._fd, size - end, end)
+        last = self._read(end, size)
         return end if last[:1] in (b"{", b"\0") and _value(last) is None else size
+
+    def _read(self, start: int, end: int) -> bytes:
+        os.lseek(self._fd, start, os.SEEK_SET)
+        return os.read(self._fd, end - start)
 
     def mend_end(self) -> None:
         """Has the file end with a line."""
         os.ftruncate(self._fd, self._end)
-        if self._end and os.pread(self._fd, 1, self._end - 1) != b"\n":
+        if self._end and self._read(self._end - 1, self._end) != b"\n":
             self._end += os.write(self._fd, b"\n")
 
     def records(self, num_rows: int | None = None) -> Iterator[Record | None]:
@@ -232,16 +269,8 @@ class Log:
 
     def rewrite(self, offsets: Iterable[int]) -> None:
         """Puts the lines at these offsets in the place of all."""
-        fd = -1
-        try:
-            with replacing(self.path, lambda name, _: self._open(Path(name), os.O_EXCL)) as file:
-                file.writelines(self.lines(offsets))
-                fd = os.dup(file.fileno())  # Why: it stays locked.
-            self._fd, fd = fd, self._fd
-        finally:
-            if fd >= 0:  # the old file's; the new one's, where that did not take its place
-                os.close(fd)
-        self._end = self.num_bytes
+        with self.put_down(), replacing(self.path) as file:
+            file.writelines(self.lines(offsets))
 
     def lines(self, offsets: Iterable[int]) -> Iterator[bytes]:
         """The lines that begin there."""
@@ -252,16 +281,15 @@ class Log:
 
     def close(self, *, drop_empty: bool = False) -> None:
         """Syncs, and gives the file free for others; one that was made for nothing is removed."""
-        if self._fd < 0:
-            return
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unlock)
+            if self._fd < 0:
+                return
             if drop_empty and self._is_new and not self.num_bytes:
-                self.path.unlink(missing_ok=True)
+                stack.callback(self.path.unlink, missing_ok=True)
+            stack.callback(self._close_file)
             if self._is_dirty:
                 self.sync()
-        finally:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
 
 
 class PipeLog:
@@ -290,7 +318,7 @@ class PipeLog:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, opener: Callable[[str, int], int] | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path` that takes its place when it is whole and on the disk, else is removed.
 
     Raises:
@@ -300,16 +328,17 @@ def replacing(path: Path, opener: Callable[[str, int], int] | None = None) -> It
     try:
         beside.unlink(missing_ok=True)
         # Why x: a link that lies there is not followed.
-        with open(beside, "xb", BUFFER_BYTES, opener=opener) as file:
+        with open(beside, "xb", BUFFER_BYTES) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the names in it
-        finally:
-            os.close(directory)
+        if os.name != "nt":  # Windows opens no directory.
+            directory = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)  # the names in it
+            finally:
+                os.close(directory)
     except BaseException as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)

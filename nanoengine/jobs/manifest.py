@@ -38,7 +38,7 @@ def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
     """Names, sizes and digests of the files; stdin has none."""
     return [
         {
-            "name": one.name,
+            "name": one.name.replace(os.sep, "/"),
             "form": one.form,
             "bytes": one.num_bytes,
             "xxh3": digest(one.name, one.num_bytes),
@@ -77,7 +77,7 @@ def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[st
 def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:
     texts = (path for path in directory.iterdir() if path.suffix in TEXT_FILES and path.is_file())
     files = sorted({*texts, *weights})
-    return {str(path.relative_to(directory)): file_digest(path).hex() for path in files}
+    return {path.relative_to(directory).as_posix(): file_digest(path).hex() for path in files}
 
 
 def save(path: Path, manifest: Mapping[str, Any]) -> None:

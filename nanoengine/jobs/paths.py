@@ -6,8 +6,10 @@ import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 from nanoengine.errors import ConfigError
+from nanoengine.jobs.log import lock_path
 from nanoengine.jobs.source import STDIN, Input
 
 STDOUT = "-"
@@ -25,6 +27,16 @@ def real_path(name: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         raise ConfigError(f"output {str(name)!r} can't be written: it is a directory")
     return path
+
+
+def relative(path: str, start: str, of: ModuleType = os.path) -> str:
+    """How to get from a directory to a file, with / between names on all systems; the file as it is
+    where it lies on another drive."""
+    try:
+        path = of.relpath(path, start)
+    except ValueError:  # Windows
+        return path
+    return path.replace(of.sep, "/")
 
 
 class Paths:
@@ -56,7 +68,7 @@ class Paths:
         if self._errors is not None:
             self.errors_manifest = self._errors.with_name(f"{self._errors.name}.job.json")
             # Why from there: both files may be moved together.
-            self.errors_of = os.path.relpath(
+            self.errors_of = relative(
                 os.path.realpath(self.output), os.path.realpath(self._errors.parent)
             )
         named = {"--output": output, "--errors": errors, "--summary-json": summary_json}
@@ -87,6 +99,7 @@ class Paths:
         if self.errors_manifest is not None:
             files.append(self.errors_manifest)
         own = [*files, *(path.with_name(f"{path.name}.tmp") for path in files)]
+        own += map(lock_path, files)
         number = next(filter(str.isdecimal, Path(name).name.split(".")[::-1]), None)
         if number is not None and self._numbered(self.manifest, number).exists():
             own += [self._numbered(path, number) for path in files]

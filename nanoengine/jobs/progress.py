@@ -14,8 +14,11 @@ from nanoengine.jobs.work import Counts
 
 if TYPE_CHECKING:
     from nanoengine.core.engine_stats import EngineStats
+    from nanoengine.core.plan import StepPlan
     from nanoengine.jobs.job import Job
 
+LACK_BLOCKS = {"blocks", "policy"}
+"""Words of a plan's `waits`: no blocks now, or none soon."""
 LIVE_S, LOGGED_S = 0.25, 30.0
 
 
@@ -32,10 +35,14 @@ class Progress:
         self._is_live = sys.stderr.isatty()
         self._tokens_before = stats().output_tokens
         self._started = self._shown = time.perf_counter()
-        self._width = 0
+        self._width = self._num_steps = self._num_short = 0
 
-    def on_step(self, plan: object, result: object, scheduler: object) -> None:
-        """Shows the new numbers, now and then."""
+    def on_step(self, plan: StepPlan | None, result: object, scheduler: object) -> None:
+        """Shows the new numbers, now and then. No plan: the step of a replica."""
+        if plan is not None:
+            self._num_steps += 1
+            waits = any(lacks in LACK_BLOCKS for _, lacks in plan.waits)
+            self._num_short += waits or bool(plan.preempted)
         now = time.perf_counter()
         if now - self._shown >= (LIVE_S if self._is_live else LOGGED_S):
             self._shown = now
@@ -58,6 +65,15 @@ class Progress:
         words.append(f"KV {used / (used + stats.empty_blocks + stats.cached_blocks):.0%}")
         words.append(f"hits {stats.cache_hit_rate:.0%}")
         return ", ".join(words)
+
+    def advice(self) -> str | None:
+        """What would have let more rows run at once; None: nothing, or it is not known."""
+        if not self._num_short:
+            return None
+        return (
+            f"rows waited for blocks of the KV cache in {self._num_short:,} of {self._num_steps:,}"
+            " steps: --kv-cache-gib, or --memory-fraction, gives it more memory"
+        )
 
     def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
         """Time for the tokens that are to come, if rows have as many as those that have ended."""

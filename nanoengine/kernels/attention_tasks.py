@@ -14,6 +14,7 @@ import numpy as np
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.attention_tiles import FASTMATH
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import PIECES
 
 ROW_TILE = 32  # rows a task of few queries may hold: queries times query heads of one KV head
 CHUNK_ROWS = 128  # the same of a prompt's chunk: each key and value comes from memory once for all
@@ -72,21 +73,21 @@ def _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _share_out(tasks, group_size, num_workers):
-    """Bounds [num_workers + 1] between the workers' tasks, which cost about the same."""
+def _share_out(tasks, group_size, shares):
+    """Bounds [shares + 1] between shares of the tasks, which cost about the same."""
     costs = zeros((len(tasks) + 1,), np.int64)
     for i in range(len(tasks)):
         # Reading a key costs about as much as computing with it for 8 rows.
         rows = tasks[i, NUM_QUERIES] * group_size
         work = (tasks[i, KV_STOP] - tasks[i, KV_START] + 16) * (rows + 8)
         costs[i + 1] = costs[i] + work
-    bounds = empty((num_workers + 1,), np.int64)
+    bounds = empty((shares + 1,), np.int64)
     at = 0  # Why by hand: numba takes two seconds to compile `searchsorted`.
-    for w in range(num_workers):
-        while costs[at] < costs[len(tasks)] * w // num_workers:
+    for share in range(shares):
+        while costs[at] < costs[len(tasks)] * share // shares:
             at += 1
-        bounds[w] = at
-    bounds[num_workers] = len(tasks)
+        bounds[share] = at
+    bounds[shares] = len(tasks)
     return bounds
 
 
@@ -107,7 +108,8 @@ def plan_tasks(
             last; the others get no result.
 
     Returns:
-        tasks [N, 8], bounds [num_workers + 1], merges [M, 5], parts [Q], number of partial results.
+        tasks [N, 8], bounds [shares + 1], merges [M, 5], parts [Q], number of partial results. Each
+        worker has PIECES shares.
         A merge joins the rows of `parts[first : first + count]`, rows of the partial buffers.
     """
     queries_per_tile = max(1, ROW_TILE // group_size)
@@ -171,5 +173,5 @@ def plan_tasks(
             if i >= shared[s] or s - leader[i] >= queries_per_tile:
                 leader[i] = s
     tasks = tasks[:num_tasks]
-    bounds = _share_out(tasks, group_size, num_workers)
+    bounds = _share_out(tasks, group_size, num_workers * PIECES)
     return tasks, bounds, merges[:num_merges], parts[:num_parts], num_partials

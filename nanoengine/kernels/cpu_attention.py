@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.attention_tasks import (
@@ -64,6 +64,7 @@ from nanoengine.kernels.attention_tiles import (
 )
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import by_types, compiled
+from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE
 
 MASKED = -1e30  # a score that weighs nothing; finite, so that max - max is not NaN
@@ -219,10 +220,11 @@ def _inverse(highest, total, sinks, head):
 
 @compiled(fastmath=FASTMATH)
 def _attend_tasks(
-    queries, k_cache, v_cache, tables, tasks, lo, hi, sizes, scale, softcap, window, operand, sinks,
-    out_rows, partial_out, partial_stats,
+    queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand, sinks,
+    out_rows, partial_out, partial_stats, first, last,
 ):  # fmt: skip
-    """`attend` for tasks lo ... hi - 1: what one worker does."""
+    """`attend` for the shares first ... last - 1."""
+    lo, hi = bounds[first], bounds[last]
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     q, q_stride, result = queries.reshape(-1), num_heads * head_dim, out_rows.reshape(-1)
@@ -266,25 +268,25 @@ def _attend_tasks(
                     part[d] = summed[d]
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def attend(
     queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand, sinks,
-    out_rows, partial_out, partial_stats,
+    out_rows, partial_out, partial_stats, workers,
 ):  # fmt: skip
     """Runs all tasks; whole ones write to `out_rows`, splits to the partial buffers.
 
-    Worker w takes tasks bounds[w] ... bounds[w + 1] - 1. `operand` is an empty array of what
+    Share i is tasks bounds[i] ... bounds[i + 1] - 1. `operand` is an empty array of what
     queries and weights are made before they are multiplied: the queries' own floats, or uint32 for
     pairs of bfloat16 numbers, which need a cache of bfloat16. `sinks` are [H], or none.
     """
-    for worker in prange(len(bounds) - 1):
-        _attend_tasks(
-            queries, k_cache, v_cache, tables, tasks, bounds[worker], bounds[worker + 1], sizes,
-            scale, softcap, window, operand, sinks, out_rows, partial_out, partial_stats,
-        )  # fmt: skip
+    parallel_for(
+        _attend_tasks, len(bounds) - 1, workers,
+        (queries, k_cache, v_cache, tables, tasks, bounds, sizes, scale, softcap, window, operand,
+         sinks, out_rows, partial_out, partial_stats),
+    )  # fmt: skip
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
     """`combine` for one tile."""
     num_heads, num_kv_heads, head_dim, _ = sizes
@@ -313,26 +315,38 @@ def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
             line[d] *= inverse
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats):
+@compiled(fastmath=FASTMATH)
+def _combine_merges(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, lo, hi):
+    for i in range(lo, hi):
+        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats)
+
+
+@compiled(fastmath=FASTMATH)
+def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, workers):
     """Joins the splits of each tile: result = sum of 2^(m_i - m) out_i / sum of 2^(m_i - m) l_i.
 
     merges, parts: as `plan_tasks` made them. A sink is added here, once for all splits.
     """
-    for i in prange(len(merges)):
-        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats)
+    operands = merges, parts, sizes, sinks, out_rows, partial_out, partial_stats
+    parallel_for(_combine_merges, len(merges), workers, operands)
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes):
-    """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
+@compiled(fastmath=FASTMATH)
+def _store_tokens(k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes, lo, hi):
     _, num_kv_heads, head_dim, _ = sizes
-    k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
-    for t in prange(len(slots)):
+    for t in range(lo, hi):
         for h in range(num_kv_heads):
             k_line = k[t * k_stride + h * head_dim : t * k_stride + (h + 1) * head_dim]
             v_line = v[t * v_stride + h * head_dim : t * v_stride + (h + 1) * head_dim]
             store_head(k_line, v_line, slots[t], h, k_cache, v_cache, sizes)
+
+
+@compiled(fastmath=FASTMATH)
+def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes, workers):
+    """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
+    k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
+    operands = k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes
+    parallel_for(_store_tokens, len(slots), workers, operands)
 
 
 @compiled(fastmath=FASTMATH, part=True)

@@ -135,10 +135,10 @@ def _decoder_layer(
     of_heads = empty(q.shape, x.dtype)
     attend(
         q, k_cache, v_cache, tables, tasks, bounds, heads_and_dims, scale, softcap, window, operand,
-        sinks, of_heads, partial_out, partial_stats,
+        sinks, of_heads, partial_out, partial_stats, workers,
     )  # fmt: skip
     if len(merges):
-        combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats)
+        combine(merges, parts, heads_and_dims, sinks, of_heads, partial_out, partial_stats, workers)
     attended = of_heads.reshape(tokens, num_heads * head_dim)
 
     if not all_rows:

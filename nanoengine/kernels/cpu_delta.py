@@ -14,12 +14,12 @@ kernel.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_layers import FASTMATH
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import parallel_for
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -82,7 +82,7 @@ def _learn(before, behind, at, q, k, v, decay, beta, recalled, out):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _advance(task, qkv, decay, beta, weight, states, reads, writes, out, shape):
+def _advance(qkv, decay, beta, weight, states, reads, writes, out, shape, task):
     key_heads, heads, keys, values = shape
     t, g = task // key_heads, task % key_heads
     before, behind, row = states[reads[t]], states[writes[t]], qkv[t]
@@ -105,7 +105,13 @@ def _advance(task, qkv, decay, beta, weight, states, reads, writes, out, shape):
         )  # fmt: skip
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
+def _advance_tasks(qkv, decay, beta, weight, states, reads, writes, out, shape, lo, hi):
+    for task in range(lo, hi):
+        _advance(qkv, decay, beta, weight, states, reads, writes, out, shape, task)
+
+
+@compiled(fastmath=FASTMATH)
 def delta_step(qkv, decay, beta, weight, states, reads, writes, out, shape, workers):
     """Advances the states of T sequences by a token each.
 
@@ -117,7 +123,5 @@ def delta_step(qkv, decay, beta, weight, states, reads, writes, out, shape, work
         out: [T, G * R, V], what each head reads.
         shape: G, R, E and V.
     """
-    tasks = len(qkv) * shape[0]
-    for w in prange(workers):
-        for task in range(tasks * w // workers, tasks * (w + 1) // workers):
-            _advance(task, qkv, decay, beta, weight, states, reads, writes, out, shape)
+    operands = qkv, decay, beta, weight, states, reads, writes, out, shape
+    parallel_for(_advance_tasks, len(qkv) * shape[0], workers, operands)

@@ -24,10 +24,10 @@ size of an expert.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from nanoengine.kernels.arrays import empty, zeros
-from nanoengine.kernels.cpu_layers import FIRST, gate
+from nanoengine.kernels.cpu_layers import gate
 from nanoengine.kernels.cpu_linear import (
     as_read,
     dequantized_panels,
@@ -38,7 +38,7 @@ from nanoengine.kernels.cpu_linear import (
 from nanoengine.kernels.cpu_quantized import linear4_panels, linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.shares import share_of
+from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import PANEL
 
 READING = 6  # rows that a panel could be multiplied with while it is read
@@ -118,7 +118,23 @@ def _panels_before(edge, start, cost, panels):
     return min(max((edge - start + cost - 1) // cost, 0), panels)
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
+def _multiply_part(inputs, weight, starts, out, begin, end):
+    """`_multiply` for the panels that begin between two places of the whole cost."""
+    panels, at = out.shape[1] // PANEL, 0
+    for expert in range(len(starts) - 1):
+        first, last = starts[expert], starts[expert + 1]
+        if first == last:
+            continue
+        cost = last - first + READING
+        lo = _panels_before(begin, at, cost, panels)
+        hi = _panels_before(end, at, cost, panels)
+        if lo < hi:
+            panels_of_expert(inputs, weight, expert, first, last, lo, hi, out)
+        at += panels * cost
+
+
+@compiled(fastmath=FASTMATH)
 def _multiply(inputs, weight, starts, out, num_workers):
     """out[R, outputs] = each row times the weight of the expert between whose `starts` it is."""
     panels, total = out.shape[1] // PANEL, 0
@@ -126,19 +142,7 @@ def _multiply(inputs, weight, starts, out, num_workers):
         rows = starts[expert + 1] - starts[expert]
         if rows:
             total += panels * (rows + READING)
-    for worker in prange(num_workers):
-        begin, end = total * worker // num_workers, total * (worker + 1) // num_workers
-        at = 0
-        for expert in range(len(starts) - 1):
-            first, last = starts[expert], starts[expert + 1]
-            if first == last:
-                continue
-            cost = last - first + READING
-            lo = _panels_before(begin, at, cost, panels)
-            hi = _panels_before(end, at, cost, panels)
-            if lo < hi:
-                panels_of_expert(inputs, weight, expert, first, last, lo, hi, out)
-            at += panels * cost
+    parallel_for(_multiply_part, total, num_workers, (inputs, weight, starts, out))
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -241,15 +245,11 @@ def _gather(x, order, taken, out, lo, hi):
             row[i] = source[i]
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def gather(x, order, taken, out, num_workers):
     """out[r] = the row of x of the token that place order[r] is of."""
-    if out.size <= SMALL:
-        _gather(x, order, taken, out, FIRST, len(out))
-    else:
-        for w in prange(num_workers):
-            lo, hi = share_of(len(out), w, num_workers)
-            _gather(x, order, taken, out, lo, hi)
+    workers = 1 if out.size <= SMALL else num_workers
+    parallel_for(_gather, len(out), workers, (x, order, taken, out))
 
 
 @compiled(fastmath=FASTMATH)
@@ -261,15 +261,11 @@ def _add(results, order, taken, weights, out, lo, hi):
             row[i] += result[i] * weight
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def add(results, order, taken, weights, out, num_workers):
     """out[token] += weight * result, in the order of the rows."""
-    if results.size <= SMALL:
-        _add(results, order, taken, weights, out, FIRST, out.shape[1])
-    else:
-        for w in prange(num_workers):
-            lo, hi = share_of(out.shape[1], w, num_workers)
-            _add(results, order, taken, weights, out, lo, hi)
+    workers = 1 if results.size <= SMALL else num_workers
+    parallel_for(_add, out.shape[1], workers, (results, order, taken, weights, out))
 
 
 @compiled(fastmath=FASTMATH)

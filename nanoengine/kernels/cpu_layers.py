@@ -13,20 +13,19 @@ Legend: T rows (tokens), N size of a row, H / K query / KV heads, D head dim, P 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import store_head
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.shares import share_of
+from nanoengine.kernels.pool import parallel_for
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
 SMALL = 8192  # numbers; about 2 us of work, the price of a parallel region
 NO_NORM, EACH_HEAD, TOGETHER = 0, 1, 2  # how query and key heads are normed
 # Why numpy's: numba compiles a function once more for each literal.
-FIRST, ADDS, ALONE = np.int64(0), np.bool_(True), np.bool_(False)
+ADDS, ALONE = np.bool_(True), np.bool_(False)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -100,18 +99,14 @@ def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
             _norm_row(x[t], weight, eps, out[t])
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def rms_norm(x, residual, adds, weight, eps, out, workers):
     """out[t] = x[t] / rms(x[t]) * weight; all [T, N], weight [N]; out may be x.
 
     adds: ADDS: residual += x, in place, and the norm is that of the residual; or ALONE.
     """
-    if x.size <= SMALL:
-        _norm_rows(x, residual, adds, weight, eps, out, FIRST, len(x))
-    else:
-        for w in prange(workers):
-            lo, hi = share_of(len(x), w, workers)
-            _norm_rows(x, residual, adds, weight, eps, out, lo, hi)
+    operands = x, residual, adds, weight, eps, out
+    parallel_for(_norm_rows, len(x), 1 if x.size <= SMALL else workers, operands)
 
 
 @compiled(fastmath=FASTMATH)
@@ -125,15 +120,11 @@ def _gate_rows(gate_up, kind, out, lo, hi):
             _clamped_swiglu_row(gate_up[t], out[t])
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def gate(gate_up, kind, out, workers):
     """out[t] = act(gate_up[t, :I]) * gate_up[t, I:]; `kind` is a value of `GATES`."""
-    if out.size <= SMALL:
-        _gate_rows(gate_up, kind, out, FIRST, len(out))
-    else:
-        for w in prange(workers):
-            lo, hi = share_of(len(out), w, workers)
-            _gate_rows(gate_up, kind, out, lo, hi)
+    workers = 1 if out.size <= SMALL else workers
+    parallel_for(_gate_rows, len(out), workers, (gate_up, kind, out))
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -178,7 +169,7 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
             store_head(key, value, slots[t], h, k_cache, v_cache, sizes)
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def rotate_and_store(
     heads, table, weight, eps, normed, slots, k_blocks, v_blocks, q, sizes, workers
 ):
@@ -193,13 +184,7 @@ def rotate_and_store(
         sizes: (H, K, D, P).
     """
     k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
-    if heads.size <= SMALL:
-        _rotate_tokens(
-            heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, FIRST, len(q)
-        )
-    else:
-        for w in prange(workers):
-            lo, hi = share_of(len(q), w, workers)
-            _rotate_tokens(
-                heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes, lo, hi
-            )
+    parallel_for(
+        _rotate_tokens, len(q), 1 if heads.size <= SMALL else workers,
+        (heads, table, weight, eps, normed, slots, k_cache, v_cache, q, sizes),
+    )  # fmt: skip

@@ -27,12 +27,12 @@ Legend: T rows of x, N outputs, K inputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
-from nanoengine.kernels.shares import share_of
+from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
@@ -110,23 +110,24 @@ def linear_panels(x, w, bias, out, lo, hi):
                 p += panels
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
+def _linear(x, w, bias, out, lo, hi):
+    """`linear_panels`, and the outputs behind the last whole panel if they are among them."""
+    whole = out.shape[1] // PANEL
+    linear_panels(x, w, bias, out, lo, min(hi, whole))
+    if hi > whole:
+        inputs = x.shape[1] * inputs_in(x)
+        last_outputs(len(x), x.reshape(-1), w, bias, out.reshape(-1), inputs, out.shape[1])
+
+
+@compiled(fastmath=FASTMATH)
 def linear(x, w, bias, out, num_workers):
-    """out[T, N] = x[T, K] @ weight^T + bias[N]; each worker takes a share of the panels of w.
+    """out[T, N] = x[T, K] @ weight^T + bias[N], in pieces of some panels of w.
 
     w is flat: float32, float16, or bfloat16 as uint16; or the last as uint32, for an x of pairs of
     bfloat16 as `rounded_rows` makes them.
     """
-    num_rows, num_outputs = out.shape
-    num_panels = num_outputs // PANEL
-    for worker in prange(num_workers):
-        lo, hi = share_of(num_panels, worker, num_workers)
-        linear_panels(x, w, bias, out, lo, hi)
-        if worker == num_workers - 1 and num_outputs % PANEL:
-            inputs = x.shape[1] * inputs_in(x)
-            last_outputs(
-                num_rows, x.reshape(-1), w, bias, out.reshape(-1), inputs, num_outputs
-            )  # fmt: skip
+    parallel_for(_linear, -(-out.shape[1] // PANEL), num_workers, (x, w, bias, out))
 
 
 @by_types()
@@ -148,14 +149,12 @@ def _round_rows(x, out, lo, hi):
                 row[i] = rounded(bits[i]) << np.uint32(16)
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def rounded_rows(x, num_workers):
     """x [T, K] rounded to bfloat16: pairs of inputs [T, K / 2], the first in the high half, or
     float32 on a CPU without products of bfloat16, where both become that in registers."""
     out = empty((len(x), x.shape[1] // 2 if DOTS else x.shape[1]), ROUNDED)
-    for worker in prange(num_workers):
-        lo, hi = share_of(len(x), worker, num_workers)
-        _round_rows(x, out, lo, hi)
+    parallel_for(_round_rows, len(x), num_workers, (x, out))
     return out
 
 
@@ -242,7 +241,7 @@ def keep_outputs(room, out):
             out[t, n] = room[t, n]
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
 
@@ -254,46 +253,50 @@ def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_wor
         return  # or each panel would be made floats for nobody
     panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
-    for worker in prange(num_workers):
-        lo, hi = share_of(panels, worker, num_workers)
-        dequantized_panels(x, w, form, scales, zeros, group_size, bias, room, lo, hi)
+    parallel_for(
+        dequantized_panels, panels, num_workers,
+        (x, w, form, scales, zeros, group_size, bias, room),
+    )  # fmt: skip
     if out.shape[1] % PANEL:
         keep_outputs(room, out)
 
 
 @compiled(fastmath=FASTMATH)
-def _pack_panel(p, weight, num_inputs, num_outputs, in_pairs):
-    width = min(PANEL, num_outputs - p * PANEL)
-    panel = weight[p * PANEL * num_inputs : (p * PANEL + width) * num_inputs]
-    rows = panel.copy()
-    for j in range(width):
-        row = rows[j * num_inputs : (j + 1) * num_inputs]
-        for k in range(num_inputs):
-            at = (k // 2 * width + j) * 2 + 1 - k % 2 if in_pairs else k * width + j
-            panel[at] = row[k]
+def _pack_panels(weight, num_inputs, num_outputs, in_pairs, lo, hi):
+    rows = empty((PANEL * num_inputs,), weight.dtype)
+    for p in range(lo, hi):
+        width = min(PANEL, num_outputs - p * PANEL)
+        panel = weight[p * PANEL * num_inputs : (p * PANEL + width) * num_inputs]
+        for i in range(len(panel)):
+            rows[i] = panel[i]
+        for j in range(width):
+            row = rows[j * num_inputs : (j + 1) * num_inputs]
+            for k in range(num_inputs):
+                at = (k // 2 * width + j) * 2 + 1 - k % 2 if in_pairs else k * width + j
+                panel[at] = row[k]
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def pack(weight, num_inputs, num_outputs, in_pairs):
+@compiled(fastmath=FASTMATH)
+def pack(weight, num_inputs, num_outputs, in_pairs, num_workers):
     """Turns a flat row-major weight into panels, in place: 16 rows become one panel.
 
     weight: the numbers' bits, uint32 or uint16; in_pairs: the form of bfloat16.
     """
-    for p in prange(-(-num_outputs // PANEL)):
-        _pack_panel(np.int64(p), weight, num_inputs, num_outputs, in_pairs)
+    panels = -(-num_outputs // PANEL)
+    parallel_for(_pack_panels, panels, num_workers, (weight, num_inputs, num_outputs, in_pairs))
 
 
 @compiled(fastmath=FASTMATH)
-def _unpack_row(w, i, row, num_outputs):
-    panel, j = i // PANEL, i % PANEL
-    width = min(PANEL, num_outputs - panel * PANEL)
-    at = panel * PANEL * len(row)
-    for k in range(len(row)):
-        row[k] = number(w, at + place(w, k, j, width))
+def _unpack_rows(w, ids, out, num_outputs, lo, hi):
+    for i in range(lo, hi):
+        panel, j, row = ids[i] // PANEL, ids[i] % PANEL, out[i]
+        width = min(PANEL, num_outputs - panel * PANEL)
+        at = panel * PANEL * len(row)
+        for k in range(len(row)):
+            row[k] = number(w, at + place(w, k, j, width))
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def unpack_rows(w, ids, out, num_outputs):
+@compiled(fastmath=FASTMATH)
+def unpack_rows(w, ids, out, num_outputs, num_workers):
     """out[i] = row ids[i] of the weight [N, K] that was packed."""
-    for i in prange(len(ids)):
-        _unpack_row(w, ids[i], out[i], num_outputs)
+    parallel_for(_unpack_rows, len(ids), num_workers, (w, ids, out, num_outputs))

@@ -20,14 +20,13 @@ Legend: T rows of x, N outputs, K inputs, a multiple of 32, G groups of inputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8, unit_sum
 from nanoengine.kernels.cpu_linear import keep_outputs
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.shares import share_of
+from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
@@ -35,7 +34,6 @@ ROWS4, _ = max(shapes4(CURRENT))
 OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
-FIRST = np.int64(0)  # Why numpy's: numba compiles a function once more for a literal
 # Rows of one tile read panel after panel, as memory likes it best, and ask for what lies so far
 # ahead.
 AHEAD = 16384  # bytes
@@ -81,7 +79,7 @@ def _quantize_rows(x, values, scales, offsets, lo, hi):
         scales[t] = _quantize_row(x[t], values[t], offsets[t])
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def quantize_rows(x, num_workers):
     """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and offsets
     [T, units] int32, -8 times the sum of each unit's values."""
@@ -89,12 +87,8 @@ def quantize_rows(x, num_workers):
     values = empty((num_rows, padded), np.int8)
     scales = empty((num_rows,), np.float32)
     offsets = empty((num_rows, padded // UNIT), np.int32)
-    if num_rows <= FEW:
-        _quantize_rows(x, values, scales, offsets, FIRST, num_rows)
-    else:
-        for worker in prange(num_workers):
-            lo, hi = share_of(num_rows, worker, num_workers)
-            _quantize_rows(x, values, scales, offsets, lo, hi)
+    workers = 1 if num_rows <= FEW else num_workers
+    parallel_for(_quantize_rows, num_rows, workers, (x, values, scales, offsets))
     return values, scales, offsets
 
 
@@ -134,7 +128,7 @@ def linear8_panels(values, x_scales, starts, w, w_scales, bias, out, lo, hi):
             p += panels
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def linear8(x, w, w_scales, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
@@ -143,9 +137,8 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     values, x_scales, offsets = quantize_rows(x, num_workers)
     starts, panels = sums8(offsets), -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
-    for worker in prange(num_workers):
-        lo, hi = share_of(panels, worker, num_workers)
-        linear8_panels(values, x_scales, starts, w, w_scales, bias, room, lo, hi)
+    operands = values, x_scales, starts, w, w_scales, bias, room
+    parallel_for(linear8_panels, panels, num_workers, operands)
     if out.shape[1] % PANEL:
         keep_outputs(room, out)
 
@@ -175,7 +168,7 @@ def linear4_panels(
                           ahead + t * share * units * 4, share, last - first, 1)  # fmt: skip
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH)
 def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
     """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
 
@@ -186,10 +179,9 @@ def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers
     values, x_scales, offsets = quantize_rows(x, num_workers)
     panels = -(-out.shape[1] // PANEL)
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
-    for worker in prange(num_workers):
-        lo, hi = share_of(panels, worker, num_workers)
-        linear4_panels(
-            values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, room, lo, hi
-        )
+    parallel_for(
+        linear4_panels, panels, num_workers,
+        (values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, room),
+    )  # fmt: skip
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.arrays import empty, zeros
@@ -48,7 +48,7 @@ from nanoengine.kernels.cpu_quantized import INFINITY
 from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
-from nanoengine.kernels.shares import share_of
+from nanoengine.kernels.pool import PIECES, parallel_for, share_of
 from nanoengine.kernels.tiles import LINE, PANEL, number, place, tile
 
 MAX_ROWS = most_rows(CURRENT)
@@ -65,14 +65,9 @@ SEARCHED = 16  # panels that are looked at one by one if one of them holds the l
 MOST_PANELS = 16  # one of so many may be looked at; with more left, computing all is as fast
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def quantize_outputs(w, values, scales, slack, num_inputs):
-    """The int8 copy of packed panels: w = values * scale, within `slack`.
-
-    Inputs lie in pairs, as a tile takes them: a row of values [panels, K * 16] is [K / 2, 16,
-    2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
-    """
-    for p in prange(len(values)):
+@compiled(fastmath=FASTMATH)
+def _quantize_panels(w, values, scales, slack, num_inputs, lo, hi):
+    for p in range(lo, hi):
         panel, copy = w[p * PANEL * num_inputs :], values[p]
         of_scale, of_slack = scales[p * PANEL :], slack[p * PANEL :]
         most, squares = zeros((PANEL,), np.float32), zeros((PANEL,), np.float64)
@@ -102,6 +97,17 @@ def quantize_outputs(w, values, scales, slack, num_inputs):
                 relative = MOST_INPUT_ERROR + (2 * num_inputs + 16) * 2.0**-24
                 bound = (error + relative * (length + error)) * (1 + 1e-6)
                 of_slack[j] = max(bound, LEAST_SLACK)
+
+
+@compiled(fastmath=FASTMATH)
+def quantize_outputs(w, values, scales, slack, num_inputs, workers):
+    """The int8 copy of packed panels: w = values * scale, within `slack`.
+
+    Inputs lie in pairs, as a tile takes them: a row of values [panels, K * 16] is [K / 2, 16,
+    2]. An output whose weights are not finite, or too large to be bounded, gets an infinite slack.
+    """
+    operands = w, values, scales, slack, num_inputs
+    parallel_for(_quantize_panels, len(values), workers, operands)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -169,9 +175,9 @@ def _allowed(masks, r, p):
     return (np.int64(masks[r, p // 2]) >> PANEL * (p % 2)) & WHOLE
 
 
-@compiled(fastmath=FASTMATH)
+@compiled(fastmath=FASTMATH, part=True)
 def _bound_panels(values, copy, scales, slack, units, norms, masks, most, least, lo, hi):
-    """`_bound` for panels lo ... hi - 1: what one worker does."""
+    """`_bound` for panels lo ... hi - 1."""
     (num_rows, size), tiles = values.shape, -(-len(values) // MAX_ROWS)
     x, w, turns = values.reshape(-1), copy.reshape(-1), size // 4
     share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each turn
@@ -191,13 +197,13 @@ def _bound_panels(values, copy, scales, slack, units, norms, masks, most, least,
             least[r] = max(least[r], known)
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _bound(values, copy, scales, slack, units, norms, masks, most, least, workers):
-    """most[r, p] = what panel p's largest output of row r may be; least[w, r] = what that of worker
-    w's panels must be; by estimates: values [L, K] times the copy."""
-    for worker in prange(workers):
-        lo, hi = share_of(len(copy), worker, workers)
-        _bound_panels(values, copy, scales, slack, units, norms, masks, most, least[worker], lo, hi)
+@compiled(fastmath=FASTMATH)
+def _bound(values, copy, scales, slack, units, norms, masks, most, least, first, last):
+    """most[r, p] = what panel p's largest output of row r may be; least[s, r] = what that of the
+    panels of share s must be; by estimates: values [L, K] times the copy."""
+    for share in range(first, last):
+        lo, hi = share_of(len(copy), share, len(least))
+        _bound_panels(values, copy, scales, slack, units, norms, masks, most, least[share], lo, hi)
 
 
 @compiled(fastmath=FASTMATH, part=True)
@@ -236,13 +242,13 @@ def _highest(row, lo, hi):
     return highest
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _largest_of_shares(outputs, masks, ids, largest, second, workers):
-    """`largest_of` the share of each worker: ids[w, r], largest[w, r], and some smaller one."""
+@compiled(fastmath=FASTMATH)
+def _largest_of_shares(outputs, masks, ids, largest, second, first_share, last_share):
+    """`largest_of` each share: ids[s, r], largest[s, r], and some smaller one."""
     num_rows, num_outputs = outputs.shape
     num_panels = -(-num_outputs // PANEL)
-    for worker in prange(workers):
-        start, stop = share_of(num_panels, worker, workers)
+    for share in range(first_share, last_share):
+        start, stop = share_of(num_panels, share, len(ids))
         for r in range(num_rows):
             row, index = outputs[r], np.int64(0)
             best, other = np.float32(-np.inf), np.float32(-np.inf)
@@ -255,23 +261,23 @@ def _largest_of_shares(outputs, masks, ids, largest, second, workers):
                         row, p * PANEL, min(p * PANEL + PANEL, num_outputs),
                         _allowed(masks, r, p), index, best, other,
                     )  # fmt: skip
-            ids[worker, r], largest[worker, r], second[worker, r] = index, best, other
+            ids[share, r], largest[share, r], second[share, r] = index, best, other
 
 
 @compiled(fastmath=FASTMATH, part=True)
 def _joined(ids, largest, second, r):
-    """Of what the workers found in row r: the index of the largest, the lowest among equals and -1
-    if one of them found none, the largest, and the next."""
+    """Of what was found in row r: the index of the largest, the lowest among equals and -1 if it
+    was not found in one of the shares, the largest, and the next."""
     index, best, other = ids[0, r], largest[0, r], second[0, r]
-    for worker in range(1, len(ids)):
-        output = largest[worker, r]
-        if ids[worker, r] < 0 or index < 0:
+    for share in range(1, len(ids)):
+        output = largest[share, r]
+        if ids[share, r] < 0 or index < 0:
             index = -1
         elif _ordered(output) > _ordered(best):
-            index, best, other = ids[worker, r], output, max(best, other)
+            index, best, other = ids[share, r], output, max(best, other)
         else:
             other = max(output, other)
-        other = max(second[worker, r], other)
+        other = max(second[share, r], other)
     return index, best, other
 
 
@@ -280,9 +286,9 @@ def largest_of(outputs, masks, ids, largest, workers):
     """ids[r] and largest[r] of the largest of each row of outputs [L, N], the lowest index among
     equals; of a NaN, which counts as the largest, that of the first. masks: see `largest_outputs`.
     """
-    found = empty((workers, len(outputs)), np.int64)
+    found = empty((workers * PIECES, len(outputs)), np.int64)
     best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
-    _largest_of_shares(outputs, masks, found, best, second, workers)
+    parallel_for(_largest_of_shares, len(found), workers, (outputs, masks, found, best, second))
     for r in range(len(outputs)):
         ids[r], largest[r], _ = _joined(found, best, second, r)
 
@@ -296,18 +302,18 @@ def _tie_width(largest, softcap):
     return softcap * np.float32(2**-20) / slope
 
 
-@compiled(parallel=True, fastmath=FASTMATH)
-def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
-    """Computes the panels that may hold the largest output of each row, in the worker's share.
+@compiled(fastmath=FASTMATH)
+def _look(x, w, bias, masks, most, least, ids, largest, second, first, last):
+    """Computes the panels that may hold the largest output of each row, in each share.
 
-    ids[w, r], largest[w, r], second[w, r]: the best there, and the next; ids is -1 if too many
+    ids[s, r], largest[s, r], second[s, r]: the best there, and the next; ids is -1 if too many
     panels were left.
     """
     (num_rows, num_inputs), num_panels, num_outputs = x.shape, most.shape[1], len(bias)
     flat, lines = x.reshape(-1), num_inputs * PANEL * w.itemsize // LINE
-    for worker in prange(workers):
-        lo, hi = share_of(num_panels, worker, workers)
-        outputs = empty((num_outputs,), np.float32)
+    outputs = empty((num_outputs,), np.float32)
+    for share in range(first, last):
+        lo, hi = share_of(num_panels, share, len(ids))
         for r in range(num_rows):
             row, index = most[r], np.int64(0)
             best, other = np.float32(-np.inf), np.float32(-np.inf)
@@ -326,13 +332,13 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, workers):
                 index, best, other = _first_largest(
                     outputs, n, n + PANEL, allowed, index, best, other
                 )
-            if worker == workers - 1 and index >= 0:
+            if share == len(ids) - 1 and index >= 0:
                 last_outputs(1, x[r], w, bias, outputs, num_inputs, num_outputs)
                 rest = _allowed(masks, r, num_panels) if num_panels * PANEL < num_outputs else 0
                 index, best, other = _first_largest(
                     outputs, num_panels * PANEL, num_outputs, rest, index, best, other
                 )
-            ids[worker, r], largest[worker, r], second[worker, r] = index, best, other
+            ids[share, r], largest[share, r], second[share, r] = index, best, other
 
 
 @compiled(fastmath=FASTMATH)
@@ -360,11 +366,13 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, larg
         if units[r] == 0:
             return False
     most = empty((num_rows, num_outputs // PANEL), np.float32)
-    least = empty((workers, num_rows), np.float32)
-    _bound(whole, values, scales, slack, units, norms, masks, most, least, workers)
-    for worker in range(1, workers):
+    shares = workers * PIECES
+    least = empty((shares, num_rows), np.float32)
+    operands = whole, values, scales, slack, units, norms, masks, most, least
+    parallel_for(_bound, shares, workers, operands)
+    for share in range(1, shares):
         for r in range(num_rows):
-            least[0, r] = max(least[0, r], least[worker, r])
+            least[0, r] = max(least[0, r], least[share, r])
     widths = zeros((num_rows,), np.float32)
     if softcap > 0:
         for r in range(num_rows):
@@ -372,9 +380,10 @@ def largest_outputs(x, w, values, scales, slack, bias, softcap, masks, ids, larg
                 return False
             widths[r] = _tie_width(np.max(most[r]), softcap)
             least[0, r] -= widths[r]
-    found = empty((workers, num_rows), np.int64)
+    found = empty((shares, num_rows), np.int64)
     best, second = empty(found.shape, np.float32), empty(found.shape, np.float32)
-    _look(x, w, bias, masks, most, least[0], found, best, second, workers)
+    bound = least[0]
+    parallel_for(_look, shares, workers, (x, w, bias, masks, most, bound, found, best, second))
     for r in range(num_rows):
         ids[r], largest[r], other = _joined(found, best, second, r)
         if ids[r] < 0 or (softcap > 0 and largest[r] - other <= widths[r]):

@@ -38,7 +38,7 @@ class HeldType(types.Opaque):
 
     def __init__(self, of: types.Type) -> None:
         self.of = of
-        super().__init__(f"Held({of})")
+        super().__init__(f"HeldType({of!r})")
 
 
 register_model(HeldType)(models.OpaqueModel)

@@ -22,7 +22,7 @@ import difflib
 import functools
 import platform
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llvmlite import binding
@@ -56,6 +56,8 @@ class ISA:
 
     def __str__(self) -> str:
         bytes_by = f"{self.byte_dots} of {self.byte_bits} bits"
+        if self.byte_dots != "vpdpbusd" and any("vnni" in name for name in self.needs):
+            bytes_by += " (numba 0.66 or later has vpdpbusd)"
         return (
             f"{self.name}: vectors of {self.vector_bits} bits, dot products of bytes {bytes_by},"
             f" of bfloat16 {self.bf16_dots}"
@@ -65,8 +67,19 @@ class ISA:
 AVX2 = ("avx2", "f16c", "fma")
 AVX512 = (*AVX2, "avx512bw", "avx512dq", "avx512f", "avx512vl")
 
+
+def of_compiler(isa: ISA, llvm: tuple[int, ...]) -> ISA:
+    """The instruction set as kernels may use it with an LLVM of this version.
+
+    Why: LLVM before 22 has other types in `vpdpbusd`, and the process ends where they are wrong.
+    """
+    if isa.byte_dots != "vpdpbusd" or llvm >= (22,):
+        return isa
+    return replace(isa, byte_dots="vpmaddubsw", byte_bits=256)
+
+
 # fmt: off
-ISAS = (  # the best first; the first that a CPU has is its own
+ALL = (  # the best first; the first that a CPU has is its own
     ISA(name="avx512_bf16", needs=(*AVX512, "avx512vnni", "avx512bf16"), vector_bits=512,
         registers=32, byte_dots="vpdpbusd", byte_bits=512, bf16_dots="vdpbf16ps", halves=True),
     ISA(name="avx512_vnni", needs=(*AVX512, "avx512vnni"), vector_bits=512, registers=32,
@@ -86,6 +99,7 @@ ISAS = (  # the best first; the first that a CPU has is its own
     ISA(name="generic_512", vector_bits=512, registers=32, byte_bits=512, halves=False),
 )
 # fmt: on
+ISAS = tuple(of_compiler(isa, binding.llvm_version_info) for isa in ALL)
 
 
 def available(features: Collection[str]) -> list[ISA]:
@@ -128,13 +142,15 @@ def choose(wanted: str | None, features: Collection[str]) -> ISA:
     raise ConfigError(f"cpu_isa must be one of {', '.join(names)}, got {wanted!r}{hint}")
 
 
-def target_features(isa: ISA, features: Collection[str]) -> str:
-    """LLVM's flags for a CPU of these features that may use no vectors beyond the instruction
-    set's: without them a tile of AVX2 would find 32 registers on a CPU with AVX-512."""
-    beyond = {name for name in features if name.startswith(("avx512", "avx10", "avxvnni"))}
-    beyond -= set(isa.needs)
-    flags = [f"{'-' if name in beyond else '+'}{name}" for name in sorted(features)]
-    return ",".join(flags)
+def target_features(isa: ISA) -> str | None:
+    """LLVM's flags for exactly this instruction set; None: all that this CPU has.
+
+    Why exactly: on more vectors a tile of AVX2 would find 32 registers. And any CPU that has the
+    instruction set can use the code, so it may be compiled elsewhere.
+    """
+    if not isa.needs:
+        return config.CPU_FEATURES
+    return ",".join(f"+{name}" for name in isa.needs if name != "aarch64")
 
 
 def use(name: str | None) -> None:
@@ -148,15 +164,21 @@ def use(name: str | None) -> None:
     isa = choose(name, cpu_features())
     fixed = globals().get("CURRENT")
     if fixed is None:
-        globals()["CURRENT"] = isa
-        if isa.needs:
-            own = cpu_features() - {"aarch64", "x86_64", "amd64"}
-            config.CPU_FEATURES = target_features(isa, own)
+        _fix(isa)
     elif isa is not fixed:
         raise ConfigError(
             f"cpu_isa={name!r}: the kernels of this process are written for {fixed.name!r}, and"
             " all of its engines share them: give it to the first engine of another process"
         )
+
+
+def _fix(isa: ISA) -> ISA:
+    """Why "generic": with the host's name, LLVM adds what that CPU has and orders instructions for
+    it, and the code would be good for it alone. Perf: docs/benchmarks.md has both."""
+    config.CPU_FEATURES = target_features(isa)
+    config.CPU_NAME = "generic"
+    globals()["CURRENT"] = isa
+    return isa
 
 
 CURRENT: ISA
@@ -166,4 +188,4 @@ def __getattr__(name: str) -> ISA:
     """`CURRENT`, found when it is first asked for."""
     if name != "CURRENT":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault("CURRENT", choose(None, cpu_features()))
+    return _fix(choose(None, cpu_features()))

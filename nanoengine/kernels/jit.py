@@ -1,43 +1,71 @@
-"""compiled: numba's compiler with the options that all kernels share, and a cache that knows them.
+"""compiled: numba's compiler with the options that all kernels share, and where code is kept.
 
-numba keeps compiled code on disk and looks at the file of a function alone to tell whether it is
-still good. A kernel that calls one of another file would keep that one's old code, so here the code
-is good as long as no file of this room has changed. Where no cache can be written, kernels are
-compiled at each start.
+    the package's `built`  ─►  the user's directory  ─►  compile, and keep it there
+    written at install         `places`                  at each start, if nothing can be written
+
+numba's own cache looks at the file of a function alone to tell whether its code is still good, and
+keeps code for one CPU. Here code is good as long as no file of this room has changed, on each CPU
+of an instruction set. So it can be compiled while the package is installed (`ahead.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Collection
+import os
+import pickle
+import stat
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba.core.caching import FunctionCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 from numba.extending import overload
+from numba.misc.appdirs import AppDirs
 
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.linking import Kernel, Part
 
 log = logging.getLogger(__name__)
 
+ROOM = Path(__file__).parent
+BUILT = ROOM / "built"
+VARIABLE = "NANOENGINE_CACHE"
+
 
 @cache
-def stamp(room: Path) -> str:
+def stamp(room: Path) -> bytes:
     """A digest of all sources in a directory."""
     digest = hashlib.sha256()
     for path in sorted(room.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return digest.digest()
 
 
-def compiled(
-    *, fastmath: Collection[str], parallel: bool = False, part: bool = False
-) -> Callable[..., Any]:
+class Flags(set[str]):
+    """LLVM's flags in one order. numba writes them into the name of a function's code; in a set's
+    order, which differs from process to process, what one has compiled would not find another's."""
+
+    def __repr__(self) -> str:
+        return str(sorted(self))
+
+    def copy(self) -> Flags:
+        return Flags(self)
+
+
+def compiled(*, fastmath: Collection[str], part: bool = False) -> Callable[..., Any]:
     """Compiles the function at its first call and keeps the code on disk, where that can be.
 
     What has an underscore before its name is called by compiled code only.
@@ -45,7 +73,6 @@ def compiled(
     Args:
         fastmath: LLVM's flags. None of ours has "nnan" or "ninf": a row with NaN or infinity must
             come out as NaN, there and only there.
-        parallel: `prange` runs on all threads.
         part: written into each kernel that calls it, and compiled with that. For what is called
             in loops.
     """
@@ -56,18 +83,14 @@ def compiled(
             "nogil": True,
             "boundscheck": None,
             "error_model": "numpy",
-            "fastmath": set(fastmath),
-            "parallel": parallel,
+            "fastmath": Flags(fastmath),
             "no_cfunc_wrapper": True,
             "no_cpython_wrapper": part or function.__qualname__.startswith("_"),
         }
         if part:
             return Part(function, options)
         kernel = Kernel(function, options)
-        try:
-            kernel._cache = KernelCache(function)
-        except RuntimeError:  # Why: numba's way to say that it may write nowhere.
-            _warn("no directory for them can be written")
+        kernel._cache = KernelCache(function)
         return kernel
 
     return decorate
@@ -88,59 +111,161 @@ def by_types(fastmath: Collection[str] = ()) -> Callable[..., Any]:
     return decorate
 
 
+def places() -> list[Path]:
+    """Directories in which code may be kept for this user, the best first."""
+    if named := os.environ.get(VARIABLE):
+        return [Path(named).absolute()]
+    found = [Path(AppDirs("nanoengine", appauthor=False).user_cache_dir)]
+    with contextlib.suppress(FileNotFoundError):  # no directory for temporary files can be written
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        found.append(Path(tempfile.gettempdir(), f"nanoengine-{user}"))
+    return [place for place in found if place.is_absolute()]  # without a home it begins with "~"
+
+
+def _is_safe(place: Path) -> bool:
+    """Whether nobody else can write there, or the user has named it: what is there will run."""
+    if os.environ.get(VARIABLE) or not hasattr(os, "getuid"):
+        return True
+    try:
+        found = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def place_to_keep() -> Path | None:
+    """The first of `places` that can be written."""
+    for place in places():
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError:
+            continue
+        if _is_safe(place):
+            return place
+    return None
+
+
 class KernelCache(FunctionCache):
-    """numba's cache of one function, for which a damaged file and a full disk are no errors."""
+    """The compiled code of one function: a file for each signature and compiler.
+
+    A file begins with a digest of the sources and of what follows. One that is damaged, or older
+    than the sources, is compiled again.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file._source_stamp = stamp(Path(__file__).parent)
+        """numba's own would look for a directory to write."""
+        self._py_func = function
+        self._room = Path(function.__code__.co_filename).parent
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+
+    cache_path = property(lambda self: str(BUILT))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled code for these types; None: it must be compiled."""
-        try:
-            found = super().load_overload(sig, target_context)
-        except Exception as error:  # Why: a torn pickle raises nearly anything.
-            self._forget()
-            _warn(f"{self.cache_path} has damaged files ({error})")
-            found = None
-        if found is None:
-            _tell(self.cache_path)
-        return found
-
-    def _index_key(self, *of_call: Any) -> tuple[Any, ...]:
-        """Why with the instruction set: code for two of them is kept side by side."""
-        return (*super()._index_key(*of_call), CURRENT.name)
+        target_context.refresh()
+        for path in self._where(self._file(sig, target_context)):
+            try:
+                digest, data = (content := path.read_bytes())[:32], content[32:]
+            except OSError:
+                continue
+            if digest == _digest(data):
+                try:
+                    return CompileResult._rebuild(target_context, *pickle.loads(data))
+                except LookupError:  # Why: it calls a function that is another one now.
+                    continue
+        BURST.begin()
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keeps compiled code for the next start."""
+        BURST.end()
+        place = place_to_keep()
+        if place is None:
+            return
+        assert not data.library.has_dynamic_globals, f"{self._name} holds addresses"
+        content = dumps(data._reduce())
+        path = place / self._room_of_user() / self._file(sig, data.target_context)
+        beside = path.with_suffix(f".{uuid.uuid4().hex}")
         try:
-            super().save_overload(sig, data)
+            path.parent.mkdir(exist_ok=True)
+            beside.write_bytes(_digest(content) + content)
+            with self._guard_against_spurious_io_errors():
+                beside.replace(path)  # Why: who reads finds all of it, or nothing.
         except OSError as error:
-            self._forget()
-            _warn(str(error))
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            _warn(f"{error}; {VARIABLE} may name another directory")
 
-    def _forget(self) -> None:
-        """Why: an index without its new data would name the data of an older source."""
-        with contextlib.suppress(OSError):
-            Path(self._cache_file._index_path).unlink(missing_ok=True)
+    def _where(self, file: str) -> Iterator[Path]:
+        """Paths at which a file may be, the best first."""
+        yield BUILT / file
+        own = self._room_of_user()
+        yield from (place / own / file for place in places() if _is_safe(place))
+
+    def _room_of_user(self) -> str:
+        """Why by path: several versions of the package may be installed, and used in turns."""
+        return f"{self._room.name}-{hashlib.sha256(bytes(self._room)).hexdigest()[:16]}"
+
+    def _file(self, sig: Any, target_context: Any) -> str:
+        """The name of the file of a signature's code, compiled as this process does."""
+        compiler = numba.__version__, sys.implementation.cache_tag, repr(CURRENT)
+        key = (*self._index_key(sig, target_context.codegen()), *compiler)
+        return f"{self._name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.nbc"
 
 
-@functools.cache
-def _tell(directory: str) -> None:
-    """Once in a process that compiles anything: ten seconds of silence look like a hang."""
-    log.warning(
-        "compiling kernels for this CPU (%s): once, some ten seconds; the code is kept in %s",
-        CURRENT.name,
-        directory,
-    )
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(stamp(ROOM) + data).digest()
+
+
+class Burst:
+    """Kernels that are compiled one after the other, told in two lines: seconds of silence look
+    like a hang."""
+
+    QUIET = 1.0  # s, after which it was the last one
+
+    def __init__(self) -> None:
+        self._depth, self._kernels, self._seconds, self._began = 0, 0, 0.0, 0.0
+        self._timer = threading.Timer(0, lambda: None)
+        atexit.register(self._tell)
+
+    def begin(self) -> None:
+        """A kernel is compiled from now on, perhaps within another."""
+        self._timer.cancel()
+        if self._depth == self._kernels == 0:
+            if place := place_to_keep():
+                where = f"once, and keeping them in {place}"
+            else:
+                tried = " or ".join(map(str, places())) or "any directory"
+                where = f"at each start, as nothing can be written in {tried}: {VARIABLE}"
+                where += " may name another directory"
+            log.warning("compiling kernels for %s, %s", CURRENT.name, where)
+        if self._depth == 0:
+            self._began = time.perf_counter()
+        self._depth += 1
+
+    def end(self) -> None:
+        """It is there."""
+        self._depth -= 1
+        self._kernels += 1
+        if self._depth == 0:
+            self._seconds += time.perf_counter() - self._began
+            self._timer = threading.Timer(self.QUIET, self._tell)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _tell(self) -> None:
+        self._timer.cancel()
+        kernels, seconds = self._kernels, self._seconds
+        self._kernels, self._seconds = 0, 0.0
+        if kernels:
+            log.warning("compiled %d kernels in %.1f s", kernels, seconds)
+
+
+BURST = Burst()
 
 
 @functools.cache
 def _warn(reason: str) -> None:
     """Once for each reason."""
-    log.warning(
-        "compiled kernels can't be read or kept: %s. They are compiled now, which takes some ten"
-        " seconds at each start unless NUMBA_CACHE_DIR names a directory that you, and only you,"
-        " can write",
-        reason,
-    )
+    log.warning("compiled kernels can't be kept: %s", reason)

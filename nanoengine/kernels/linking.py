@@ -30,8 +30,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.lowering import Lower
 from numba.core.pythonapi import EnvironmentManager, PythonAPI
 from numba.core.registry import CPUDispatcher
-from numba.core.typed_passes import NativeLowering, NativeParforLowering
-from numba.parfors.parfor_lowering import ParforLower
+from numba.core.typed_passes import NativeLowering
 
 
 class Kernel(CPUDispatcher):
@@ -193,10 +192,6 @@ class BorrowingLower(Borrowing, Lower):
     """numba's writer of LLVM's code, for a function that borrows."""
 
 
-class BorrowingParforLower(Borrowing, ParforLower):
-    """The same for one with `prange`."""
-
-
 @register_pass(mutates_CFG=True, analysis_only=False)
 class Lowering(NativeLowering):
     """numba's step that writes LLVM's code."""
@@ -205,24 +200,16 @@ class Lowering(NativeLowering):
     lowering_class = BorrowingLower
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class ParforLowering(NativeParforLowering):
-    """The same for a function with `prange`."""
-
-    _name = "borrowing parfor lowering"
-    lowering_class = BorrowingParforLower
-
-
-OURS = {NativeLowering: Lowering, NativeParforLowering: ParforLowering}
-
-
 class Steps(Compiler):
-    """numba's steps, with `OURS` in the place of some."""
+    """numba's steps, with `Lowering` in the place of its own."""
 
     def define_pipelines(self) -> list[Any]:
         pipelines = super().define_pipelines()
         for pipeline in pipelines:
-            pipeline.passes = [(OURS.get(step, step), name) for step, name in pipeline.passes]
+            pipeline.passes = [
+                (Lowering if step is NativeLowering else step, name)
+                for step, name in pipeline.passes
+            ]
         return pipelines
 
 

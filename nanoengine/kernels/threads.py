@@ -1,66 +1,104 @@
-"""numba's kernels on torch's threads: how many, and that they share one pool."""
+"""The threads that do the pieces of kernels (`pool.py`): as many as torch uses."""
 
 from __future__ import annotations
 
-import importlib.util
+import atexit
+import contextlib
 import os
 import threading
-import warnings
+import time
 
-import numba
 import torch
+from numba import types
 
-from nanoengine.kernels import BINDING
+from nanoengine.kernels import pool
+from nanoengine.settings.cores import BINDING, affinity, allowed_cores, cpu_quota
 
-_TOLD = threading.local()
-"""`workers`: what this thread has told numba."""
+WAIT = 200e-6  # seconds that a thread looks for work before it sleeps
+REST = 3e-3  # seconds that one who makes room sleeps; Perf: the best of 1, 3 and 8 ms
+SAMPLE = 2000  # looks, 30 us or so
+
+_awake = threading.Event()
+_threads: list[threading.Thread] = []
 
 
-def share_threads_with_torch() -> None:
-    """Runs numba's kernels on torch's OpenMP threads, as many as torch uses.
+def num_workers() -> int:
+    """Threads that a kernel may use: as many as torch uses. Those that sleep are woken."""
+    workers = min(torch.get_num_threads(), pool.MOST)
+    if len(_threads) < workers - 1:
+        start_workers()
+    if not _awake.is_set():
+        _awake.set()
+    return workers
 
-    Why: two pools of spinning threads fight for the cores. Perf: a linear layer and an attention
-    kernel of 3.5 ms each, alternating, take 7.2 ms on one pool and 11.7 ms on two (2 Zen 3 cores).
-    """
-    # Without it numba picks another layer, and the warning below names that.
-    if importlib.util.find_spec("numba.np.ufunc.omppool") is not None:
-        numba.config.THREADING_LAYER = "omp"
-    threads = torch.get_num_threads()
-    call_on(num_workers())
-    # Why: numba's start sets OpenMP's thread count, which is torch's too, to all cores.
-    torch.set_num_threads(threads)
-    if numba.threading_layer() != "omp":
-        warnings.warn(
-            f"numba runs on its threading layer {numba.threading_layer()!r} because 'omp' could not"
-            " be used; attention and torch compete for the cores and both are slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+
+def start_workers() -> None:
+    """Starts the threads that are not there yet; the one that calls kernels is the first."""
+    pool.serve.compile((types.int64,))
+    if not pool.WORDS[pool.LOOKS]:
+        pool.WORDS[pool.LOOKS] = _looks_in(WAIT)
+    for worker in range(len(_threads) + 1, min(torch.get_num_threads(), pool.MOST)):
+        name = f"nanoengine worker {worker}"
+        thread = threading.Thread(target=_work, args=(worker,), name=name, daemon=True)
+        _threads.append(thread)
+        thread.start()
+
+
+def _looks_in(seconds: float) -> int:
+    """How often one who waits looks at the memory in that time."""
+    pool.look(1)  # compiled
+    start = time.perf_counter()
+    pool.look(SAMPLE)
+    return int(SAMPLE * seconds / (time.perf_counter() - start)) + 1
+
+
+def _work(worker: int) -> None:
+    # Why: OpenMP has left the thread that started this one with one core.
+    if BINDING & os.environ.keys() and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    cores: set[int] = set()  # those that it may use, while it uses but some of them
+    while not pool.WORDS[pool.STOP]:
+        why = pool.serve(worker)
+        if cores or why != pool.IDLE:
+            with contextlib.suppress(OSError):  # forbidden, or the cores are others by now
+                cores = cores or os.sched_getaffinity(0)
+                away = {int(pool.WORDS[pool.CORE])} if why != pool.IDLE else set()
+                os.sched_setaffinity(0, cores - away or cores)
+        if why == pool.CROWD:
+            time.sleep(REST)
+        if why == pool.IDLE:
+            cores = set()
+            _awake.clear()
+            _awake.wait()
+
+
+@atexit.register
+def _stop() -> None:
+    """Why: a thread that comes back from compiled code finds no Python once it has ended."""
+    pool.WORDS[pool.STOP] = 1
+    _awake.set()
+    for thread in _threads:
+        thread.join(timeout=1)
+
+
+def _forget() -> None:
+    """In a process that was forked, which has none of the threads."""
+    _threads.clear()
+    pool.WORDS[pool.BUSY] = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def why_so_many() -> str:
     """What decides `num_workers`, for people."""
-    if torch.get_num_threads() > numba.config.NUMBA_NUM_THREADS:
-        return "NUMBA_NUM_THREADS, or as many as numba finds cores"
     if "OMP_NUM_THREADS" in os.environ:
         return f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
-    if BINDING & os.environ.keys():  # and has left this thread one core of those it may use
+    if torch.get_num_threads() == allowed_cores() < affinity():
+        return f"the quota of its control group is {cpu_quota():g} cores; OMP_NUM_THREADS sets it"
+    if BINDING & os.environ.keys():
         return "torch's choice; OpenMP binds each to its cores"
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"torch's choice, of {allowed} cores that this process may use; OMP_NUM_THREADS sets it"
-
-
-def num_workers() -> int:
-    """Threads that a kernel may use: as many as torch uses."""
-    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-
-
-def call_on(workers: int) -> None:
-    """The kernels that this thread calls from now on run on so many threads.
-
-    Why for each thread: numba counts so, and an engine may be built in another one. Why noted here:
-    within a step it takes numba 10 us to be told the same again. What others tell it is not seen.
-    """
-    if getattr(_TOLD, "workers", None) != workers:
-        numba.set_num_threads(workers)
-        _TOLD.workers = workers
+    return (
+        f"torch's choice, of {affinity()} cores that this process may use; OMP_NUM_THREADS sets it"
+    )

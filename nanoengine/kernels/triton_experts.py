@@ -74,7 +74,7 @@ def add_experts_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < SIZE
-    total = tl.zeros([WIDTH], tl.float32)
+    total = tl.full([WIDTH], 0, tl.float32)
     for choice in range(TAKEN):
         pair = token * TAKEN + choice
         result = tl.load(results + pair * SIZE + columns, mask=mask, other=0.0).to(tl.float32)

@@ -39,8 +39,8 @@ def products(
     weight is [2 OUT, IN], gate first, bias [2 OUT], and the result is act(gate) * up, rounded at
     each step as separate layers would.
     """
-    acc = tl.zeros([M, N], tl.float32)
-    up_acc = tl.zeros([M, N], tl.float32)
+    acc = tl.full([M, N], 0, tl.float32)
+    up_acc = tl.full([M, N], 0, tl.float32)
     for start in range(0, IN, K):
         inputs = start + tl.arange(0, K)
         mask = inside

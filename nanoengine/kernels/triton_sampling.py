@@ -103,8 +103,8 @@ def best_token(row, S: tl.constexpr):
     """The largest logit, the first token that has it, whether it is a number (no NaN in the line,
     and no infinity on top), and the best of each lane with its tile's start, [block]."""
     best = tl.full([S.block], float("-inf"), tl.float32)
-    best_at = tl.zeros([S.block], tl.int32)
-    wrong = tl.zeros([S.block], tl.int32)
+    best_at = tl.full([S.block], 0, tl.int32)
+    wrong = tl.full([S.block], 0, tl.int32)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
         x = load_tile(row, start, S)
         better = x > best
@@ -133,7 +133,7 @@ def weightless_key(law, S: tl.constexpr):
 def next_best(row, best, best_at, S: tl.constexpr):
     """The likeliest token of each lane after this one: its logit, and the start of its tile."""
     after = tl.full([S.block], float("-inf"), tl.float32)
-    after_at = tl.zeros([S.block], tl.int32)
+    after_at = tl.full([S.block], 0, tl.int32)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
         x = load_tile(row, start, S)
         follows = (x < best) | ((x == best) & (start > best_at))
@@ -200,8 +200,8 @@ def draw_candidate(candidates, count, total, top_k, top_p, uniform, law, S: tl.c
     STEP: tl.constexpr = 16
     x, ids, weights = load_candidates(candidates, 0, count, law, S.room, S)
     # How many are likelier, and what these weigh.
-    ranks = tl.zeros([S.room], tl.int32)
-    before = tl.zeros([S.room], tl.int64)
+    ranks = tl.full([S.room], 0, tl.int32)
+    before = tl.full([S.room], 0, tl.int64)
     for start in range(0, count, STEP):
         others, other_ids, other_weights = load_candidates(candidates, start, count, law, STEP, S)
         likelier = (others[None, :] > x[:, None]) | (
@@ -229,7 +229,7 @@ def amounts(row, start, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
 @triton.jit
 def tile_sums(row, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
     """The sums of `amounts` of all tiles, [tiles] int64."""
-    sums = tl.zeros([S.tiles], tl.int64)
+    sums = tl.full([S.tiles], 0, tl.int64)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
         found = amounts(row, start, key, law, S, BY_KEY)
         sums = tl.where(tl.arange(0, S.tiles) == start // S.block, tl.sum(found, 0), sums)
@@ -250,7 +250,7 @@ def token_above(row, sums, target, key, law, S: tl.constexpr, BY_KEY: tl.constex
 def amount_from(row, key, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
     """The count, or the weight, of the tokens whose key is at least this one, which is not that of
     -inf."""
-    total = tl.zeros([S.block], tl.int64 if BY_WEIGHT else tl.int32)
+    total = tl.full([S.block], 0, tl.int64 if BY_WEIGHT else tl.int32)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
         x = load_tile(row, start, S)
         above = to_keys(x, S) >= key

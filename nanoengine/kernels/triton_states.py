@@ -39,7 +39,7 @@ def conv_step_kernel(
     mask = channels < CHANNELS
     before = states + tl.load(reads + token) * STATE_ROW + channels
     behind = states + tl.load(writes + token) * STATE_ROW + channels
-    total = tl.zeros([WIDTH], states.dtype.element_ty)
+    total = tl.full([WIDTH], 0, states.dtype.element_ty)
     for tap in tl.static_range(TAPS):
         if tap < TAPS - 1:
             value = tl.load(before + tap * CHANNELS, mask=mask, other=0.0)
@@ -117,7 +117,7 @@ def delta_scan_kernel(
         first = (chunk * HEADS + head).to(tl.int64) * P
         cells = (first + tokens)[:, None] * VALUE + columns[None, :]
         new = tl.load(values + cells, mask=in_value, other=0.0)
-        found = tl.zeros([P, WIDTH], tl.float32)
+        found = tl.full([P, WIDTH], 0, tl.float32)
         for start in range(0, KEY, K):
             rows = start + tl.arange(0, K)
             in_key = (rows < KEY)[None, :]

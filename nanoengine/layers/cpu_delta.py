@@ -9,7 +9,7 @@ import torch
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.kernels.cpu_delta import delta_step
 from nanoengine.kernels.numpy_views import NumpyViews
-from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+from nanoengine.kernels.threads import num_workers, start_workers
 from nanoengine.layers.delta_rule import DeltaTokens
 
 
@@ -22,7 +22,7 @@ class CPUDeltaSteps:
     """
 
     def __init__(self, plan: StatePlan, weight: torch.Tensor) -> None:
-        share_threads_with_torch()
+        start_workers()
         self._views, self._weight = NumpyViews(), weight
         heads = plan.num_value_heads // plan.num_key_heads
         self._shape = (plan.num_key_heads, heads, plan.key_dim, plan.value_dim)

@@ -74,7 +74,8 @@ class PackedLinear(UnquantizedLinear):
             if dtype == torch.bfloat16:
                 self.panels = self.panels.view(np.uint16)
             bits = self.panels.view(f"u{self.panels.itemsize}")
-            kernels.pack(bits, self.shape[1], self.shape[0], dtype == torch.bfloat16)
+            in_pairs = dtype == torch.bfloat16
+            kernels.pack(bits, self.shape[1], self.shape[0], in_pairs, num_workers())
             self.is_packed = True
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +98,7 @@ class PackedLinear(UnquantizedLinear):
         if not self.is_packed:
             return super().rows(ids).float()
         out = np.empty((ids.shape[0], self.shape[1]), np.float32)
-        kernels.unpack_rows(self.panels, ids.numpy(), out, self.shape[0])
+        kernels.unpack_rows(self.panels, ids.numpy(), out, self.shape[0], num_workers())
         return torch.from_numpy(out)
 
 
@@ -117,7 +118,7 @@ class ScreenedHead(PackedLinear):
             panels, padded = outputs // cpu_screen.PANEL, -(-inputs // 4) * 4
             self.values = torch.empty(panels, padded * cpu_screen.PANEL, dtype=torch.int8)
             self.scales, self.slack = torch.empty(2, outputs)
-            cpu_screen.quantize_outputs(self.panels, *self._copy(), inputs)
+            cpu_screen.quantize_outputs(self.panels, *self._copy(), inputs, num_workers())
 
     def _copy(self) -> tuple[np.ndarray, ...]:
         """The int8 copy as the kernels read it. Why not kept: buffers move when all is loaded

@@ -5,7 +5,7 @@ and its prefetchers stop there; numpy asks the kernel for pages of 2 MiB where a
 small tensors get theirs only side by side in one of those.
 
 A page lies on the socket of the thread that first touches it. So those who will read it do that
-here (`kernels/shares.py`), before anything is loaded.
+here (`kernels/pool.py`), before anything is loaded.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def place_buffers(model: nn.Module) -> None:
 
 
 def _touched(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory lies where the workers are that will read it; `kernels/shares.py`.
+    """The tensor, whose memory lies where the workers are that will read it; `kernels/pool.py`.
 
     Why not by who writes it: a checkpoint's tensors come one by one, and each is written by all.
     """
     # Why here: they bring numba, which no other device needs.
-    from nanoengine.kernels.shares import touch
+    from nanoengine.kernels.pool import touch
     from nanoengine.kernels.threads import num_workers
 
     touch(tensor.view(-1).view(torch.uint8).numpy(), num_workers())

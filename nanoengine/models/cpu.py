@@ -19,7 +19,7 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import cpu_layers as kernels
 from nanoengine.kernels.numpy_views import NumpyViews
-from nanoengine.kernels.threads import num_workers, share_threads_with_torch
+from nanoengine.kernels.threads import num_workers, start_workers
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
 from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, UnquantizedLinear
@@ -50,7 +50,7 @@ class CPUKernels(Kernels):
 
             kind = cpu_quantized.kind_for(quantization) if dtype != torch.float64 else None
             self.linear = quantized.quantized_linears(quantization, self.exact_linear, kind)
-        share_threads_with_torch()
+        start_workers()
         self._views = NumpyViews()
 
     def dtypes(

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from nanoengine.errors import ConfigError
+
 PROGRAM = (
     "import sys; module, numbers, sys.path[:] = sys.argv[1], sys.argv[2], sys.argv[3:];"
     " from nanoengine.ranks.worker import begin; begin(module, *map(int, numbers.split()))"
@@ -41,6 +43,9 @@ class Worker:
         module: whose `main` it runs, with its end of the pipe and `numbers`.
         descriptors: files that it needs, beside the pipe.
         environment: variables that differ from this process's.
+
+    Raises:
+        ConfigError: on Windows.
     """
 
     def __init__(
@@ -50,6 +55,11 @@ class Worker:
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        if sys.platform == "win32":
+            raise ConfigError(
+                "replicas and tensor_parallel_size above 1 hand open pipes to processes, which"
+                " Windows does not: leave them out, or use WSL"
+            )
         self._pipe, theirs = Pipe()
         # Why not from other threads: they end before this process does.
         is_tied = sys.platform == "linux" and (

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from nanoengine.models.states import StateLayer
 
 
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIVATE") else {}
+"""Memory of no other process. Windows has no flags, and no process sees what has no name."""
+
+
 def block_bytes(
     *, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype
 ) -> int:
@@ -166,7 +170,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        memory = mmap.mmap(-1, num_bytes, **PRIVATE)
     except OSError as error:
         raise MemoryError(f"no room for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

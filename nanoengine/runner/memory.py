@@ -218,7 +218,16 @@ def free_cpu_bytes() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return total_cpu_bytes() // 2
+
+
+def total_cpu_bytes() -> int:
+    """All memory of this machine."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # Why here: Windows alone installs it.
+
+    return int(psutil.virtual_memory().total)
 
 
 def free_gpu_bytes(device: torch.device) -> int:
@@ -232,7 +241,7 @@ def require_memory(setting: str, num_bytes: float, device: torch.device) -> None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = total_cpu_bytes()
     if num_bytes > total:
         raise ConfigError(
             f"{setting} asks for {num_bytes / GIB:,.0f} GiB; {device} has {total / GIB:,.1f} GiB:"

@@ -5,6 +5,7 @@ Called by the ModelRunner before it loads a model. Nothing is allocated here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import ModelContext, one_rank
+from nanoengine.settings import cores
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 OWN = ("naive", "triton")
 """Attention backends whose kernel set does not depend on the device."""
+
+NUMBERS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+"""Variables in which a user says how many threads there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +127,13 @@ def use_isa(config: EngineConfig) -> None:
         from nanoengine.kernels import isa
 
         isa.use(config.cpu_isa)
+
+
+def use_allowed_cores() -> None:
+    """Holds torch, and so the kernels, to as many threads as the system gives cores.
+
+    Somebody's own number stays: one of `NUMBERS`, or what torch would not have taken by itself.
+    """
+    threads, allowed = torch.get_num_threads(), cores.allowed_cores()
+    if threads > allowed and threads in cores.usual_threads() and not NUMBERS & os.environ.keys():
+        torch.set_num_threads(allowed)

@@ -7,7 +7,8 @@
                                                                  False or None, got 'no'
 
 `check_value` checks one value; `checked` makes a dataclass check what it is built with. Ranges, and
-what contradicts each other, are the class's own to check. Everyone may import this file.
+what contradicts each other, are the class's own to check. `read_object` reads a JSON object out of
+a file that may hold, or be, anything. Everyone may import this file.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
+import stat
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -212,3 +216,25 @@ def _is_kind(value: Any, kind: Any) -> bool:
     if base is float:  # Why so: a comparison holds for integers that no float can hold, too.
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, base)
+
+
+def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        error: the file can't be read, is a FIFO or another special file, which would be waited for,
+            or holds anything else than an object.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise error(f"{path} is no regular file")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as reason:
+        raise error(f"{path} can't be read: {reason}") from reason
+    except ValueError as reason:
+        raise error(f"{path} is not valid JSON: {reason}") from reason
+    except RecursionError as reason:
+        raise error(f"{path} is nested too deeply") from reason
+    if not isinstance(content, dict):
+        raise error(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

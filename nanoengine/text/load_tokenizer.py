@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.json_file import read_object
+from nanoengine.settings.checks import read_object
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:

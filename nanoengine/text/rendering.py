@@ -5,7 +5,8 @@
 
 A template is a program, of a checkpoint or a row. jinja's sandbox bounds what it reaches, not what
 it takes: ten characters make a hundred gigabytes in one call into C, which no thread can end. What
-is left to a template is RENDER_S of one core for each rendering, and RENDER_BYTES.
+is left to a template is RENDER_S of one core for each rendering, and RENDER_BYTES. Windows has no
+alarm: a watch of faulthandler's takes its place, a thread for each rendering.
 
 Called by `text/chat_template.py` and `jobs/rows.py`. A process runs for each kind of template, from
 the first one on; the first of chats waits 0.6 s for transformers. Perf: 36 us for a short chat of
@@ -15,11 +16,13 @@ the demo model's, 21 without a process of its own (two Zen 5 cores).
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import functools
+import gc
 import json
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +31,9 @@ from typing import Any, Literal
 
 RENDER_S = 5.0
 """Longest time that a template may take. A real one takes less than a millisecond."""
+
+TIMED_OUT = -signal.SIGALRM if hasattr(signal, "SIGALRM") else 1
+"""The exit code after that."""
 
 RENDER_BYTES = 1 << 30
 """Memory that templates may take beside the program itself; not bounded where /proc is not."""
@@ -49,7 +55,8 @@ class Renderer:
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         # Why: a forked process would read what its parent asked for.
-        os.register_at_fork(after_in_child=self._forget)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._end)
 
     def begin(self) -> subprocess.Popen[bytes]:
@@ -62,7 +69,9 @@ class Renderer:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-                    process_group=0,  # Why: Ctrl-C is for the parent.
+                    # Why a group of its own: Ctrl-C is for the parent.
+                    process_group=0,
+                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 )
             return self._process
 
@@ -87,7 +96,7 @@ class Renderer:
                 raise
             if not line.endswith(b"\n"):
                 self._end()
-                if process.returncode == -signal.SIGALRM:
+                if process.returncode == TIMED_OUT:
                     raise TimeoutError(f"it did not end within {RENDER_S:g} s")
                 raise ValueError(f"the process that renders it ended with {process.returncode}")
         text, error = json.loads(line)
@@ -146,24 +155,42 @@ def _renderer(kind: str) -> Any:
     return row
 
 
-def _main(kind: str) -> None:
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
-    render = _renderer(kind)
+def _bound_memory() -> None:
+    import resource
+
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             own = int(file.read().split()[0]) * resource.getpagesize()
         most, (_, hard) = own + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
         if hard == resource.RLIM_INFINITY or most < hard:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _end_after(seconds: float) -> None:
+    """Ends this process after a time; 0: not any more."""
+    if hasattr(signal, "SIGALRM"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    elif seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _main(kind: str) -> None:
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    render = _renderer(kind)
+    with contextlib.suppress(ImportError):
+        _bound_memory()
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while True:
         try:
             seconds, request = pickle.load(requests)
         except EOFError:
             return
         answer: tuple[str | None, str | None]
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        _end_after(seconds)
         try:
             text = str(render(*request))
             if len(text) > MOST_CHARS:
@@ -173,7 +200,9 @@ def _main(kind: str) -> None:
             answer = None, "MemoryError"
         except Exception as error:  # Why: templates are programs, and raise anything.
             answer = None, str(error) or type(error).__name__
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if answer[1] == "MemoryError":
+            gc.collect()  # Why: a cycle holds what the template had, and the next one lacked it.
+        _end_after(0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 

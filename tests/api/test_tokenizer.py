@@ -368,6 +368,7 @@ def test_a_chat_template_sees_what_the_library_would_show_it() -> None:
     assert "the place" in expected
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # since Python 3.12
 def test_a_renderer_outlives_interrupts_and_the_death_of_its_process() -> None:
     renderer = rendering.Renderer("row")
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from nanoengine.cli import main as cli
 from nanoengine.jobs import feed
 from nanoengine.jobs.feed import Ahead
 from nanoengine.jobs.job import Job
@@ -496,8 +497,8 @@ def test_a_second_process_on_the_same_output_is_refused(batch: Batch) -> None:
     assert batch.run(source, *GREEDY) == 0
     runs = batch.directory / "out.jsonl.job.runs"
     code = (
-        "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX);"
-        "print('locked', flush=True); sys.stdin.read()"
+        "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1] + '.lock');"
+        "lock.acquire(); print('locked', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(batch.output)],
@@ -1034,3 +1035,14 @@ def test_lines_of_any_bytes_are_each_answered_once(batch: Batch, lines: list[byt
     failed = [record for record in found.values() if record["error"] is not None]
     assert code == (1 if failed else 0)
     assert all(record["error"]["line"] == rows[row_of(record)] + 1 for record in failed)
+
+
+def test_rows_that_waited_for_blocks_are_told_with_what_would_help(tmp_path, capsys):
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": "One day a dog", "max_tokens": 60}\n' * 4)
+    for blocks, waited in ((6, True), (400, False)):
+        args = ["batch", "demo", str(rows), "--output", str(tmp_path / f"{blocks}.jsonl")]
+        assert cli.main([*args, "--num-kv-blocks", str(blocks), "--max-model-len", "80"]) == 0
+        told = capsys.readouterr().err
+        assert ("rows waited for blocks of the KV cache in " in told) == waited, told
+        assert ("--kv-cache-gib" in told) == waited

@@ -185,3 +185,22 @@ def test_a_log_that_could_not_be_written_anew_goes_on_in_the_old_file(
     log.close()
     assert log.path.read_bytes() == b'{"_row": 0}\n{"_row": 1}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("taken", [0, 5, 12])
+def test_a_signal_between_a_write_and_what_is_behind_it_leaves_whole_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    log, line, write = Log(tmp_path / "out.jsonl"), b'{"_row": 1}\n', os.write
+    log.append(b'{"_row": 0}\n')
+
+    def interrupted(fd: int, data: bytes) -> int:
+        write(fd, data[:taken])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            log.append(line)
+    log.close()
+    assert log.path.read_bytes() == b'{"_row": 0}\n' + (line if taken == len(line) else b"")

@@ -18,6 +18,14 @@ from nanoengine.kernels.tiles import PANEL, float_tile, tile_shapes
 from tests.support import assembly
 from tests.support.assembly import ARM, CPUS, TILES, assembly_of, inner_loops, intrinsics_on, spills
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/kernels/*tiles.py",
+    "nanoengine/kernels/emit.py",
+    "nanoengine/kernels/isa.py",
+    "benchmarks/suite/cpu_peak.py",
+    "tests/support/assembly.py",
+)
+
 BY_NAME = {isa.name: isa for isa in ISAS}
 I64, FLOAT = ir.IntType(64), ir.FloatType()
 

@@ -10,6 +10,13 @@ from nanoengine.kernels.isa import ISA, ISAS
 from nanoengine.kernels.tiles import PANEL
 from tests.support.tile_functions import Compiled, runnable
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/kernels/*tiles.py",
+    "nanoengine/kernels/emit.py",
+    "nanoengine/kernels/isa.py",
+    "tests/support/tile_functions.py",
+)
+
 INPUTS, ROWS, PANELS = 96, 8, 4
 RANDOM = np.random.default_rng(2)
 X = RANDOM.integers(-127, 128, (ROWS, INPUTS)).astype(np.int8)

@@ -21,6 +21,15 @@ from nanoengine.kernels.isa import CURRENT, available, cpu_features
 from tests.support.engines import checkpoint, random_prompts
 from tests.support.paged_batches import Paged
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/kernels/*tiles.py",
+    "nanoengine/kernels/emit.py",
+    "nanoengine/kernels/isa.py",
+    "nanoengine/kernels/cpu_*.py",
+    "nanoengine/kernels/attention_tasks.py",
+    "nanoengine/kernels/exp.py",
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

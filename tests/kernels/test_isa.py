@@ -13,7 +13,15 @@ from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from nanoengine.cli.info import device_lines
 from nanoengine.errors import ConfigError
-from nanoengine.kernels.isa import CURRENT, ISAS, choose, cpu_features, target_features
+from nanoengine.kernels.isa import (
+    ALL,
+    CURRENT,
+    ISAS,
+    choose,
+    cpu_features,
+    of_compiler,
+    target_features,
+)
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.settings.config import EngineConfig
@@ -57,12 +65,21 @@ def test_a_lesser_one_may_be_asked_for_and_none_that_the_cpu_lacks():
 
 
 def test_the_compiler_keeps_to_the_one_asked_for():
-    flags = target_features(choose("avx2", ZEN5), ZEN5 - {"x86_64"}).split(",")
-    assert {flag for flag in flags if "avx512" in flag or "vnni" in flag} == {
-        "-avx512f", "-avx512bw", "-avx512dq", "-avx512vl", "-avx512cd", "-avx512vnni",
-        "-avx512vbmi", "-avx512bf16", "-avxvnni",
-    }  # fmt: skip
-    assert {"+avx2", "+fma"} <= set(flags)
+    assert target_features(choose("avx2", ZEN5)) == "+avx2,+f16c,+fma"
+    assert target_features(choose("neon", {"aarch64"})) == ""
+
+
+def test_a_compiler_without_vnni_gets_the_best_kernels_without():
+    """LLVM 20, of numba 0.65, ends the process where it meets `vpdpbusd` as kernels name it."""
+    (with_bf16,) = (isa for isa in ALL if isa.name == "avx512_bf16")
+    assert of_compiler(with_bf16, (22, 1, 0)) is with_bf16
+    without = of_compiler(with_bf16, (20, 1, 8))
+    assert (without.byte_dots, without.byte_bits) == ("vpmaddubsw", 256)
+    assert (without.name, without.bf16_dots) == ("avx512_bf16", "vdpbf16ps")
+    assert "numba 0.66 or later" in str(without) and "numba" not in str(with_bf16)
+    for isa in ALL:
+        assert of_compiler(isa, (20, 1, 8)).byte_dots != "vpdpbusd"
+        assert "numba" not in str(isa)
 
 
 LACKING = {isa.name for isa in ISAS if not set(isa.needs) <= cpu_features()}
@@ -114,7 +131,7 @@ def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
         "print(sum(kernel.stats.cache_hits.values()))"
     )
     hits = [
-        python(code.format(isa=isa), NUMBA_CACHE_DIR=str(tmp_path)).stdout.strip()
+        python(code.format(isa=isa), NANOENGINE_CACHE=str(tmp_path)).stdout.strip()
         for isa in ("generic", "generic_512", "generic", "generic_512")
     ]
     assert hits == ["0", "0", "1", "1"]
@@ -128,15 +145,14 @@ def test_info_shows_it():
 
 
 def test_info_says_how_many_threads_and_why(monkeypatch):
-    import numba
-
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
     assert "2 threads (torch's choice, of 3 cores" in device_lines(cpu)[0]
+    with monkeypatch.context() as quota:
+        quota.setattr("nanoengine.settings.cores.cpu_quota", lambda _: 1.5)
+        quota.setattr("nanoengine.kernels.threads.cpu_quota", lambda: 1.5)
+        assert "2 threads (the quota of its control group is 1.5 cores;" in device_lines(cpu)[0]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "2 threads (OMP_NUM_THREADS=2)" in device_lines(cpu)[0]
-    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 1)
-    assert "1 threads (NUMBA_NUM_THREADS, or" in device_lines(cpu)[0]

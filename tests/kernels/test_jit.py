@@ -1,10 +1,12 @@
-"""Compiled code on disk: a place that can't be written and a damaged file cost time, no more."""
+"""Compiled code on disk: which directory it is kept in, and who may use it.
+
+A directory that can't be written and a damaged file cost time, no more."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanoengine.kernels import jit
 from nanoengine.kernels.isa import CURRENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,17 +32,25 @@ def triple(x):
     return double(x) + x
 """
 PARALLEL = """
-from numba import prange
+from nanoengine.kernels.pool import parallel_for
 
-@compiled(parallel=True, fastmath=())
-def triple_all(turns):
-    for i in prange(len(turns)):
+@compiled(fastmath=())
+def triple_some(turns, lo, hi):
+    for i in range(lo, hi):
         turns[i] = triple(turns[i])
+
+@compiled(fastmath=())
+def triple_all(turns):
+    parallel_for(triple_some, len(turns), 2, (turns,))
 """
 
 
+USE = "import kernel; print(kernel.triple(14), kernel.double(4))"
+
+
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NANOENGINE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "kernel.py"
     path.write_text(KERNEL, encoding="utf-8")
     return path
@@ -54,95 +65,165 @@ def load(source: Path) -> ModuleType:
     return module
 
 
-def cached(source: Path, suffix: str) -> list[Path]:
-    return sorted((source.parent / "__pycache__").glob(f"*{suffix}"))
+def cached(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache").glob("*/*"))
 
 
-def test_without_a_place_for_compiled_code_kernels_compile_and_say_what_helps(source: Path) -> None:
-    (source.parent / "__pycache__").write_text("in the way")  # holds for root too
-    code = "import kernel; print(kernel.triple(14), kernel.double(4))"
-    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), "/dev/null/none")
-    for unset in (set(), {"NUMBA_CACHE_DIR"}):
-        env = {k: v for k, v in {**os.environ, **nowhere}.items() if k not in unset}
-        done = subprocess.run(
-            [sys.executable, "-B", "-c", code],
-            env={**env, "PYTHONPATH": f"{ROOT}:{source.parent}"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.stdout == "42 8\n", done.stderr
-        assert done.stderr.count("NUMBA_CACHE_DIR") == 1, done.stderr
+def hits(kernel: Any) -> int:
+    return sum(kernel.stats.cache_hits.values())
 
 
-@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
-@pytest.mark.parametrize("left", [0, 10, -3])
-def test_a_torn_file_of_compiled_code_is_compiled_again(
-    suffix: str, left: int, source: Path, caplog: pytest.LogCaptureFixture
+def start(source: Path, code: str = USE, **variables: str) -> subprocess.Popen[str]:
+    """Another process, which runs the code; an empty variable is one that is not there."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{source.parent}", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-B", "-c", code],
+        env={name: value for name, value in env.items() if value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(process: subprocess.Popen[str], printed: str = "42 8\n") -> list[str]:
+    """The lines of messages of a process that was right."""
+    out, err = process.communicate()
+    assert (process.returncode, out) == (0, printed), err
+    return err.splitlines()
+
+
+def test_a_process_that_compiles_says_so_and_one_that_finds_the_code_is_silent(
+    source: Path,
 ) -> None:
+    place = os.environ["NANOENGINE_CACHE"]
+    assert told(start(source, "import kernel"), "") == []
+    before, after = told(start(source))
+    assert before == f"compiling kernels for {CURRENT.name}, once, and keeping them in {place}"
+    assert re.fullmatch(r"compiled 2 kernels in \d+\.\d s", after)
+    assert told(start(source)) == []
+    other_types = "import kernel; print(kernel.double(1.5))"
+    assert "compiled 1 kernels" in told(start(source, other_types), "3.0\n")[1]
+
+
+def test_two_processes_that_start_at_once_keep_what_a_third_finds(source: Path) -> None:
+    for process in [start(source) for _ in range(2)]:
+        told(process)
+    assert told(start(source)) == []
+    assert {path.suffix for path in cached(source)} == {".nbc"}, "nothing half-written is left"
+
+
+def test_a_process_finds_the_code_that_another_calls_by_name(source: Path) -> None:
+    """Its name holds LLVM's flags, and each process has another order of a set."""
+    source.write_text(KERNEL.replace("=()", "=('contract', 'nsz', 'reassoc')"), encoding="utf-8")
+    told(start(source, "import kernel; kernel.triple(14)", PYTHONHASHSEED="1"), "")
+    (triple,) = (path for path in cached(source) if "triple" in path.name)
+    triple_of_1 = triple.read_bytes()
+    for path in cached(source):
+        path.unlink()
+    told(start(source, "import kernel; kernel.double(14)", PYTHONHASHSEED="2"), "")
+    triple.write_bytes(triple_of_1)
+    assert told(start(source)) == []
+
+
+def test_without_a_home_code_is_kept_where_nobody_else_can_write(source: Path) -> None:
+    nowhere = {"HOME": "/dev/null/none", "XDG_CACHE_HOME": "", "NANOENGINE_CACHE": ""}
+    nowhere["TMPDIR"] = str(source.parent)
+    place = source.parent / f"nanoengine-{os.getuid()}"
+    assert f"once, and keeping them in {place}" in told(start(source, **nowhere))[0]
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert told(start(source, **nowhere)) == []
+    place.chmod(0o777)
+    before, _ = told(start(source, **nowhere))
+    assert "at each start" in before and str(place) in before and "NANOENGINE_CACHE" in before
+    place.rename(source.parent / "real")
+    place.symlink_to(source.parent / "real")
+    (source.parent / "real").chmod(0o700)
+    assert "at each start" in told(start(source, **nowhere))[0]
+
+
+def test_a_directory_that_is_named_and_cannot_be_written_is_told(source: Path) -> None:
+    before, _ = told(start(source, NANOENGINE_CACHE="/dev/null/none"))
+    assert "at each start, as nothing can be written in /dev/null/none: NANOENGINE_CACHE" in before
+
+
+@pytest.mark.parametrize("left", [0, 10, -3])
+def test_a_torn_file_of_compiled_code_is_compiled_again(left: int, source: Path) -> None:
     assert load(source).triple(14) == 42
-    assert "damaged" not in caplog.text
-    caplog.clear()
-    files = cached(source, suffix)
-    assert len(files) == 2
-    for file in files:
+    assert len(cached(source)) == 2
+    for file in cached(source):
         file.write_bytes(file.read_bytes()[:left])
     again = load(source)
     assert again.triple(14) == 42
-    assert sum(again.triple.stats.cache_hits.values()) == 0
-    assert [r.levelno for r in caplog.records] == [logging.WARNING] * len(caplog.records)
-    assert "damaged" in caplog.text
-    caplog.clear()
+    assert hits(again.triple) == 0
     third = load(source)
     assert third.triple(14) == 42
-    assert sum(third.triple.stats.cache_hits.values()) == 1, "what was compiled again is kept"
-    assert caplog.records == []
+    assert hits(third.triple) == 1, "what was compiled again is kept"
+
+
+def test_code_of_older_sources_is_compiled_again(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(source).triple(14)
+    with monkeypatch.context() as edited:
+        edited.setattr(jit, "stamp", lambda _: b"another")
+        module = load(source)
+        assert module.triple(14) == 42 and hits(module.triple) == 0
+    assert len(cached(source)) == 2, "in the place of the older code"
 
 
 def test_a_disk_that_takes_no_compiled_code_is_a_warning(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = load(source)
-
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(type(module.triple._cache._cache_file), "_save_data", full)
-    assert module.triple(14) == 42
-    assert "No space left" in caplog.text and "NUMBA_CACHE_DIR" in caplog.text
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert load(source).triple(14) == 42
+    assert "No space left" in caplog.text and "NANOENGINE_CACHE" in caplog.text
 
 
-def test_a_process_that_compiles_says_so_once_and_one_that_finds_the_code_is_silent(
-    source: Path,
+def test_what_was_compiled_at_install_is_used_and_left_as_it_is(
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{source.parent}"}
-    env["NUMBA_CACHE_DIR"] = str(source.parent / "cache")
+    load(source).triple(14)
+    (room,) = (source.parent / "cache").iterdir()
+    built = {path.name: path.stat() for path in room.iterdir()}
+    monkeypatch.setattr(jit, "BUILT", room.rename(source.parent / "built"))
+    monkeypatch.setenv("NANOENGINE_CACHE", "/dev/null/none")
+    module = load(source)
+    assert module.triple(14) == 42 and module.triple(1.5) == 4.5
+    assert hits(module.triple) == 1, "other types are compiled"
+    left = {path.name: path.stat() for path in jit.BUILT.iterdir()}
+    assert left.keys() == built.keys()
+    assert all(left[name].st_mtime_ns == was.st_mtime_ns for name, was in built.items())
 
-    def stderr_of(code: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        return done.stderr
 
-    assert stderr_of("import kernel") == ""
-    first = stderr_of("import kernel; kernel.triple(14); kernel.double(4)")
-    assert first.splitlines() == [first.strip()], first
-    assert f"compiling kernels for this CPU ({CURRENT.name}): once" in first
-    assert env["NUMBA_CACHE_DIR"] in first
-    assert stderr_of("import kernel; kernel.triple(14); kernel.double(4)") == ""
-    assert "compiling" in stderr_of("import kernel; kernel.double(1.5)")  # other types
+def test_the_table_of_what_is_compiled_at_install_has_what_the_usual_forms_need() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.ahead", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_an_install_whose_kernels_do_not_compile_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "-d", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NANOENGINE_ISAS": "sse9"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: kernels could not be compiled" in done.stdout
+    assert (tmp_path / "nanoengine" / "kernels" / "jit.py").exists()
 
 
 def test_a_caller_on_the_disk_is_compiled_again_when_what_it_calls_is_another_function(
-    source: Path, caplog: pytest.LogCaptureFixture
+    source: Path,
 ) -> None:
     """Or the process would end: the caller's code asks for a name that nobody has."""
     assert load(source).triple(14) == 42
     source.write_text(KERNEL.replace("2 * x", "x + x + x + x"), encoding="utf-8")
     other = load(source)
     assert other.triple(14) == 70
-    assert sum(other.triple.stats.cache_hits.values()) == 0
-    assert "is another function" in caplog.text
+    assert hits(other.triple) == 0
 
 
 def functions_in(kernel: Any) -> set[str]:
@@ -167,7 +248,7 @@ def test_a_part_s_code_is_in_its_callers_and_nowhere_else(source: Path) -> None:
     assert module.triple(14) == 42
     (double,) = module.double.overloads.values()
     assert double.library.get_pointer_to_function(double.fndesc.llvm_func_name) == 0
-    assert [file.stem.split("-")[0] for file in cached(source, ".nbi")] == ["kernel.triple"]
+    assert [file.stem.split("-")[0] for file in cached(source)] == ["kernel.triple"]
     assert load(source).triple(14) == 42
     with pytest.raises(TypeError, match="double is a part of kernels"):
         module.double(14)
@@ -191,7 +272,7 @@ def test_a_kernel_in_a_loop_on_threads_is_called_by_its_name_too(source: Path) -
         assert turns.tolist() == list(range(0, 300, 3))
     (triple,) = module.triple.overloads.values()
     assert triple.fndesc.llvm_func_name not in functions_in(module.triple_all)
-    assert sum(module.triple_all.stats.cache_hits.values()) == 1
+    assert hits(module.triple_all) == 1
 
 
 ARRAYS = """

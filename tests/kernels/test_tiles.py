@@ -14,6 +14,13 @@ from nanoengine.kernels.isa import ISAS
 from nanoengine.kernels.tiles import PANEL, float_tile, tile_rows, tile_shapes
 from tests.support.tile_functions import RUNNABLE, Compiled, runnable
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/kernels/*tiles.py",
+    "nanoengine/kernels/emit.py",
+    "nanoengine/kernels/isa.py",
+    "tests/support/tile_functions.py",
+)
+
 INPUTS = 70
 ROWS = 8
 RANDOM = np.random.default_rng(1)

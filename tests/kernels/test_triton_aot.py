@@ -17,6 +17,10 @@ import pytest
 import torch
 import triton
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/*/triton*.py", "nanoengine/attention/fp8.py", "tests/support/aot_*.py"
+)
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAIN = [f"{arch},bfloat16,128,64,8,2,all" for arch in (80, 89, 90)]

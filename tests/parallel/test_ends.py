@@ -176,6 +176,8 @@ def test_an_interrupt_between_any_two_instructions_leaves_ranks_in_step(
         return interrupt
 
     is_interrupted, instruction = True, 0
+    # Why: Python 3.12 tells of instructions only those who trace after a frame has asked for them.
+    sys._getframe().f_trace_opcodes = True
     while is_interrupted:
         left = instruction = instruction + 1
         sys.settrace(interrupt)

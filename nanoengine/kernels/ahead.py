@@ -1,0 +1,45 @@
+"""python -m nanoengine.kernels.ahead forwards|backwards [ISA]: compiles what models usually need.
+
+`setup.py` runs it while the package is installed, in an environment without torch; the code goes to
+`NANOENGINE_CACHE`. What is compiled is in `ahead.txt`, a line for each signature with which Python
+calls a kernel; the kernels that those call come along. `tools/ahead.py` writes that file.
+
+Two that run at once, one from each end of the table, share the work: each finds what the other has
+compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from numba import types
+from numba.core import config
+
+from nanoengine.kernels import isa
+
+TABLE = Path(__file__).with_suffix(".txt")
+
+
+def main(order: str, name: str | None = None) -> None:
+    """Compiles all of the table, for this CPU's instruction set or for another one."""
+    for named in isa.ISAS:
+        if named.name == name:  # Why: `use` refuses what this CPU lacks, and nothing runs here.
+            config.CPU_FEATURES = isa.target_features(named)
+    isa.use(name)
+    from nanoengine.kernels import held, jit
+
+    jit.BUILT = jit.places()[0]  # Why: what was built before may be gone after this.
+    names: dict[str, Any] = {**vars(types), "HeldType": held.HeldType}
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    for line in lines if order == "forwards" else reversed(lines):
+        place, _, text = line.partition(" ")
+        module, _, kernel = place.rpartition(".")
+        home = importlib.import_module(f"nanoengine.kernels.{module}")
+        getattr(home, kernel).compile(eval(text, names))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,453 @@
+"""parallel_for: a kernel's work in pieces, done by the caller and by whichever workers are free.
+
+    caller   publishes a job ─ takes pieces ─ takes pieces of others ─ waits for pieces begun ─►
+    worker   ───────────────── takes pieces ─ takes pieces of others ─ waits for the next job
+
+Each of them begins with pieces of its own, the same ones of every job, so that a weight stays near
+the core that reads it. Who has none left takes those of others. So a core that another program
+keeps busy costs its share and no more, and nobody ever waits for a worker that does not come: a
+job is done without any. Workers wait briefly in a loop, for the next job of a step begins within
+microseconds; then they sleep a little at a time, which leaves the core to others; and after a while
+they go back to Python, where `threads.py` wakes them.
+
+A core that another program wants is a trap: systems give it to each for milliseconds, and a worker
+that loses it within a piece has all others wait for that piece. So a worker whose clocks say that
+it had no core for a while makes room: it leaves between two pieces, sleeps for some milliseconds,
+works for one, and so on, and what it leaves behind is done by others. Where the caller loses its
+core, one of the workers makes room. (Systems then bring those that share a core apart.)
+
+Results never depend on who did a piece: pieces write apart, and each has the same bits anywhere.
+
+Why not numba's `prange`: its threads are OpenMP's, which spin until all have arrived, so that a
+busy core took two thirds of the rate; and it compiles each loop as one more function. Perf:
+docs/benchmarks.md.
+
+One job runs at a time. A thread that finds another's does its pieces alone.
+
+Source: work stealing, Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work
+Stealing" (1999); here pieces are few and known before, so a counter a worker takes the place of
+queues.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanoengine.kernels.jit import compiled
+
+MOST = 4095  # pieces of a job, and workers: 12 bits
+PIECES = 4  # a worker: what one who comes late leaves to others
+
+# Words of the memory that all threads share; each has a cache line of its own.
+LINE = 8  # words
+JOB, FUNCTION, ARGUMENTS, LEFT, BUSY, STOP, LOOKS, CORE, CROWDED, TAKEN = (
+    i * LINE for i in range(10)
+)
+# JOB: number of the job << 24 | workers << 12 | pieces. TAKEN: from here on a line for each worker,
+# number of the job << 24 | the piece of its own that is taken next. LOOKS: how often a thread that
+# waits looks at the memory before it sleeps, which `threads.py` has measured. CORE: the caller's.
+# CROWDED: the caller has lost it for a while, and no worker has made room since.
+
+# Words behind that of TAKEN, which the worker alone reads, the caller being the first: its clocks
+# when it last looked at them; when it made room last, or ended a job as the caller; how often it
+# will do so yet, and was to when it began [ns, times].
+WALL, CPU, ENDED, REST, RESTS = range(1, 6)
+
+NAP = 50  # us
+NAPS = 1000  # before a worker goes back to Python
+
+TURN = 1_000_000  # ns of work between two looks at the clocks
+LOST = 1_000_000  # ns in which it had no core: another program has it
+CALM = 20_000_000  # ns after which a core that is lost again is another matter
+MOST_RESTS = 64
+BESIDE = 4  # jobs in a row on the caller's core
+
+IDLE, CROWD, MOVE = range(3)
+"""Why a worker goes back to Python: nothing to do; to make room; it is where the caller is."""
+
+FOLLOWS = sys.platform == "linux"
+"""Whether workers ask for clocks and cores; other systems have other calls for them."""
+
+_memory = np.zeros(TAKEN + (MOST + 1) * LINE, np.int64)
+WORDS = _memory[-_memory.ctypes.data % 64 // 8 :]
+"""The shared memory: int64, from the begin of a cache line on."""
+
+
+def _system() -> tuple[Any, Any]:
+    """The system's function that sleeps, which takes one number, and the number for `NAP`."""
+    if sys.platform == "win32":
+        return ctypes.WinDLL("kernel32").Sleep, 1
+    return ctypes.CDLL(None).usleep, NAP
+
+
+_sleep, _SLEEPS = _system()
+binding.add_symbol("nanoengine_pool", WORDS.ctypes.data)
+binding.add_symbol("nanoengine_sleep", ctypes.cast(_sleep, ctypes.c_void_p).value)
+
+if FOLLOWS:
+    for _name in ("clock_gettime", "sched_getcpu"):
+        _address = ctypes.cast(getattr(ctypes.CDLL(None), _name), ctypes.c_void_p).value
+        binding.add_symbol(f"nanoengine_{_name}", _address)
+
+WORD, INT = ir.IntType(64), ir.IntType(32)
+POINTER = ir.IntType(8).as_pointer()
+DOES_A_PIECE = ir.FunctionType(ir.VoidType(), [POINTER, WORD])
+
+
+def _word(builder: Any, place: Any) -> Any:
+    """The address of a word of the shared memory."""
+    name = "nanoengine_pool"
+    memory = builder.module.globals.get(name) or ir.GlobalVariable(builder.module, WORD, name)
+    return builder.gep(memory, [place])
+
+
+@intrinsic
+def _load(typing_context, place):
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _store(typing_context, place, value):
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _replace(typing_context, place, expected, value):
+    """Whether the word was what is expected, and so has got the value."""
+
+    def codegen(context, builder, signature, args):
+        address = _word(builder, args[0])
+        found = builder.cmpxchg(address, args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _subtract(typing_context, place, value):
+    def codegen(context, builder, signature, args):
+        builder.atomic_rmw("sub", _word(builder, args[0]), args[1], "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _rest(typing_context):
+    """Tells the core that a loop waits."""
+
+    def codegen(context, builder, signature, args):
+        is_arm = platform.machine().lower() in ("aarch64", "arm64")
+        name = "llvm.aarch64.hint" if is_arm else "llvm.x86.sse2.pause"
+        hint = [INT(1)] if is_arm else []  # the one called YIELD
+        kind = ir.FunctionType(ir.VoidType(), [INT] * len(hint))
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), hint)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _nap(typing_context):
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(INT, [INT])
+        sleep = cgutils.get_or_insert_function(builder.module, kind, "nanoengine_sleep")
+        builder.call(sleep, [INT(_SLEEPS)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _time(typing_context, of_thread):
+    """By the clock on the wall, or that of this thread's time on a core [ns]."""
+
+    def codegen(context, builder, signature, args):
+        if not FOLLOWS:
+            return WORD(0)
+        clocks = INT(time.CLOCK_THREAD_CPUTIME_ID), INT(time.CLOCK_MONOTONIC)
+        memory = cgutils.alloca_once(builder, ir.ArrayType(WORD, 2))
+        kind = ir.FunctionType(INT, [INT, memory.type])
+        name = "nanoengine_clock_gettime"
+        read = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(read, [builder.select(args[0], *clocks), memory])
+        s, ns = (builder.load(cgutils.gep_inbounds(builder, memory, 0, i)) for i in range(2))
+        return builder.add(builder.mul(s, WORD(10**9)), ns)
+
+    return types.int64(types.boolean), codegen
+
+
+@intrinsic
+def _core(typing_context):
+    """The number of the core that this runs on."""
+
+    def codegen(context, builder, signature, args):
+        if not FOLLOWS:
+            return WORD(0)
+        kind, name = ir.FunctionType(INT, []), "nanoengine_sched_getcpu"
+        read = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.sext(builder.call(read, []), WORD)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def _do(typing_context, function, arguments, piece):
+    def codegen(context, builder, signature, args):
+        function = builder.inttoptr(args[0], DOES_A_PIECE.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], POINTER), args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@compiled(fastmath=(), part=True)
+def share_of(count, worker, workers):
+    """(lo, hi): of `count` things in a row those from lo to hi - 1 are this worker's."""
+    return count * worker // workers, count * (worker + 1) // workers
+
+
+@compiled(fastmath=())
+def _stamp(worker):
+    """Looks at the clocks: what they were before counts no more."""
+    place = TAKEN + worker * LINE
+    _store(place + WALL, _time(False))
+    _store(place + CPU, _time(True))
+
+
+@compiled(fastmath=())
+def _has_lost_core(worker, now):
+    """Whether another program had it since the last look."""
+    place = TAKEN + worker * LINE
+    wall, cpu = _load(place + WALL), _load(place + CPU)
+    _stamp(worker)
+    return now - wall - (_load(place + CPU) - cpu) > LOST
+
+
+@compiled(fastmath=())
+def _makes_room(worker):
+    """Whether a worker leaves now: twice as often in a row when it had to again, right behind."""
+    place = TAKEN + worker * LINE
+    now = _time(False)
+    if now - _load(place + WALL) < TURN:
+        return False
+    if _has_lost_core(worker, now) or _replace(CROWDED, 1, 0):
+        is_calm = now - _load(place + ENDED) > CALM
+        rests = 1 if is_calm else min(2 * _load(place + RESTS), MOST_RESTS)
+        _store(place + RESTS, rests)
+        _store(place + REST, rests)
+    rest = _load(place + REST)
+    if rest > 0:
+        _store(place + REST, rest - 1)
+        _store(place + ENDED, now)
+    return rest > 0
+
+
+@compiled(fastmath=())
+def _work(job, worker):
+    """Does pieces of a job until none is left that nobody has begun, or this worker is to make
+    room: whether it is.
+
+    A word of TAKEN only grows. So one who still has an older job in mind takes no piece: all of
+    that job's were taken before the next one was published. And who has taken one finds the job's
+    function and arguments in their place, as nothing is published before the piece is done.
+    """
+    number, workers, done = job >> 24 << 24, job >> 12 & MOST, 0
+    for i in range(workers):
+        owner = worker + i if worker + i < workers else worker + i - workers
+        first, stop = share_of(job & MOST, owner, workers)
+        place = TAKEN + owner * LINE
+        taken = _load(place)
+        while True:
+            piece = first if taken < number else taken - number
+            if piece >= stop:
+                break
+            if _replace(place, taken, number + piece + 1):
+                _do(_load(FUNCTION), _load(ARGUMENTS), piece)
+                done += 1
+                if FOLLOWS and worker and _makes_room(worker):
+                    _subtract(LEFT, done)
+                    return True
+            taken = _load(place)
+    if done:
+        _subtract(LEFT, done)
+    return False
+
+
+@compiled(fastmath=())
+def _run(function, arguments, pieces, workers):
+    """Has each piece done, and waits for those that workers have begun."""
+    if not _replace(BUSY, 0, 1):
+        for piece in range(pieces):
+            _do(function, arguments, piece)
+        return
+    job = ((_load(JOB) >> 24) + 1) << 24 | workers << 12 | pieces
+    _store(FUNCTION, function)
+    _store(ARGUMENTS, arguments)
+    _store(LEFT, pieces)
+    _store(JOB, job)
+    if _time(False) - _load(TAKEN + ENDED) > TURN // 10:  # It was in Python, and may have slept.
+        _stamp(0)
+    _work(job, 0)
+    looks, most = 0, _load(LOOKS)
+    while _load(LEFT) > 0:
+        looks += 1
+        if looks < most:
+            _rest()
+        else:
+            _nap()
+    now = _time(False)
+    if looks > most:
+        _stamp(0)
+    elif now - _load(TAKEN + WALL) > TURN and _has_lost_core(0, now):
+        _store(CROWDED, 1)
+    _store(TAKEN + ENDED, now)
+    _store(CORE, _core())
+    _store(BUSY, 0)
+
+
+@compiled(fastmath=())
+def serve(worker):
+    """Works on the jobs of others; returns why no longer."""
+    seen, looks, most, beside = _load(JOB), 0, _load(LOOKS), 0
+    _stamp(worker)
+    while looks < most + NAPS and not _load(STOP):
+        job = _load(JOB)
+        if job != seen:
+            if looks >= most:
+                _stamp(worker)
+            seen, looks = job, 0
+            if worker < job >> 12 & MOST and _work(job, worker):
+                return CROWD
+            beside = beside + 1 if FOLLOWS and _core() == _load(CORE) else 0
+            if beside > BESIDE:
+                return MOVE
+        elif looks < most:
+            _rest()
+        else:
+            _nap()
+        looks += 1
+    return IDLE
+
+
+@compiled(fastmath=())
+def look(times):
+    """Looks at the memory so many times, as one who waits does."""
+    for _ in range(times):
+        if _load(STOP) < 2:
+            _rest()
+
+
+RUN = types.Dispatcher(_run)
+
+
+@intrinsic
+def parallel_for(typing_context, kernel, count, workers, arguments):
+    """kernel(*arguments, lo, hi) for parts of range(count) that make up all of it, on up to
+    `workers` threads. With one worker, or one thing to do, it is one call.
+
+    Raises:
+        MemoryError: raised by a piece; others may be done.
+    """
+    every = (*(types.unliteral(of) for of in arguments), types.int64, types.int64)
+    called = kernel.get_call_type(typing_context, every, {})
+    running = RUN.get_call_type(typing_context, (types.int64,) * 4, {})
+    signature = types.void(kernel, types.int64, types.int64, arguments)
+
+    def call(context, builder, values, lo, hi):
+        """Whether the call failed."""
+        described = kernel.dispatcher.overloads[called.args].fndesc
+        function = context.declare_function(builder.module, described)
+        status, _ = context.call_conv.call_function(
+            builder, function, called.return_type, called.args, [*values, lo, hi]
+        )
+        return status.is_error
+
+    def written(context, module, kind):
+        """A function that does one piece: of (failed, count, pieces, *values) in memory."""
+        function = ir.Function(module, DOES_A_PIECE, module.get_unique_name("piece"))
+        function.linkage = "internal"
+        builder = ir.IRBuilder(function.append_basic_block())
+        memory, piece = builder.bitcast(function.args[0], kind.as_pointer()), function.args[1]
+        places = [cgutils.gep_inbounds(builder, memory, 0, i) for i in range(len(kind.elements))]
+        _, count, pieces, *values = (builder.load(place) for place in places)
+        lo, hi = (
+            builder.sdiv(builder.mul(count, at), pieces)
+            for at in (piece, builder.add(piece, WORD(1)))
+        )
+        with builder.if_then(call(context, builder, values, lo, hi), likely=False):
+            builder.store(WORD(1), places[0])
+        builder.ret_void()
+        return function
+
+    def codegen(context, builder, signature, args):
+        for of in (context.get_function(kernel, called), context.get_function(RUN, running)):
+            context.add_linking_libs(getattr(of, "libs", ()))
+        _, count, workers, packed = args
+        values = [
+            context.cast(builder, builder.extract_value(packed, i), of, every[i])
+            for i, of in enumerate(arguments)
+        ]
+        failed = cgutils.alloca_once_value(builder, WORD(0))
+        few = (builder.icmp_signed("<=", number, WORD(1)) for number in (count, workers))
+        with builder.if_else(builder.or_(*few)) as (alone, together):
+            with alone:
+                error = call(context, builder, values, WORD(0), count)
+                builder.store(builder.zext(error, WORD), failed)
+            with together:
+                most = builder.mul(workers, WORD(PIECES))
+                for limit in (count, WORD(MOST)):
+                    less = builder.icmp_signed("<", limit, most)
+                    most = builder.select(less, limit, most)
+                fields = [WORD(0), count, most, *values]
+                kind = ir.LiteralStructType([field.type for field in fields])
+                memory = cgutils.alloca_once(builder, kind)
+                for i, field in enumerate(fields):
+                    builder.store(field, cgutils.gep_inbounds(builder, memory, 0, i))
+                addresses = written(context, builder.module, kind), memory
+                where = [builder.ptrtoint(address, WORD) for address in addresses]
+                context.get_function(RUN, running)(builder, [*where, most, workers])
+                error = builder.load(cgutils.gep_inbounds(builder, memory, 0, 0))
+                builder.store(error, failed)
+        with builder.if_then(cgutils.is_not_null(builder, builder.load(failed)), likely=False):
+            context.call_conv.return_user_exc(builder, MemoryError, ("in a piece of a kernel",))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+PAGE = 4096  # bytes; of a larger page the first touch counts for all
+
+
+@compiled(fastmath=())
+def _touch(memory, lo, hi):
+    for at in range(lo, hi, PAGE):
+        memory[at] = 0
+
+
+@compiled(fastmath=())
+def touch(memory, workers):
+    """Touches each page of flat bytes, which hold nothing yet, by the worker that is to read it.
+
+    A system with several sockets gives a page to the socket whose thread touches it first. Why by
+    bytes: panels are equally long, so all but one panel where two shares meet is touched by the
+    worker that reads it.
+    """
+    parallel_for(_touch, len(memory), workers, (memory,))

@@ -1,0 +1,156 @@
+"""Tests that guard rarely changed ground run when that ground has changed, and in `make test-all`.
+
+    pytestmark = pytest.mark.guards("nanoengine/kernels/*.py")
+
+A test so marked is left out while the files that it guards, and its own, are those with which it
+has passed before: their digest stands in tests/guarded.json. `--guarded only` runs all of these
+tests and nothing else, and writes the digests of those that passed. A file that is named on the
+command line runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOW = "run them with: make test-guarded"
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """What `pytest_addoption` of a conftest hands on."""
+    parser.addoption(
+        "--guarded",
+        choices=("changed", "only", "all"),
+        default="changed",
+        help="tests that guard rarely changed ground: those whose ground has changed; or them only,"
+        " to write down that they passed; or all, as if they had no guard",
+    )
+
+
+def key_of(file: str, globs: Iterable[str]) -> str:
+    """The name of a group: its test file, relative to the root, and what it guards."""
+    return " ".join([file, *sorted(set(globs) - {file})])
+
+
+@functools.cache
+def digest_of(root: Path, key: str) -> str:
+    """The digest of a group's files, names and contents; raises where a glob finds no file."""
+    digest = hashlib.sha256()
+    paths: set[Path] = set()
+    for glob in key.split(" "):
+        found = [path for path in root.glob(glob) if path.is_file()]
+        if not found:
+            raise pytest.UsageError(f"a guard names no file: {glob!r} in {key!r}")
+        paths.update(found)
+    for path in sorted(paths):
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + content + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """A soak test runs when it is asked for, whatever its ground."""
+    return item.get_closest_marker("soak") is not None
+
+
+class Guarded:
+    """The plugin: chooses what runs, and in the process that sees all reports writes digests.
+
+    Args:
+        root: what globs and names of test files are relative to.
+        record: the file of digests.
+    """
+
+    def __init__(self, config: pytest.Config, root: Path, record: Path) -> None:
+        self.mode: str = config.getoption("--guarded")
+        self.root, self.record = root, record
+        self.known: dict[str, str] = {}
+        if record.exists():
+            self.known = json.loads(record.read_text(encoding="utf-8"))
+        self.is_worker = hasattr(config, "workerinput")
+        self.named = {
+            path.resolve()
+            for path in (Path(arg.partition("::")[0]) for arg in config.args)
+            if path.is_file()
+        }
+        self.num_left_out = 0
+        self.is_part = config.args_source is pytest.Config.ArgsSource.ARGS
+        self.totals: dict[str, int] = {}
+        self.done: Counter[str] = Counter()
+        self.failed: set[str] = set()
+
+    def key(self, item: pytest.Item) -> str | None:
+        """The group of a test; None: it has no guard."""
+        globs = [glob for mark in item.iter_markers("guards") for glob in mark.args]
+        return key_of(item.path.relative_to(self.root).as_posix(), globs) if globs else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Leaves out what need not run. Why first: a group is whole before -k takes a part."""
+        keys = [self.key(item) for item in items]
+        totals = Counter(
+            key for key, item in zip(keys, items, strict=True) if key and not _is_long(item)
+        )
+        chosen, left_out = [], []
+        for item, key in zip(items, keys, strict=True):
+            if key is not None:
+                item.user_properties.append(("guards", [key, totals[key]]))
+            (chosen if self._runs(item, key) else left_out).append(item)
+        if left_out:
+            if self.mode == "changed":
+                self.num_left_out = sum(not _is_long(item) for item in left_out)
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = chosen
+
+    def _runs(self, item: pytest.Item, key: str | None) -> bool:
+        if self.mode == "all" or (self.mode == "changed" and item.path in self.named):
+            return True
+        if self.mode == "only":
+            return key is not None
+        return key is None or self.known.get(key) != digest_of(self.root, key)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Counts what passed of each group, or was skipped: this machine can't say more of it."""
+        for name, value in report.user_properties:
+            if name != "guards":
+                continue
+            key, self.totals[key] = value[0], value[1]
+            if report.failed:
+                self.failed.add(key)
+            elif report.skipped or report.when == "call":
+                self.done[key] += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A worker tells how many it has left out; who sees all reports writes the digests."""
+        if self.is_worker:
+            output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
+            output["left_out"] = self.num_left_out
+        elif self.mode == "only" and not self.is_part and exitstatus in (0, 1):
+            whole = [key for key, total in self.totals.items() if self.done[key] == total]
+            passed = sorted(set(whole) - self.failed)
+            text = json.dumps({key: digest_of(self.root, key) for key in passed}, indent=1)
+            self.record.write_text(text + "\n", encoding="utf-8")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker of pytest-xdist has left out; each leaves out the same."""
+        output = getattr(node, "workeroutput", {})
+        self.num_left_out = max(self.num_left_out, output.get("left_out", 0))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """One line about what did not run."""
+        if self.num_left_out:
+            terminalreporter.line(
+                f"{self.num_left_out} tests left out, as what they guard is what they passed with:"
+                f" {HOW}"
+            )

@@ -1,0 +1,172 @@
+"""What decides which tests run, and what ends those that hang: each in a pytest of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.guarded import ROOT
+
+# Why: each run is a process of a second.
+pytestmark = pytest.mark.guards("tests/support/guarded.py", "tests/support/limits.py")
+
+CONFTEST = """
+from pathlib import Path
+from tests.support import guarded, limits
+
+def pytest_addoption(parser):
+    guarded.add_option(parser)
+
+def pytest_configure(config):
+    root = Path(__file__).parent
+    config.pluginmanager.register(guarded.Guarded(config, root, root / "guarded.json"))
+    config.pluginmanager.register(limits.Limits())
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.guards("ground/*.py")
+@pytest.mark.parametrize("i", [0, 1])
+def test_of_the_ground(i):
+    assert "bad" not in open("ground/a.py").read()
+
+@pytest.mark.guards("ground/*.py")
+@pytest.mark.soak
+def test_for_hours():
+    raise AssertionError
+
+@pytest.mark.guards("ground/b.py")
+@pytest.mark.skip
+def test_of_another_machine():
+    pass
+
+def test_of_all_days():
+    pass
+"""
+INI = """
+[pytest]
+addopts = -q -m "not soak" -p no:cacheprovider
+testpaths = .
+markers =
+    guards: as ours
+    soak: as ours
+"""
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
+
+
+class Suite:
+    """A small suite with guards, and runs of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "ground").mkdir()
+        for name, text in {
+            "conftest.py": CONFTEST,
+            "test_it.py": TESTS,
+            "pytest.ini": INI,
+            "ground/a.py": "good",
+            "ground/b.py": "",
+        }.items():
+            (directory / name).write_text(text)
+
+    def run(self, *args: str) -> tuple[dict[str, int], str]:
+        """How many passed, failed and so on; and all that was said."""
+        code = f"import sys, pytest; sys.path.insert(0, {str(ROOT)!r}); sys.exit(pytest.main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *args],
+            cwd=self.directory, env=os.environ | ALONE, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        told = done.stdout + done.stderr
+        found = re.findall(r"(\d+) (passed|failed|skipped|deselected)", told.splitlines()[-1])
+        return {what: int(count) for count, what in found}, told
+
+    def record(self) -> dict[str, str]:
+        """The digests as they stand."""
+        found: dict[str, str] = json.loads((self.directory / "guarded.json").read_text())
+        return found
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_what_has_passed_runs_again_when_its_ground_has_changed(suite, workers):
+    assert suite.run(*workers)[0]["passed"] == 3  # nothing is written down yet
+    assert not (suite.directory / "guarded.json").exists()
+    assert suite.run("--guarded", "only", *workers)[0]["passed"] == 2
+    before = suite.record()
+    assert list(before) == ["test_it.py ground/*.py", "test_it.py ground/b.py"]
+
+    counts, told = suite.run(*workers)
+    assert counts["passed"] == 1
+    assert "3 tests left out" in told and "make test-guarded" in told
+    assert suite.run("--guarded", "all", *workers)[0]["passed"] == 3
+    assert suite.run("test_it.py", *workers)[0]["passed"] == 3  # who names it means it
+
+    (suite.directory / "ground" / "a.py").write_text("bad")
+    counts, told = suite.run(*workers)
+    assert (counts["passed"], counts["failed"]) == (1, 2) and "1 tests left out" in told
+    suite.run("--guarded", "only", *workers)
+    assert suite.record() == {key: before[key] for key in ["test_it.py ground/b.py"]}
+
+
+def test_a_part_writes_nothing_down(suite):
+    suite.run("--guarded", "only", "-k", "1")
+    assert suite.record() == {}
+    suite.run("--guarded", "only")
+    full = suite.record()
+    (suite.directory / "guarded.json").unlink()
+    suite.run("--guarded", "only", "test_it.py")
+    assert full and not (suite.directory / "guarded.json").exists()
+
+
+def test_a_new_file_and_the_test_itself_are_part_of_the_ground(suite):
+    suite.run("--guarded", "only")
+    (suite.directory / "ground" / "c.py").write_text("")
+    assert suite.run()[0]["passed"] == 3
+    suite.run("--guarded", "only")
+    assert suite.run()[0]["passed"] == 1
+    (suite.directory / "test_it.py").write_text(TESTS + "\n")
+    assert suite.run()[0]["passed"] == 3
+
+
+def test_a_guard_of_nothing_is_an_error(suite):
+    (suite.directory / "test_it.py").write_text(TESTS.replace("ground/b.py", "ground/z.py"))
+    assert "a guard names no file: 'ground/z.py'" in suite.run()[1]
+
+
+HANGS = """
+import subprocess, sys, threading, time
+import pytest
+
+@pytest.mark.timeout(2)
+def test_that_waits_for_a_process():
+    code = "import time\\ndef deep_in_a_child(): time.sleep(600)\\ndeep_in_a_child()"
+    threading.Thread(target=in_a_thread, daemon=True).start()
+    subprocess.run([sys.executable, "-c", code], capture_output=True)
+
+def in_a_thread():
+    time.sleep(600)
+
+def test_after_it():
+    import psutil
+    assert not psutil.Process().children()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no alarm: pytest-timeout does it alone")
+def test_what_hangs_fails_and_shows_its_threads_and_processes(suite):
+    (suite.directory / "test_it.py").write_text(HANGS)
+    counts, told = suite.run()
+    assert counts == {"passed": 1, "failed": 1}
+    assert "test_that_waits_for_a_process took longer than 2 s" in told
+    assert "in in_a_thread" in told and "in test_that_waits_for_a_process" in told
+    assert "deep_in_a_child" in told.partition("process ")[2].replace("def deep_in_a_child", "")
