@@ -63,6 +63,7 @@ MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
 WHOLE = (1 << PANEL) - 1
 SEARCHED = 16  # panels that are looked at one by one if one of them holds the largest so far
 MOST_PANELS = 16  # one of so many may be looked at; with more left, computing all is as fast
+FEW_PANELS = 8  # that may be looked at anyway: equal outputs may all lie in one small share
 
 
 @compiled(fastmath=FASTMATH)
@@ -317,7 +318,7 @@ def _look(x, w, bias, masks, most, least, ids, largest, second, first, last):
         for r in range(num_rows):
             row, index = most[r], np.int64(0)
             best, other = np.float32(-np.inf), np.float32(-np.inf)
-            left = 1 + (hi - lo) // MOST_PANELS
+            left = FEW_PANELS + (hi - lo) // MOST_PANELS
             for p in range(lo, hi):
                 allowed = _allowed(masks, r, p)
                 if row[p] < least[r] or not allowed:
