@@ -8,8 +8,8 @@ plans the tasks of a step once for all layers, and calls `kernels/cpu_attention.
 serves prompts, chunks, decodes and drafts: they differ only in how many query rows a task has.
 `naive.py` is the readable form; `tests/attention/test_attention_cpu.py` compares the two.
 
-The kernels compile at the first forward (with those of the linear layers some ten seconds) and are
-cached on disk, beside the package or, where that can't be written, in the user's cache directory.
+Kernels that were not compiled while the package was installed compile at the first forward that
+needs them; `kernels/jit.py` says where they are kept.
 """
 
 from __future__ import annotations
