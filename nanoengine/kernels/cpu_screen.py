@@ -62,8 +62,9 @@ MOST_INPUT_ERROR = 2.0**-13  # |d| of |x|; an x that 16 bits hold no better is n
 MOST_SUM = 2.0**24  # of |z|: times 127 it stays below 2^31
 WHOLE = (1 << PANEL) - 1
 SEARCHED = 16  # panels that are looked at one by one if one of them holds the largest so far
-MOST_PANELS = 16  # one of so many may be looked at; with more left, computing all is as fast
-FEW_PANELS = 8  # that may be looked at anyway: equal outputs may all lie in one small share
+# One panel of so many, and a few that may all lie in one small share, may be looked at; with more
+# left, computing all is as fast.
+MOST_PANELS, FEW_PANELS = 16, 8
 
 
 @compiled(fastmath=FASTMATH)
