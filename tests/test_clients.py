@@ -17,6 +17,7 @@ import pytest
 from nanoengine import LLM, ConfigError, ModelError, SamplingParams
 from nanoengine.assets import demo_model_path
 from tests.support.quantized_checkpoints import awq, write_quantized
+from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
 CLIENTS = sorted(
     path for path in (Path(__file__).parent / "clients").glob("*.py") if path.stem != "__init__"
@@ -105,6 +106,7 @@ def test_23_of_25_constructors_are_taken() -> None:
     assert len(CONSTRUCTORS.keys() - REFUSED.keys()) == 23
 
 
+@pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.filterwarnings("ignore:no effect in nanoengine")
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_a_constructor_of_vllms_users(name: str, models: dict[str, str]) -> None:

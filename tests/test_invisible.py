@@ -20,7 +20,7 @@ from tests.support.engines import checkpoint, greedy, make_engine, random_prompt
 from tests.support.grammars import any_text
 from tests.support.processors import Foretold
 
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 MODELS = {
     "full": ("qwen3", {}),
     "window": ("mistral", {"sliding_window": 16}),

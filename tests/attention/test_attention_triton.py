@@ -15,6 +15,7 @@ from nanoengine.errors import ConfigError
 from tests.support.attention_cases import DEVICE, make_case
 
 pytestmark = [
+    pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py"),
     # The interpreter's numpy says what a GPU does silently: softcap wants exp2(large) = inf, and
     # padding rows of a windowed tile see no key and are never stored.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),

@@ -18,6 +18,8 @@ from tests.support.attention_cases import (
     rotation_of,
 )
 
+pytestmark = pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py")
+
 LENGTHS = ((1, 18), (1, 40), (3, 35))
 
 

@@ -14,11 +14,11 @@ from tests.support.attention_cases import DEVICE, make_case
 from tests.support.row_products import row_products  # noqa: F401
 
 pytestmark = [
+    pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py"),
     pytest.mark.usefixtures("row_products"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),
 ]
 
-GUARDED = pytest.mark.guards("nanoengine/*/triton*.py", "tests/support/attention_cases.py")
 SMALL = UniformConfig(rows=16, keys=16, warps=4, stages=2, split=32)
 
 
@@ -70,8 +70,8 @@ def test_a_decode_has_the_same_bits_however_its_splits_are_shared(window):
         assert torch.equal(shared[:1], alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=GUARDED)])
-@pytest.mark.parametrize("window", [pytest.param(None, marks=GUARDED), 25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 25])
 def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
     """The last token of a whole prompt, of chunks of it, and alone as after a cache hit."""
     options = {"sliding_window": window, "dtype": dtype, "group_size": 2}

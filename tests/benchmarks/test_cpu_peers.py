@@ -19,6 +19,8 @@ import pytest
 import safetensors.torch
 import torch
 
+pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "cpu_peers"
 sys.path.insert(0, str(FOLDER))
 

@@ -18,6 +18,8 @@ from nanoengine.attention.naive import NaiveBackend
 from nanoengine.bench.workload import random_workload
 from tests.support.attention_cases import make_case
 
+pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_peers"
 
 

@@ -31,6 +31,8 @@ from nanoengine.runner import numerics
 from nanoengine.settings.config import EngineConfig
 from tests.support.model_helpers import DenseAttention
 
+pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
+
 CPU = torch.device("cpu")
 TINY = Heads(num_heads=4, num_kv_heads=2, head_dim=32)
 

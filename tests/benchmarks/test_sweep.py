@@ -18,6 +18,8 @@ from nanoengine.core.plan import StepTimes
 from nanoengine.errors import ConfigError
 from nanoengine.observe.metrics import StepRecord
 
+pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
+
 SCALE = ["--num-requests", "4", "--input-len", "8", "40", "--output-len", "3", "9"]
 
 

@@ -29,6 +29,8 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers.rotary import inverse_frequencies
 from tests.support.checkpoints import FAMILIES, make_config
 
+pytestmark = pytest.mark.guards("nanoengine/checkpoint/*.py", "tests/support/checkpoints.py")
+
 Raw = dict[str, Any]
 
 TURNS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq",

@@ -432,6 +432,7 @@ def test_a_text_file_may_be_of_windows_and_hold_a_line_that_is_no_text(
     assert "the line is not UTF-8" in records[1]["error"]["message"]
 
 
+@pytest.mark.guards("nanoengine/cli/*.py")
 @pytest.mark.parametrize(
     ("closed", "args", "status"),
     [("<&-", "--max-tokens 2", 0), (">&-", "--prompt hi --max-tokens 2", 0),

@@ -483,7 +483,7 @@ def live(seed: int) -> None:
 
 
 QUICK = settings(
-    max_examples=60,
+    max_examples=25,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -491,10 +491,10 @@ QUICK = settings(
 )
 SOAK = settings(QUICK, max_examples=100, stateful_step_count=50, derandomize=False)
 SOAK_STEPS = 50_000
-NUM_LIVES = 30
+NUM_LIVES = 16
 
 OFTEN = {
-    "late examples": 10,
+    "late examples": 5,
     "steps replayed from a trace": 1000,
     "preemptions": 100,
     "evicted blocks": 1000,
@@ -503,14 +503,14 @@ OFTEN = {
     "forks for n > 1": 50,
     "forks between steps": 20,
     "window drops": 200,
-    "hits at a snapshot": 50,
-    "states read in the step that writes them": 20,
+    "hits at a snapshot": 25,
+    "states read in the step that writes them": 10,
     "drafts": 100,
     "late drafts": 100,
     "aborts": 10,
     "aborts of all": 2,
     "broken rows": 5,
-    "failed steps": 2,
+    "failed steps": 1,
     "lost files": 1,
     "host loads": 100,
     "host stores": 500,

@@ -232,13 +232,13 @@ def test_an_output_that_is_touched_while_the_job_runs_is_told(
     monkeypatch.setattr(Log, "append", touched)
     if option == "soon":
         monkeypatch.setattr(logs, "SYNC_S", 0.0)
-    source = batch.write([completion(str(i)) for i in range(600)])
+    source = batch.write([completion(str(i)) for i in range(150)])
     options = {"--in-order": ["--in-order"], "--errors": ["--errors", errors]}.get(option, [])
     assert batch.run(source, *options) == 1
     assert batch.told.count(f"error: {batch.output} ") == 1
     assert "while the job ran" in batch.told
     assert "complete" not in batch.told
-    assert (count < 600) == (option == "soon"), "it is looked for whenever the disk is told"
+    assert (count < 150) == (option == "soon"), "it is looked for whenever the disk is told"
 
 
 # --- an input that changes while the job runs -----------------------------------------------------

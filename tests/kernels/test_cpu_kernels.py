@@ -231,6 +231,7 @@ def test_a_closed_engine_keeps_neither_cache_nor_weights():
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
+@pytest.mark.guards("nanoengine/kernels/threads.py", "nanoengine/kernels/pool.py")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kernels_share_torchs_threads(dtype):
     """In a process of its own: threads are started once."""
@@ -245,6 +246,7 @@ def test_kernels_share_torchs_threads(dtype):
     assert done.stdout.split()[-2:] == ["1", "[]"], done.stdout + done.stderr
 
 
+@pytest.mark.guards("nanoengine/kernels/threads.py", "nanoengine/kernels/pool.py")
 @pytest.mark.parametrize("bound", [{}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
 def test_threads_that_are_bound_to_cores_are_as_many_as_others(bound):
     """torch's OpenMP then leaves the main thread one core, which says nothing of how many work."""

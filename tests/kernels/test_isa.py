@@ -26,6 +26,14 @@ from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.numerics import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 
+# Each is a process that loads torch.
+OF_ITS_OWN = pytest.mark.guards(
+    "nanoengine/kernels/isa.py",
+    "nanoengine/kernels/jit.py",
+    "nanoengine/runner/numerics.py",
+    "nanoengine/ranks/*.py",
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 
 ZEN3 = {"x86_64", "avx", "avx2", "fma", "f16c", "sse4.1"}
@@ -85,6 +93,7 @@ def test_a_compiler_without_vnni_gets_the_best_kernels_without():
 LACKING = {isa.name for isa in ISAS if not set(isa.needs) <= cpu_features()}
 
 
+@OF_ITS_OWN
 def test_an_engine_computes_with_the_one_it_is_given():
     code = (
         "from nanoengine import LLM\n"
@@ -111,6 +120,7 @@ def test_an_engine_is_refused_one_that_its_cpu_lacks(name):
         LLM(demo_model_path(), cpu_isa=name)
 
 
+@OF_ITS_OWN
 def test_a_rank_obeys_too():
     """It makes a runner of what it is sent, and nothing else."""
     config, cpu = EngineConfig(model="any", cpu_isa="sse9"), torch.device("cpu")
@@ -122,6 +132,7 @@ def test_a_rank_obeys_too():
         ModelRunner(options)
 
 
+@OF_ITS_OWN
 def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
     """Else each change of the set would compile everything anew."""
     code = (

@@ -19,6 +19,13 @@ import pytest
 from nanoengine.kernels import jit
 from nanoengine.kernels.isa import CURRENT
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/kernels/*.py",
+    "nanoengine/kernels/ahead.txt",
+    "setup.py",
+    "tools/ahead.py",
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = """
 from nanoengine.kernels.jit import compiled

@@ -18,8 +18,8 @@ from tests.support.model_helpers import build
 from tests.support.row_products import row_products  # noqa: F401
 
 ATOL = {torch.float32: 2e-5, torch.float16: 8e-3}
-# Why: the interpreter takes half a minute for whole models; tests/runner/test_gpu_paths.py has one.
-WHOLE_MODEL = pytest.mark.guards(
+# Why: the interpreter takes half a minute; tests/runner/test_gpu_paths.py has a whole model.
+pytestmark = pytest.mark.guards(
     "nanoengine/*/triton*.py", "nanoengine/models/moe.py", "tests/support/emulated_gpu.py"
 )
 NO_GPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="emulates one")
@@ -76,7 +76,6 @@ def test_each_expert_keeps_its_weights_in_the_stack():
 
 
 @NO_GPU
-@WHOLE_MODEL
 def test_a_mixture_of_experts_runs_in_graphs_and_waits_for_nothing():
     prompts, params = random_prompts(3, (5, 9, 3)), greedy(4)
     sizes = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16, "num_kv_blocks": 20}
@@ -95,7 +94,6 @@ def test_a_mixture_of_experts_runs_in_graphs_and_waits_for_nothing():
 
 
 @NO_GPU
-@WHOLE_MODEL
 def test_a_step_may_be_a_chunk_of_a_prompt_alone():
     """Its rows give no logits, so none goes into the last layer's experts."""
     directory, prompts, params = checkpoint("qwen2_moe"), random_prompts(5, (40,)), greedy(2)

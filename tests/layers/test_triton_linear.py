@@ -25,6 +25,13 @@ from tests.support.engines import checkpoint, make_engine, random_prompts, run, 
 from tests.support.model_helpers import DenseAttention
 from tests.support.row_products import row_products  # noqa: F401
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/*/triton*.py",
+    "nanoengine/attention/*.py",
+    "nanoengine/layers/kernels.py",
+    "tests/support/row_products.py",
+)
+
 PLAIN = Kernels(DenseAttention())
 
 ATOL = {torch.float32: 2e-5, torch.float16: 4e-3}

@@ -14,6 +14,12 @@ from tests.support.engines import checkpoint, greedy, make_engine, random_prompt
 from tests.support.model_helpers import make_context
 from tests.support.states import delta_layer, delta_plan, random_inputs
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/*/triton*.py",
+    "nanoengine/layers/causal_conv.py",
+    "nanoengine/layers/delta_rule.py",
+)
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 

@@ -19,6 +19,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.guards("nanoengine/assets/**/*", "nanoengine/models/*.py", "nanoengine/layers/*.py")
 def test_recall_of_held_out_facts(llm):
     """200 questions on passages of 100 to 800 tokens; at least 95 % answered exactly."""
     cases = [json.loads(line) for line in RECALL.read_text().splitlines()]

@@ -70,6 +70,7 @@ def test_it_is_refused_without_a_terminal(
     )
 
 
+@pytest.mark.guards("nanoengine/observe/watch.py", "nanoengine/cli/generate.py")
 def test_on_a_terminal_the_picture_goes_and_the_answer_stays(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     prompts = ["--prompt", "Once upon a time", "--prompt", "The dog", "--max-tokens", "40"]

@@ -30,6 +30,13 @@ from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
+# Why: most of these are processes that load torch.
+pytestmark = pytest.mark.guards(
+    "nanoengine/ranks/*.py",
+    "nanoengine/engine.py",
+    "nanoengine/turns.py",
+)
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
 """Far above the second that it takes: a busy machine decides no test."""

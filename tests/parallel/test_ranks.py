@@ -76,6 +76,13 @@ PROCESSES = ("dots1", "overlapped")
 """Cases that run on two processes. The others run on two threads of this one: the same sums by
 gloo, and no process that loads torch."""
 
+USUAL = ("qwen3", "gemma3", "gpt_oss", "qwen3_next", "one KV head", "int4", "experts in int4")
+"""Cases that have each way to part weights, caches and states. The others run when what they guard
+has changed: how a family is parted stands in its layers."""
+FAMILY = pytest.mark.guards(
+    "nanoengine/ranks/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py"
+)
+
 
 @pytest.mark.parametrize("case", PROCESSES)
 def test_two_ranks_give_the_tokens_of_one(case: str) -> None:
@@ -83,7 +90,14 @@ def test_two_ranks_give_the_tokens_of_one(case: str) -> None:
 
 
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.parametrize("case", [case for case in CASES if case not in PROCESSES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in USUAL else pytest.param(case, marks=FAMILY)
+        for case in CASES
+        if case not in PROCESSES
+    ],
+)
 def test_two_ranks_of_any_family_give_the_tokens_of_one(case: str) -> None:
     check(case)
 

@@ -36,6 +36,13 @@ from tests.support.batch_server import wait_for_lines
 from tests.support.checkpoints import make_checkpoint
 from tests.support.text_fixtures import byte_level
 
+# Why: most of these are processes that load torch.
+pytestmark = pytest.mark.guards(
+    "nanoengine/parallel/*.py",
+    "nanoengine/ranks/*.py",
+    "nanoengine/jobs/work.py",
+)
+
 ROOT = Path(__file__).parents[2]
 SOURCE = Input(name="in.jsonl", form="jsonl")
 OPTIONS: dict[str, Any] = {"model": "scripted", "device": "cpu", "max_num_seqs": 8}

@@ -130,6 +130,9 @@ def test_physical_cores_are_counted_once(tmp_path):
     assert 3 in cores.usual_threads(tmp_path)
 
 
+@pytest.mark.guards(
+    "nanoengine/settings/cores.py", "nanoengine/runner/numerics.py", "nanoengine/kernels/threads.py"
+)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux has affinities")
 @pytest.mark.parametrize("order", ["allow; import torch", "import torch; allow"])
 def test_an_engine_follows_the_affinity(order):

@@ -13,6 +13,11 @@ from nanoengine.runner.triton_sampling import sample_lines
 from tests.support.attention_cases import DEVICE
 from tests.support.logits import random_logits, uniforms_of
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/*/triton_sampling.py",
+    "nanoengine/runner/*sampling*.py",
+)
+
 ALMOST_ONE = 1 - 2.0**-53
 """The greatest uniform number: it draws the last token that the filters keep."""
 
@@ -23,12 +28,7 @@ def small(monkeypatch):
     monkeypatch.setattr(triton_sampling, "BLOCK", 64)
 
 
-GUARDED = pytest.mark.guards("nanoengine/*/triton_sampling.py", "nanoengine/runner/sampling_ops.py")
-
-
-@pytest.fixture(
-    params=[(64, 128), pytest.param((8, 16), marks=GUARDED), pytest.param((2, 2), marks=GUARDED)]
-)
+@pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
 def room(request, monkeypatch):
     """Candidates of a line: all that filters leave, sometimes too few, too few."""
     set_room(monkeypatch, *request.param)
