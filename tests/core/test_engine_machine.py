@@ -484,7 +484,7 @@ def live(seed: int) -> None:
 
 
 QUICK = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -492,11 +492,11 @@ QUICK = settings(
 )
 SOAK = settings(QUICK, max_examples=100, stateful_step_count=50, derandomize=False)
 SOAK_STEPS = 50_000
-NUM_LIVES = 16
+NUM_LIVES = 12
 
 OFTEN = {
     "late examples": 5,
-    "steps replayed from a trace": 1000,
+    "steps replayed from a trace": 500,
     "preemptions": 100,
     "evicted blocks": 1000,
     "copy-on-write copies": 50,
