@@ -6,7 +6,9 @@ takes it. Only the module of the chosen command is imported, so help comes up wi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import inspect
 import io
@@ -90,6 +92,8 @@ def parse(options_class: type[T], prog: str, args: Sequence[str]) -> T:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for an error that has an explanation."""
     _open_standard_streams()
+    if argv is None:  # Why: Python's end walks all that has been loaded, 0.6 of 3.1 s (Zen 3).
+        atexit.register(gc.freeze)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in (*HELP, "help"):
         print(usage())
