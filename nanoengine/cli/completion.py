@@ -55,8 +55,7 @@ def main(args: Sequence[str]) -> int:
     """
     if len(args) > 1 or args[0] not in FILES:
         given = " ".join(args)
-        hint = nearest(given, FILES)
-        raise ConfigError(f"nanoengine completion SHELL: unknown shell {given!r}; {hint}")
+        raise ConfigError(f"completion: unknown shell {given!r}; {nearest(given, FILES)}")
     with contextlib.redirect_stdout(io.StringIO()) as written, contextlib.suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
             {name: _options(name) for name in program.COMMANDS},

@@ -43,9 +43,7 @@ reads its command line itself, and its help is `USAGE`."""
 
 IN_THE_REPOSITORY = {"gpu-report", "plot", "--gpu-report", "--ablate", "--compare", "--plot",
                      "--rate", "--shape", "--sweep"}  # fmt: skip
-MEASURES = (
-    "measures nanoengine itself: run `python bench.py --help` in a checkout of its repository"
-)
+MEASURES = "measures nanoengine itself: run `python bench.py --help` in its repository"
 
 HELP = ("-h", "--help")
 
@@ -141,8 +139,7 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            other = None if stream.encoding.lower() == "utf-8" else "utf-8"
-            stream.reconfigure(encoding=other, errors="backslashreplace")
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _drop_output() -> None:
