@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,10 +39,10 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 def boxes(shown: str) -> dict[str, list[str]]:
     """The options of each box of a help."""
     found: dict[str, list[str]] = {}
-    for before, line in pairwise(shown.splitlines()):
-        if re.fullmatch(r" -{20,} *", line):
-            found[before.strip()] = []
-        elif option := re.match(r"  (?:-\w [^-]*, )?--([a-z][\w-]+|n)", line):
+    for line in shown.splitlines():
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            found[title[1]] = []
+        elif option := re.match(r"│ (?:-\w [^-]*, )?--([a-z][\w-]+|n)", line):
             found[list(found)[-1]].append(option[1])
     return found
 
