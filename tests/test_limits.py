@@ -30,7 +30,7 @@ ROOMS = {
     "features": 1678,
     "jobs": 2249,
     "kernels": 3957,
-    "layers": 1988,
+    "layers": 2005,
     "models": 959,
     "observe": 1996,
     "parallel": 578,

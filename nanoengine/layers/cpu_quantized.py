@@ -91,7 +91,7 @@ class CPUQuantizedLinear(PanelLinear):
             self.zeros = _float16(_panels(_padded(weight.zeros)))
 
     def _fits(self, weight: QuantizedWeight) -> bool:
-        if weight.e2m1:
+        if weight.table:
             return False
         one_group = weight.group_size == self.in_features
         if weight.bits == 8:
@@ -124,7 +124,7 @@ class CPUWeightOnlyLinear(PanelLinear):
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
-        self.form = floats.E2M1 if weight.e2m1 else weight.bits
+        self.form = floats.E2M1 if weight.table else weight.bits
         values = pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
         self.values = _panels(_padded(values))
         self.scales = _panels(_padded(weight.scales))

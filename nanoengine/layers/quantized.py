@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
 from nanoengine.layers.quantized_weight import (
     GROUP_SIZE,
+    TENSORS,
     QuantizedWeight,
+    of_groups,
     pack_pairs,
     quantize,
     unpack_pairs,
@@ -107,7 +109,7 @@ class QuantizedLinear(LinearMethod):
         self.name, self.bits, self.group_size = name, bits, group_size
         self.activations, self.stored = activations, stored
         self.tied: torch.Tensor | None = None
-        for buffer in ("values", "scales", "zeros", "order"):
+        for buffer in (*TENSORS, "order"):
             self.register_buffer(buffer, None)
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -155,19 +157,18 @@ class QuantizedLinear(LinearMethod):
 
     def pack(self, weight: QuantizedWeight) -> None:
         """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
-        self.values = pack_pairs(weight) if weight.bits == 4 else weight.values
-        self.scales, self.zeros = weight.scales, weight.zeros
-        self.group_size, self.e2m1 = weight.group_size, weight.e2m1
+        pairs = weight.bits == 4 and weight.lowest is None
+        self.values = pack_pairs(weight) if pairs else weight.values
+        for name in TENSORS[1:]:
+            setattr(self, name, getattr(weight, name))
+        self.rest: Any = replace(weight, **dict.fromkeys(TENSORS, None))
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
-        weight = QuantizedWeight(
-            values=unpack_pairs(self.values, e2m1=self.e2m1) if self.bits == 4 else self.values,
-            scales=self.scales,
-            zeros=self.zeros,
-            bits=self.bits,
-            group_size=self.group_size,
-        )
+        parts = {name: getattr(self, name) for name in TENSORS}
+        if self.values.dtype == torch.uint8:
+            parts["values"] = unpack_pairs(self.values, self.rest.table or range(-8, 8))
+        weight: QuantizedWeight = replace(self.rest, **parts)
         if self.activations == "float":
             return F.linear(x, weight.dequantized().to(x.dtype), bias)
         out = multiply_int8(x, weight)
@@ -201,6 +202,8 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     values, row_scales = quantize_rows(x)
+    scales = of_groups(weight.scales, weight.factors)
+    mins = None if weight.mins is None else of_groups(weight.mins, weight.min_factors)
     total = torch.zeros(len(x), len(weight.values), dtype=wide)
     for group, start in enumerate(range(0, x.shape[1], weight.group_size)):
         columns = slice(start, start + weight.group_size)
@@ -209,5 +212,7 @@ def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         dots = inputs @ weight.values[:, columns].double().T
         if weight.zeros is not None:
             dots -= inputs.sum(1, keepdim=True) * weight.zeros[:, group]
-        total += (dots * weight.scales[:, group]).to(wide)
+        total += (dots * scales[:, group]).to(wide)
+        if mins is not None:
+            total -= (inputs.sum(1, keepdim=True) * mins[:, group]).to(wide)
     return (total * row_scales.unsqueeze(1)).to(x.dtype)

@@ -27,7 +27,7 @@ import torch
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import WeightLoadError
-from nanoengine.layers.quantized_weight import QuantizedWeight, unpack_pairs
+from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight, unpack_pairs
 
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)
@@ -256,13 +256,13 @@ class MXFP4(StoredFormat):
         if (scales == 255).any():
             raise WeightLoadError("a scale is 255, which stands for no number")
         return QuantizedWeight(
-            values=unpack_pairs(blocks, e2m1=True),
+            values=unpack_pairs(blocks, E2M1),
             # Why 128: values are twice the numbers.
             scales=torch.tensor([2.0 ** (s - 128) for s in range(256)])[scales.long()],
             zeros=None,
             bits=4,
             group_size=32,
-            e2m1=True,
+            table=E2M1,
         )
 
 

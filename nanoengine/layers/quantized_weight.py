@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,21 +26,25 @@ GROUP_SIZE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """A matrix [N, K] as whole numbers: weight = (value - zero) * scale.
+    """A matrix [N, K] as whole numbers: weight = (value - zero) * scale - min.
 
     What every reader and `quantize` produce. Groups are contiguous: column k belongs to group
-    k // group_size.
+    k // group_size. Some formats have scales of two levels: whole numbers a group, times a factor
+    of a block of groups.
 
     Attributes:
-        values: [N, K] int8: from -8 to 7 where bits is 4, but of `E2M1` where `e2m1` says so; from
-            -127 to 127 where it is 8, and -128 too in a checkpoint's.
-        scales: [N, G] float32; of either sign.
+        values: [N, K] int8: the 2 ** bits whole numbers from `lowest` on, or those of `table`.
+        scales: [N, G] float32, of either sign; int8 where there are `factors`.
         zeros: [N, G] float32 in units of values; None: all 0.
-        bits: 4 or 8.
+        bits: from 2 to 6, or 8.
         group_size: inputs that share a scale; K: one scale a row.
         order: [K] int64, where columns are stored group by group: column k multiplies input
             order[k]; None: inputs in their own order.
-        e2m1: values are small floats, not whole numbers in even steps.
+        lowest: the least value; None: -(2 ** (bits - 1)).
+        table: the values in the order of their codes, where they are not even steps.
+        mins: [N, G] float32, or uint8 where there are `min_factors`; None: all 0.
+        factors, min_factors: [N, blocks] float32, of blocks of equal size; None: `scales` and
+            `mins` are floats.
     """
 
     values: torch.Tensor
@@ -48,14 +53,27 @@ class QuantizedWeight:
     bits: int
     group_size: int
     order: torch.Tensor | None = None
-    e2m1: bool = False
+    lowest: int | None = None
+    table: tuple[int, ...] = ()
+    mins: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    min_factors: torch.Tensor | None = None
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What matrices have in common that are packed alike."""
+        there = (part is not None for part in (self.mins, self.factors, self.min_factors))
+        return self.bits, self.group_size, self.lowest, self.table, *there
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that this stands for, [N, K] float32, inputs in their own order."""
         grouped = self.values.float().unflatten(1, (-1, self.group_size))
         if self.zeros is not None:
             grouped = grouped - self.zeros.unsqueeze(2)
-        weight = (grouped * self.scales.unsqueeze(2)).flatten(1)
+        grouped = grouped * of_groups(self.scales, self.factors).unsqueeze(2)
+        if self.mins is not None:
+            grouped = grouped - of_groups(self.mins, self.min_factors).unsqueeze(2)
+        weight = grouped.flatten(1)
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
@@ -66,24 +84,25 @@ class QuantizedWeight:
         Raises:
             WeightLoadError: the part cuts through a group.
         """
-        size, num_columns, groups = self.group_size, self.values.shape[1], slice(None)
+        size, num_columns = self.group_size, self.values.shape[1]
         start, stop, _ = columns.indices(num_columns)
-        if size == num_columns:
-            size = stop - start
-        elif stop - start < num_columns:
-            if self.order is not None or start % size or stop % size:
-                raise WeightLoadError(
-                    f"inputs {start} to {stop} cut through the quantized groups of {size}: use"
-                    " fewer ranks"
-                )
-            groups = slice(start // size, stop // size)
-        return replace(
-            self,
-            values=self.values[rows, columns],
-            scales=self.scales[rows, groups],
-            zeros=None if self.zeros is None else self.zeros[rows, groups],
-            group_size=size,
-        )
+        unit = size if self.factors is None else num_columns // self.factors.shape[1]
+        if unit == num_columns:
+            unit = 1  # what all inputs share goes along with any of them
+        elif stop - start < num_columns and (self.order is not None or start % unit or stop % unit):
+            raise WeightLoadError(
+                f"inputs {start} to {stop} cut through the quantized groups of {unit}: use fewer"
+                " ranks"
+            )
+
+        def cut(numbers: torch.Tensor | None) -> torch.Tensor | None:
+            if numbers is None:
+                return None
+            shared = num_columns // numbers.shape[1]
+            return numbers[rows, start // shared : -(-stop // shared)]
+
+        parts = {name: cut(getattr(self, name)) for name in TENSORS}
+        return replace(self, **parts, group_size=min(size, stop - start))
 
     @staticmethod
     def stacked(parts: Sequence[QuantizedWeight], name: str) -> QuantizedWeight:
@@ -95,23 +114,30 @@ class QuantizedWeight:
         if len(parts) == 1:
             return parts[0]
         orders = [None if part.order is None else part.order.tolist() for part in parts]
-        forms = [(part.bits, part.group_size, part.e2m1) for part in parts]
+        forms = [part.form for part in parts]
         if any(form != forms[0] for form in forms) or any(it != orders[0] for it in orders):
             raise WeightLoadError(
                 f"the matrices fused in {name} are quantized differently (bits, group size or"
                 " g_idx), so they can't be multiplied as one"
             )
-        zeros = None
         if any(part.zeros is not None for part in parts):
-            zeros = torch.cat(
-                [torch.zeros_like(p.scales) if p.zeros is None else p.zeros for p in parts]
-            )
-        return replace(
-            parts[0],
-            values=torch.cat([part.values for part in parts]),
-            scales=torch.cat([part.scales for part in parts]),
-            zeros=zeros,
-        )
+            none = [torch.zeros_like(part.scales) for part in parts]
+            parts = [replace(p, zeros=p.zeros if p.zeros is not None else z)
+                     for p, z in zip(parts, none, strict=True)]  # fmt: skip
+        columns = {name: [getattr(part, name) for part in parts] for name in TENSORS}
+        whole = {n: None if found[0] is None else torch.cat(found) for n, found in columns.items()}
+        return replace(parts[0], **whole)
+
+
+TENSORS = ("values", "scales", "zeros", "mins", "factors", "min_factors")
+"""Fields of a `QuantizedWeight` that have a line for each output."""
+
+
+def of_groups(numbers: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Scales or mins as floats, [N, G] float32; see `QuantizedWeight`."""
+    if factors is None:
+        return numbers
+    return (numbers.float().unflatten(1, (factors.shape[1], -1)) * factors.unsqueeze(2)).flatten(1)
 
 
 def quantize(weight: torch.Tensor, bits: int, group_size: int) -> QuantizedWeight:
@@ -159,18 +185,21 @@ def short(scales: torch.Tensor) -> torch.Tensor:
 
 def pack_pairs(weight: QuantizedWeight) -> torch.Tensor:
     """Values of 4 bits two to a byte, uint8 [N, K / 2]; the first of a pair is the low half. They
-    are stored plus 8, or as their places in `E2M1`."""
-    codes = (weight.values + 8).to(torch.uint8)
-    if weight.e2m1:
-        places = [E2M1.index(value) if value in E2M1 else 0 for value in range(-12, 13)]
-        codes = torch.tensor(places, dtype=torch.uint8)[weight.values.long() + 12]
-    low, high = codes.unflatten(1, (-1, 2)).unbind(2)
+    are stored less the lowest, or as their places in the table."""
+    low, high = codes_of(weight).unflatten(1, (-1, 2)).unbind(2)
     return low | (high << 4)
 
 
-def unpack_pairs(pairs: torch.Tensor, *, e2m1: bool) -> torch.Tensor:
+def unpack_pairs(pairs: torch.Tensor, table: Sequence[int] = range(-8, 8)) -> torch.Tensor:
     """The values [N, K] of `pack_pairs`."""
     codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-    if e2m1:
-        return torch.tensor(E2M1, dtype=torch.int8)[codes.long()]
-    return codes.to(torch.int8) - 8
+    return torch.tensor(table, dtype=torch.int8)[codes.long()]
+
+
+def codes_of(weight: QuantizedWeight) -> torch.Tensor:
+    """Values as they are stored, from 0 on: [N, K] uint8."""
+    if not weight.table:
+        lowest = -(1 << weight.bits - 1) if weight.lowest is None else weight.lowest
+        return (weight.values.int() - lowest).to(torch.uint8)
+    places = [weight.table.index(v) if v in weight.table else 0 for v in range(-128, 128)]
+    return torch.tensor(places, dtype=torch.uint8)[weight.values.long() + 128]

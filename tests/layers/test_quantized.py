@@ -123,11 +123,11 @@ def test_pairs_of_values_share_a_byte() -> None:
     pairs = pack_pairs(QuantizedWeight(values=values, **form))
     assert pairs.dtype == torch.uint8
     assert pairs[0, 0] == 0 | (1 << 4)
-    assert torch.equal(unpack_pairs(pairs, e2m1=False), values)
+    assert torch.equal(unpack_pairs(pairs), values)
     floats = torch.tensor(E2M1, dtype=torch.int8).view(2, 8)
-    pairs = pack_pairs(QuantizedWeight(values=floats, **form, e2m1=True))
+    pairs = pack_pairs(QuantizedWeight(values=floats, **form, table=E2M1))
     assert pairs[0].tolist() == [0x10, 0x32, 0x54, 0x76]
-    assert torch.equal(unpack_pairs(pairs, e2m1=True), floats)
+    assert torch.equal(unpack_pairs(pairs, E2M1), floats)
 
 
 def test_parts_stack_and_are_cut_for_ranks() -> None:
