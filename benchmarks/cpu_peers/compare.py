@@ -3,22 +3,27 @@
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --json FILE
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT-bf16 --envs ENVIRONMENTS --defaults
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --beside 1
+    python benchmarks/cpu_peers/compare.py --gguf FILE ... --envs ENVIRONMENTS --json FILE
 
 Each round runs every configuration once, in a process of its own, and begins with another (A B C,
 B C A, C A B): a machine that drifts does so for all, and none always follows the same one, whose
 memory the system may still be taking back. A run during which other processes used the CPU is
 repeated and then marked; it enters no median. Peers that are missing are named with the reason.
 With `--beside` each run is followed by another, beside processes that keep a core busy each.
+With `--gguf` nanoengine and llama.cpp run the same files, each with its own defaults.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,6 +88,27 @@ PEERS = {
 }  # fmt: skip
 
 
+OF_GGUF = ("nanoengine", "llamacpp")
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+"""Fields of a `ModelConfig` from which runners and the report count."""
+
+
+def folder_of_shape(file: Path) -> Path:
+    """A folder, of the file's name, with a config.json of its model's sizes, which runners read."""
+    from nanoengine.checkpoint.config import load_model_config
+
+    config = load_model_config(file)
+    folder = Path(tempfile.mkdtemp(), file.stem)
+    atexit.register(shutil.rmtree, folder.parent)
+    folder.mkdir()
+    sizes = {name: getattr(config, name) for name in SIZES}
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    return folder
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A peer at one quantization."""
@@ -126,7 +152,7 @@ def skip_reason(
         return f"no interpreter: {where}"
     if not find(python, peer.package):
         return f"{peer.package} is not installed in its environment"
-    suffix = peer.converted[entry.quantization]
+    suffix = peer.converted.get(entry.quantization, "")
     if suffix and not (converted / (model.name + suffix)).exists():
         return f"{model.name + suffix} is not among the conversions"
     return None
@@ -296,7 +322,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
         return split
 
-    add("--model", type=Path, required=True, help="directory of a checkpoint (checkpoints.py)")
+    add("--model", type=Path, help="directory of a checkpoint (checkpoints.py)")
+    add(
+        "--gguf",
+        type=Path,
+        nargs="+",
+        help="GGUF files of one folder and one shape, in place of --model and --quantization",
+    )
     add("--converted", type=Path, help="directory of its conversions; default: beside it")
     add("--envs", type=Path, help="directory of the peers' environments: ov, vllm, lcpp")
     add("--peers", type=listed(tuple(PEERS)), default=list(PEERS))
@@ -333,6 +365,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--retries", type=int, default=1, help="how often a disturbed run is repeated")
     add("--json", type=Path, help="write the report to this file")
     args = parser.parse_args(argv)
+    if bool(args.gguf) == bool(args.model):
+        parser.error("give --model or --gguf")
+    if args.gguf:
+        args.converted = args.gguf[0].parent
+        args.quantization = [file.name for file in args.gguf]
+        args.peers = [name for name in args.peers if name in OF_GGUF]
+        args.model = folder_of_shape(args.gguf[0])
     args.model = args.model.resolve()
     args.converted = (args.converted or args.model.parent / "converted").resolve()
     if not (args.model / "config.json").is_file():
@@ -359,7 +398,7 @@ def main() -> int:
     entries = []
     for name in args.peers:
         for quantization in args.quantization:
-            if quantization not in PEERS[name].converted:
+            if quantization not in PEERS[name].converted and not args.gguf:
                 continue
             entry = Entry(name=name, quantization=quantization)
             reason = skip_reason(entry, model=args.model, converted=args.converted, envs=args.envs)

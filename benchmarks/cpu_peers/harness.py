@@ -25,7 +25,7 @@ from nanoengine.bench.workload import WorkItem
 
 QUANTIZATIONS = ("none", "int8", "int4", "default")
 """How weights are held: none is float32 throughout; default is whatever the peer does by itself
-with the checkpoint, which is stored in bfloat16."""
+with the checkpoint, which is stored in bfloat16. Besides, the name of a GGUF file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,13 @@ class Options:
     longest: int
 
     def converted_file(self, suffixes: dict[str, str]) -> Path:
-        """The converted checkpoint for the asked quantization."""
-        return self.converted / (self.model.name + suffixes[self.quantization])
+        """The converted checkpoint for the asked quantization, or the GGUF file of that name."""
+        name = self.quantization
+        return self.converted / (name if is_gguf(name) else self.model.name + suffixes[name])
+
+    def stored_bits(self, num_parameters: int) -> float:
+        """Bits of a weight in the GGUF file that was asked for."""
+        return 8 * (self.converted / self.quantization).stat().st_size / num_parameters
 
     def kv_gib(self, element_bytes: int = 4) -> int:
         """Whole GiB that hold keys and values of all `tokens`, and as much again for what a peer
@@ -71,13 +76,25 @@ class Loaded:
     kv_bits: float = 32
 
 
-def main(peer: str, start: Callable[[Options], Loaded], quantizations: Sequence[str]) -> None:
+def is_gguf(quantization: str) -> bool:
+    """Whether it is the name of a GGUF file."""
+    return quantization.endswith(".gguf")
+
+
+def main(
+    peer: str,
+    start: Callable[[Options], Loaded],
+    quantizations: Sequence[str],
+    *,
+    gguf: bool = False,
+) -> None:
     """Parses the command line, loads, warms up, and prints a line for every workload."""
     parser = argparse.ArgumentParser(description=f"{peer} on workloads of suite/workloads.py")
     parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--converted", type=Path, default=Path(), help="directory of conversions")
     parser.add_argument("--workload", type=_workload, nargs="+", required=True)
-    parser.add_argument("--quantization", choices=quantizations, default="none")
+    words = [*quantizations, *(arg for arg in sys.argv if gguf and is_gguf(arg))]
+    parser.add_argument("--quantization", choices=words, default="none")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -47,7 +47,8 @@ class Peaks:
         """The rates that a line is held against: int8 products where its weights are quantized,
         else those of the dtype that it computes in."""
         floats = max(self.gflops["float32"], self.gflops.get(dtype, 0))
-        whole = self.gflops.get("int8", 0) if quantization in ("int8", "int4") else 0
+        quantized = quantization in ("int8", "int4") or quantization.endswith(".gguf")
+        whole = self.gflops.get("int8", 0) if quantized else 0
         return Card(
             bytes_per_s=1e9 * self.read_gbs,
             flops_per_s=1e9 * max(floats, whole),

@@ -89,6 +89,9 @@ def start(options: Options) -> Loaded:
             run(step, outputs)
         return outputs
 
+    if harness.is_gguf(options.quantization):
+        stored = options.stored_bits(lib.llama_model_n_params(model))
+        BITS[options.quantization] = stored, stored, 16
     body, head, kv = BITS[options.quantization]
     return Loaded(
         generate=generate,
@@ -101,4 +104,4 @@ def start(options: Options) -> Loaded:
 
 
 if __name__ == "__main__":
-    harness.main("llamacpp", start, harness.QUANTIZATIONS)
+    harness.main("llamacpp", start, harness.QUANTIZATIONS, gguf=True)

@@ -14,11 +14,13 @@ def start(options: Options) -> Loaded:
     import nanoengine
     from nanoengine import LLM, SamplingParams
 
-    quantization = options.quantization
+    quantization, model = options.quantization, options.model
     asked = {"none": {"dtype": "float32"}, "default": {}}.get(
         quantization, {"dtype": "float32", "quantization": quantization}
     )
-    llm = LLM(options.model, device="cpu", **asked)
+    if harness.is_gguf(quantization):
+        asked, model = {}, options.converted_file({})
+    llm = LLM(model, device="cpu", **asked)
     info = llm.engine.info
 
     def generate(requests: list[WorkItem]) -> list[list[int]]:
@@ -31,6 +33,8 @@ def start(options: Options) -> Loaded:
 
     # Why from the bytes: float32 products may run over weights that stay in 16 bits.
     held = 16 if info.weight_bytes < 3 * info.num_parameters else 32
+    if harness.is_gguf(quantization):
+        held = options.stored_bits(info.num_parameters)
     body, head = BITS.get(quantization, (held, held))
     return Loaded(
         generate=generate,
@@ -43,4 +47,4 @@ def start(options: Options) -> Loaded:
 
 
 if __name__ == "__main__":
-    harness.main("nanoengine", start, harness.QUANTIZATIONS)
+    harness.main("nanoengine", start, harness.QUANTIZATIONS, gguf=True)
