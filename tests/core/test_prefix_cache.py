@@ -20,6 +20,19 @@ def test_full_blocks_only_and_one_token_left_to_compute():
     assert cached(manager, [99, *range(1, 40)]) == 0
 
 
+def test_a_block_behind_one_that_is_gone_is_no_part_of_the_prefix():
+    """It would take the place of the one that is gone."""
+    manager = make_manager()
+    first = make_sequence(list(range(70)))
+    admit(manager, first)
+    compute(manager, first)
+    [table] = first.block_tables
+    manager.deallocate(first)
+    for gone, left in ((2, 32), (1, 16), (0, 0)):
+        assert manager.pool.evict([table[gone]]) == 1
+        assert cached(manager, list(range(70))) == left
+
+
 def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_miss():
     manager = make_manager()
     for _ in range(2):
