@@ -210,12 +210,15 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     said, count = int(name["count"]) if name else 1, metadata.get("split.count", 1)
     if said == count == 1:
         return [path]
-    if said != count or not name:
+    parts = [
+        path.with_name(f"{name['stem']}-{i + 1:05}-of-{said:05}.gguf")
+        for i in range(said if name else 0)
+    ]
+    if said != count or path not in parts:
         raise WeightLoadError(
             f"{path}: split.count is {shown(count)}, but the name is that of a file in {said}:"
             " the parts of a model are named NAME-00001-of-00003.gguf and so on"
         )
-    parts = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{said:05}.gguf") for i in range(said)]
     if missing := [part.name for part in parts if not part.is_file()]:
         raise WeightLoadError(f"{path}: parts of this model are missing: {shown(missing)}")
     return parts
