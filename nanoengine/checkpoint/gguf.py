@@ -121,7 +121,7 @@ class GGUFFile(NamedTuple):
 def read_gguf(path: Path) -> GGUFFile:
     """The header of a file; of a part: those of its whole set, with the first part's keys.
 
-    Perf: 0.2 s for a vocabulary of 150,000 with 250,000 merges.
+    Perf: 0.1 s for a vocabulary of 150,000 with 250,000 merges (one core).
 
     Raises:
         WeightLoadError: the file is damaged or contradicts itself; the message has the place. Or
