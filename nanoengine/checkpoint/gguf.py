@@ -1,0 +1,397 @@
+"""A GGUF file: what its header says, and the rows of its tensors.
+
+    "GGUF" | version | counts | keys and values | names, shapes, types, offsets | padding | tensors
+
+All of a model is one file, or a set of parts of which the first has the keys. Little endian;
+versions 2 and 3, which are written alike. Whoever loads a checkpoint calls this; it knows neither
+models nor names. Nothing that a file says is believed before it is checked: a file may be cut
+short, and one from elsewhere may lie.
+
+Source: the specification, docs/gguf.md of ggml; numbers of types and sizes of blocks: ggml.h and
+ggml-common.h of ggml.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy
+import torch
+
+from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
+from nanoengine.settings.checks import shown
+
+HEADER_BYTES = 128 << 20
+"""Most bytes of a header. Why: a file that lies may have any; real ones have some 50 MiB at most,
+where a vocabulary is in them twice."""
+
+MOST_ENTRIES = 1 << 17
+"""Most keys of a file, and most tensors."""
+
+MOST_STRINGS = 1 << 22
+"""Most strings of an array: several times the largest vocabularies and their merges."""
+
+PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+"""The name of a part of a model; numbers start at 1."""
+
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
+    7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
+}  # fmt: skip
+"""Type of a value -> NumPy's name of it."""
+
+STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
+
+
+class BlockType(NamedTuple):
+    """Inputs and bytes of one block: the unit in which a row is stored."""
+
+    inputs: int
+    bytes: int
+
+
+TYPES = {
+    "F32": BlockType(1, 4), "F16": BlockType(1, 2), "BF16": BlockType(1, 2),
+    "Q8_0": BlockType(32, 34), "Q4_0": BlockType(32, 18), "Q4_1": BlockType(32, 20),
+    "Q5_0": BlockType(32, 22), "Q5_1": BlockType(32, 24), "Q2_K": BlockType(256, 84),
+    "Q3_K": BlockType(256, 110), "Q4_K": BlockType(256, 144), "Q5_K": BlockType(256, 176),
+    "Q6_K": BlockType(256, 210), "Q8_K": BlockType(256, 292), "IQ4_NL": BlockType(32, 18),
+    "IQ4_XS": BlockType(256, 136), "MXFP4": BlockType(32, 17),
+}  # fmt: skip
+"""The types of tensors that are read, by ggml's names."""
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types whose rows are read as floats; those of all others as bytes."""
+
+NAMES = (
+    "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K",
+    "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S",
+    "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8",
+    "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4",
+    "Q1_0",
+)  # fmt: skip
+"""ggml's name of each number of a type."""
+
+
+class GGUFTensor(NamedTuple):
+    """Where a tensor is.
+
+    Attributes:
+        shape: as torch has it, outputs first. Writers may leave out leading ones.
+        type: a key of `TYPES`.
+        offset: of its first byte, from the start of the file.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the last dimension."""
+        return prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        block = TYPES[self.type]
+        return self.shape[-1] // block.inputs * block.bytes
+
+
+class GGUFFile(NamedTuple):
+    """What the header says, or the headers of all parts.
+
+    Attributes:
+        metadata: by key: numbers, bool and str; arrays of strings are lists, arrays of numbers are
+            NumPy's. A float32 is the float64 that it equals.
+        tensors: by their names in the file, as they lie there one after the other.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """The header of a file; of a part: those of its whole set, with the first part's keys.
+
+    Perf: 0.1 s for a vocabulary of 150,000 with 250,000 merges (one core).
+
+    Raises:
+        WeightLoadError: the file is damaged or contradicts itself; the message has the place. Or
+            parts are missing, or belong to another model.
+        UnsupportedModelError: the version or the type of a tensor is not read.
+    """
+    named = _read_file(path)
+    parts = _parts(path, named.metadata)
+    files = [named if part == path else _read_file(part) for part in parts]
+    metadata, tensors = files[0].metadata, dict[str, GGUFTensor]()
+    for number, (part, file) in enumerate(zip(parts, files, strict=True)):
+        if (said := _whole(part, file.metadata, "split.no", 0)) != number:
+            raise WeightLoadError(
+                f"{part}: split.no is {said}, its name says {number}: the file was renamed, or is"
+                " of another set"
+            )
+        for key, value in file.metadata.items() if number else ():
+            first = shown(metadata.get(key, value))
+            if key != "split.no" and first != shown(value):
+                raise WeightLoadError(
+                    f"{part}: {shown(key)} is {shown(value)}, in {parts[0].name} {first}: these are"
+                    " parts of two models"
+                )
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise WeightLoadError(
+                    f"{part}: tensor {shown(name)} is in {tensors[name].file.name} too"
+                )
+            tensors[name] = tensor
+    wanted = _whole(path, metadata, "split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise WeightLoadError(
+            f"{path}: split.tensors.count is {wanted}, there are {len(tensors)} tensors: a part is"
+            " of another model"
+        )
+    return GGUFFile(metadata, tensors)
+
+
+def read_rows(tensor: GGUFTensor, first: int = 0, last: int | None = None) -> torch.Tensor:
+    """Rows `first` to `last` (excluded; None: the end) of the leading dimensions as one.
+
+    Returns:
+        [rows, row_bytes] uint8; or [rows, inputs] of a type of `FLOATS`. Memory of its own.
+
+    Raises:
+        WeightLoadError: the file can't be read, or has become shorter.
+    """
+    last = tensor.num_rows if last is None else last
+    assert 0 <= first <= last <= tensor.num_rows, (first, last, tensor)
+    wanted, size = (last - first) * tensor.row_bytes, tensor.row_bytes
+    try:
+        # Why not mapped: pages of a mapped file are counted as this process's memory.
+        read = numpy.fromfile(tensor.file, "u1", wanted, offset=tensor.offset + first * size)
+    except OSError as error:
+        raise WeightLoadError(f"can't read {tensor.file}: {error}") from error
+    if len(read) != wanted:
+        raise WeightLoadError(f"{tensor.file} has become shorter since its header was read")
+    rows = torch.from_numpy(read).view(last - first, size)
+    return rows.view(FLOATS[tensor.type]) if tensor.type in FLOATS else rows
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """The one GGUF of a folder without a config.json; of a set, the part with the least number.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if os.path.lexists(directory / "config.json"):
+        return None
+    found: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.gguf")):
+        if path.is_file():
+            part = PART.fullmatch(path.name)
+            found.setdefault(f"{part['stem']}-of-{part['count']}" if part else path.name, path)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{directory} holds {len(found)} models: name the file of one of them:"
+            f" {shown([path.name for path in found.values()])}"
+        )
+    return next(iter(found.values()), None)
+
+
+def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
+    """The files of the set that `path` belongs to."""
+    name, count = PART.fullmatch(path.name), _whole(path, metadata, "split.count", 1)
+    stem, said = (name["stem"], int(name["count"])) if name else ("", 1)
+    if said == 1 and count in (0, 1):  # Why 0: llama.cpp writes it where it has joined the parts.
+        return [path]
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}.gguf") for i in range(said)]
+    if said != count or path not in parts:
+        raise WeightLoadError(
+            f"{path}: split.count is {count}, but the name is that of a file in {said}: the parts"
+            " of a model are named NAME-00001-of-00003.gguf and so on"
+        )
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise WeightLoadError(f"{path}: parts of this model are missing: {shown(missing)}")
+    return parts
+
+
+def _whole(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
+    """A key that is a whole number, whatever the file says of it."""
+    if type(value := metadata.get(key, absent)) is not int:
+        raise WeightLoadError(f"{path}: {key} is {shown(value)}; a whole number is allowed")
+    return value
+
+
+def _read_file(path: Path) -> GGUFFile:
+    """The header of one file."""
+    try:
+        # Why a regular one: a FIFO would be waited for.
+        if not path.is_file() or not (size := path.stat().st_size):
+            raise WeightLoadError(f"{path} is no regular file, or it is empty")
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), min(size, HEADER_BYTES), access=mmap.ACCESS_READ) as data,
+        ):
+            return _Header(path, data, size).read()
+    except OSError as error:
+        raise WeightLoadError(f"can't read {path}: {error}") from error
+
+
+class _Header:
+    """A place in a header, and what is read there; all reading checks that it is in the file.
+
+    Attributes:
+        data: the file's first bytes.
+        size: bytes of the file.
+        place: the next byte.
+        what: what is being read, for messages.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self.path, self.data, self.size = path, data, size
+        self.end, self.place, self.what = len(data), 0, "the header"
+
+    def read(self) -> GGUFFile:
+        """All of it."""
+        if (magic := self.data[:4]) != b"GGUF":
+            self.refuse(f"it starts with {magic!r}, not with b'GGUF': was it fetched?")
+        _, version, num_tensors, num_keys = self.unpack("<IIQQ")
+        if version not in (2, 3):
+            said = version if not version or version & 0xFFFF else f"{version:#x}, big endian"
+            self.refuse(
+                f"its version is {said}; versions 2 and 3, little endian, are read",
+                UnsupportedModelError,
+            )
+        for count, kind in ((num_tensors, "tensors"), (num_keys, "keys")):
+            if count > MOST_ENTRIES:
+                self.refuse(f"it has {count} {kind}; at most {MOST_ENTRIES} are read")
+        metadata: dict[str, Any] = {}
+        for number in range(num_keys):
+            self.what = f"key {number + 1} of {num_keys}"
+            key = self.string()
+            self.what = f"key {shown(key)}"
+            if key in metadata or not key:
+                self.refuse("there are two of it" if key else "it is empty")
+            metadata[key] = self.value()
+        found = [self.tensor(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
+        return GGUFFile(metadata, self.placed(found, metadata.get("general.alignment", 32)))
+
+    def value(self) -> Any:
+        """A value after its type."""
+        (kind,) = self.unpack("<I")
+        if kind != ARRAY:
+            return self.string() if kind == STRING else self.numbers(kind, 1)[0].item()
+        kind, count = self.unpack("<IQ")
+        return self.strings(count) if kind == STRING else self.numbers(kind, count)
+
+    def numbers(self, kind: int, count: int) -> numpy.ndarray:
+        """Numbers of one type."""
+        if kind not in NUMBERS:
+            self.refuse(f"{'an array of arrays' if kind == ARRAY else f'type {kind}'} is not read")
+        dtype = numpy.dtype(NUMBERS[kind])
+        raw = self.take(count * dtype.itemsize)
+        if dtype.kind == "b" and raw.strip(b"\0\1"):
+            self.refuse("a bool is neither 0 nor 1")
+        return numpy.frombuffer(raw, dtype)
+
+    def string(self) -> str:
+        """One string."""
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """Strings, each after its length."""
+        if count > MOST_STRINGS:
+            self.refuse(f"it has {count} strings; at most {MOST_STRINGS} are read")
+        data, place, end, found = self.data, self.place, self.end, []
+        try:
+            for _ in range(count):
+                start = place + 8
+                place = start + LENGTH.unpack_from(data, place)[0]
+                if place > end:
+                    break
+                found.append(str(data[start:place], "utf-8"))
+        except UnicodeDecodeError as error:
+            self.place = start
+            self.refuse(f"text {len(found)} is not UTF-8: {error.reason}")
+        except struct.error:
+            place = start
+        if place > end:
+            self.refuse(f"text {len(found)} ends at byte {place}, {self.beyond()}")
+        self.place = place
+        return found
+
+    def tensor(self, what: str) -> tuple[int, str, GGUFTensor]:
+        """Where a tensor is described, its name, and the tensor, its offset among the tensors."""
+        self.what, place = what, self.place
+        name = self.string()
+        self.what = f"tensor {shown(name)}"
+        (num_dims,) = self.unpack("<I")
+        if not 1 <= num_dims <= 4:
+            self.refuse(f"it has {num_dims} dimensions; 1 to 4 are read")
+        *dims, number, offset = self.unpack(f"<{num_dims}QIQ")
+        kind = NAMES[number] if number < len(NAMES) else f"number {number}"
+        if kind not in TYPES:
+            self.refuse(
+                f"its type is {kind}; the types that are read are {', '.join(TYPES)}: quantize"
+                " the model to one of these",
+                UnsupportedModelError,
+            )
+        if 0 in dims or dims[0] % TYPES[kind].inputs:
+            self.refuse(
+                f"its shape is {dims[::-1]}; rows of {kind} are of blocks of"
+                f" {TYPES[kind].inputs}, and no dimension is 0"
+            )
+        return place, name, GGUFTensor(self.path, tuple(dims[::-1]), kind, offset)
+
+    def placed(
+        self, found: list[tuple[int, str, GGUFTensor]], alignment: object
+    ) -> dict[str, GGUFTensor]:
+        """The tensors, none of which lies outside of the file or in another one."""
+        self.what = "general.alignment"
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self.refuse(f"it is {shown(alignment)}; a power of two is allowed")
+        start = -(-self.place // alignment) * alignment
+        free, tensors = 0, dict[str, GGUFTensor]()
+        for place, name, tensor in sorted(found, key=lambda one: one[2].offset):
+            self.what, self.place, offset = f"tensor {shown(name)}", place, tensor.offset
+            if name in tensors:
+                self.refuse("there are two of it")
+            if offset < free or offset % alignment:
+                self.refuse(
+                    f"its offset is {offset}; {free} is free, and multiples of {alignment} are"
+                    " allowed"
+                )
+            free = offset + tensor.num_rows * tensor.row_bytes
+            if start + free > self.size:
+                self.refuse(
+                    f"it ends at byte {start + free}, but the file at {self.size}: is it complete?"
+                )
+            tensors[name] = tensor._replace(offset=start + offset)
+        return tensors
+
+    def unpack(self, form: str) -> tuple[Any, ...]:
+        """Numbers of a `struct`."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        if count > self.end - self.place:
+            self.refuse(f"it ends at byte {self.place + count}, {self.beyond()}")
+        self.place += count
+        return self.data[self.place - count : self.place]
+
+    def beyond(self) -> str:
+        """Why there are no more bytes."""
+        if self.size > self.end:
+            return f"but headers of at most {self.end} bytes are read"
+        return f"but the file at {self.size}: is it complete?"
+
+    def refuse(self, problem: str, error: type[ModelError] = WeightLoadError) -> NoReturn:
+        """Raises the error, with the place."""
+        raise error(f"{self.path}, byte {self.place}: {self.what}: {problem}")
