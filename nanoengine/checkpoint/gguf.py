@@ -37,9 +37,6 @@ MOST_ENTRIES = 1 << 17
 MOST_STRINGS = 1 << 22
 """Most strings of an array: several times the largest vocabularies and their merges."""
 
-MOST_NAMES = 10
-"""File names that one error message lists."""
-
 PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 """The name of a part of a model; numbers start at 1."""
 
@@ -114,7 +111,7 @@ class GGUFFile(NamedTuple):
     Attributes:
         metadata: by key: numbers, bool and str; arrays of strings are lists, arrays of numbers are
             NumPy's. A float32 is the float64 that it equals.
-        tensors: by the names in the file, in their order there.
+        tensors: by their names in the file, as they lie there one after the other.
     """
 
     metadata: dict[str, Any]
@@ -202,7 +199,7 @@ def find_gguf(directory: Path) -> Path | None:
     if len(found) > 1:
         raise ConfigError(
             f"{directory} holds {len(found)} models: name the file of one of them:"
-            f" {_listed([path.name for path in found.values()])}"
+            f" {shown([path.name for path in found.values()])}"
         )
     return next(iter(found.values()), None)
 
@@ -213,34 +210,31 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     said, count = int(name["count"]) if name else 1, metadata.get("split.count", 1)
     if said == count == 1:
         return [path]
-    if said != count or not name:
+    parts = [
+        path.with_name(f"{name['stem']}-{i + 1:05}-of-{said:05}.gguf")
+        for i in range(said if name else 0)
+    ]
+    if said != count or path not in parts:
         raise WeightLoadError(
             f"{path}: split.count is {shown(count)}, but the name is that of a file in {said}:"
             " the parts of a model are named NAME-00001-of-00003.gguf and so on"
         )
-    parts = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{said:05}.gguf") for i in range(said)]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise WeightLoadError(f"{path}: parts of this model are missing: {_listed(missing)}")
+        raise WeightLoadError(f"{path}: parts of this model are missing: {shown(missing)}")
     return parts
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _read_file(path: Path) -> GGUFFile:
     """The header of one file."""
     try:
-        if not path.is_file():  # Why: a FIFO would be waited for.
-            raise WeightLoadError(f"{path} is no regular file")
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise WeightLoadError(f"{path} is empty")
-            mapped = min(size, HEADER_BYTES)
-            with mmap.mmap(file.fileno(), mapped, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data, size).read()
+        # Why a regular one: a FIFO would be waited for.
+        if not path.is_file() or not (size := path.stat().st_size):
+            raise WeightLoadError(f"{path} is no regular file, or it is empty")
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), min(size, HEADER_BYTES), access=mmap.ACCESS_READ) as data,
+        ):
+            return _Header(path, data, size).read()
     except OSError as error:
         raise WeightLoadError(f"can't read {path}: {error}") from error
 
@@ -262,11 +256,10 @@ class _Header:
     def read(self) -> GGUFFile:
         """All of it."""
         if (magic := self.data[:4]) != b"GGUF":
-            self.refuse(f"it starts with {magic!r}, a GGUF file with b'GGUF'")
+            self.refuse(f"it starts with {magic!r}, not with b'GGUF': was it fetched?")
         _, version, num_tensors, num_keys = self.unpack("<IIQQ")
         if version not in (2, 3):
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            said = f"{swapped}, big endian" if 0 < swapped < 1 << 16 < version else str(version)
+            said = version if not version or version & 0xFFFF else f"{version:#x}, big endian"
             self.refuse(
                 f"its version is {said}; versions 2 and 3, little endian, are read",
                 UnsupportedModelError,
@@ -282,8 +275,8 @@ class _Header:
             if key in metadata or not key:
                 self.refuse("there are two of it" if key else "it is empty")
             metadata[key] = self.value()
-        infos = [self.tensor(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
-        return GGUFFile(metadata, self.placed(infos, metadata.get("general.alignment", 32)))
+        found = [self.tensor(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
+        return GGUFFile(metadata, self.placed(found, metadata.get("general.alignment", 32)))
 
     def value(self) -> Any:
         """A value after its type."""
@@ -333,8 +326,8 @@ class _Header:
         self.place = place
         return found
 
-    def tensor(self, what: str) -> tuple[int, str, tuple[int, ...], str, int]:
-        """What is said of a tensor: the place of that, name, shape, type, and offset among them."""
+    def tensor(self, what: str) -> tuple[int, str, GGUFTensor]:
+        """Where a tensor is described, its name, and the tensor, its offset among the tensors."""
         self.what, place = what, self.place
         name = self.string()
         self.what = f"tensor {shown(name)}"
@@ -342,7 +335,6 @@ class _Header:
         if not 1 <= num_dims <= 4:
             self.refuse(f"it has {num_dims} dimensions; 1 to 4 are read")
         *dims, number, offset = self.unpack(f"<{num_dims}QIQ")
-        shape = tuple(reversed(dims))
         kind = NAMES[number] if number < len(NAMES) else f"number {number}"
         if kind not in TYPES:
             self.refuse(
@@ -350,38 +342,37 @@ class _Header:
                 " the model to one of these",
                 UnsupportedModelError,
             )
-        if 0 in shape or shape[-1] % TYPES[kind].inputs:
+        if 0 in dims or dims[0] % TYPES[kind].inputs:
             self.refuse(
-                f"its shape is {shape}; rows of {kind} are of blocks of {TYPES[kind].inputs},"
-                " and no dimension is 0"
+                f"its shape is {dims[::-1]}; rows of {kind} are of blocks of"
+                f" {TYPES[kind].inputs}, and no dimension is 0"
             )
-        return place, name, shape, kind, offset
+        return place, name, GGUFTensor(self.path, tuple(dims[::-1]), kind, offset)
 
     def placed(
-        self, infos: list[tuple[int, str, tuple[int, ...], str, int]], alignment: object
+        self, found: list[tuple[int, str, GGUFTensor]], alignment: object
     ) -> dict[str, GGUFTensor]:
         """The tensors, none of which lies outside of the file or in another one."""
         self.what = "general.alignment"
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             self.refuse(f"it is {shown(alignment)}; a power of two is allowed")
         start = -(-self.place // alignment) * alignment
-        tensors: dict[str, GGUFTensor] = {}
-        for place, name, shape, kind, offset in infos:
-            self.what, self.place = f"tensor {shown(name)}", place
+        free, tensors = 0, dict[str, GGUFTensor]()
+        for place, name, tensor in sorted(found, key=lambda one: one[2].offset):
+            self.what, self.place, offset = f"tensor {shown(name)}", place, tensor.offset
             if name in tensors:
                 self.refuse("there are two of it")
-            if offset % alignment:
-                self.refuse(f"its offset is {offset}, no multiple of the alignment, {alignment}")
-            tensors[name] = tensor = GGUFTensor(self.path, shape, kind, start + offset)
-            end = tensor.offset + tensor.num_rows * tensor.row_bytes
-            if end > self.size:
-                self.refuse(f"it ends at byte {end}, but the file at {self.size}: is it complete?")
-        free = start
-        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-            if tensor.offset < free:
-                self.what, self.place = f"tensor {shown(name)}", tensor.offset
-                self.refuse("another tensor lies there too")
-            free = tensor.offset + tensor.num_rows * tensor.row_bytes
+            if offset < free or offset % alignment:
+                self.refuse(
+                    f"its offset is {offset}; {free} is free, and multiples of {alignment} are"
+                    " allowed"
+                )
+            free = offset + tensor.num_rows * tensor.row_bytes
+            if start + free > self.size:
+                self.refuse(
+                    f"it ends at byte {start + free}, but the file at {self.size}: is it complete?"
+                )
+            tensors[name] = tensor._replace(offset=start + offset)
         return tensors
 
     def unpack(self, form: str) -> tuple[Any, ...]:

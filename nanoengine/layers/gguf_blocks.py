@@ -1,0 +1,169 @@
+"""Blocks of a GGUF file's quantized types as a `QuantizedWeight`; in plain torch.
+
+Whoever loads a matrix from a GGUF file calls this with rows as `read_rows` has them. A row is
+blocks of 32 or 256 inputs, each with its own scales. The bits of a value lie in one or two planes:
+
+    Q6_K   low [128], 4 bits a value | high [64], 2 bits | scales [16] int8 | d, float16
+                value = (low + 16 * high - 32) * scale * d
+
+Source: the structs block_* of ggml-common.h and the functions dequantize_row_* of ggml-quants.c.
+
+Legend: N rows, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from nanoengine.checkpoint.gguf import TYPES
+from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight
+
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The number that each code stands for: close together near 0, as weights are.
+Source: kvalues_iq4nl of ggml-common.h."""
+
+Planes = tuple[int, int]
+"""Bits a value, and bytes of a run: all lowest bits of its bytes are the first values of the run's,
+the bits above these the next ones, and so on."""
+
+Scales = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Layout(NamedTuple):
+    """What the bytes of a block are.
+
+    Attributes:
+        parts: name -> bytes, in their order: "d", the scale of the block; "m" its least weight, or
+            "dm" the scale of its mins; "low" and "high" bits of values; "scales" of groups.
+        low, high: how the bits of values lie in these parts.
+        groups: the part "scales" as whole numbers a group, and mins, which are taken off.
+        group_size: inputs that share a scale.
+        table: see `QuantizedWeight`.
+    """
+
+    parts: dict[str, int]
+    low: Planes
+    high: Planes | None = None
+    groups: Callable[[torch.Tensor], Scales] | None = None
+    group_size: int = 32
+    table: tuple[int, ...] = ()
+
+
+def planes(packed: torch.Tensor, form: Planes) -> torch.Tensor:
+    """The values in packed bytes, [N, B, bytes] -> [N, B, values] uint8."""
+    bits, run = form
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+    runs = packed.unflatten(2, (-1, 1, run))
+    return (runs >> shifts).bitwise_and_((1 << bits) - 1).flatten(2)
+
+
+def _pairs(scales: torch.Tensor) -> Scales:
+    """Q2_K: a byte is a scale and a min."""
+    return (scales & 15).view(torch.int8), scales >> 4
+
+
+def _sixes(scales: torch.Tensor) -> Scales:
+    """Q4_K and Q5_K: 12 bytes are 8 scales and 8 mins of 6 bits. The first four of each are whole
+    in a byte, whose upper bits are the upper bits of the last four."""
+    first, first_mins, last = scales.unflatten(2, (3, 4)).unbind(2)
+    return (
+        torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), 2).view(torch.int8),
+        torch.cat((first_mins & 63, (last >> 4) | (first_mins >> 6 << 4)), 2),
+    )
+
+
+def _signed_sixes(scales: torch.Tensor) -> Scales:
+    """Q3_K: 12 bytes are 16 scales of 6 bits, 4 in the first 8 bytes, 2 in the rest."""
+    low, high = planes(scales[:, :, :8], (4, 8)), planes(scales[:, :, 8:], (2, 4))
+    return ((low | (high << 4)) - 32).view(torch.int8), None
+
+
+def _signed_sixes_of_neighbours(scales: torch.Tensor) -> Scales:
+    """IQ4_XS: 6 bytes are 8 scales of 6 bits, 2 in the first 2 bytes, 4 in the rest."""
+    high, low = planes(scales[:, :, :2], (2, 1)), planes(scales[:, :, 2:], (4, 1))
+    return ((low | (high << 4)) - 32).view(torch.int8), None
+
+
+def _bytes(scales: torch.Tensor) -> Scales:
+    """Q6_K."""
+    return scales.contiguous().view(torch.int8), None
+
+
+LAYOUTS = {
+    "Q4_0": Layout({"d": 2, "low": 16}, (4, 16)),
+    "Q4_1": Layout({"d": 2, "m": 2, "low": 16}, (4, 16)),
+    "Q5_0": Layout({"d": 2, "high": 4, "low": 16}, (4, 16), (1, 1)),
+    "Q5_1": Layout({"d": 2, "m": 2, "high": 4, "low": 16}, (4, 16), (1, 1)),
+    "Q8_0": Layout({"d": 2, "low": 32}, (8, 32)),
+    "Q2_K": Layout({"scales": 16, "low": 64, "d": 2, "dm": 2}, (2, 32), None, _pairs, 16),
+    "Q3_K": Layout(
+        {"high": 32, "low": 64, "scales": 12, "d": 2}, (2, 32), (1, 32), _signed_sixes, 16
+    ),
+    "Q4_K": Layout({"d": 2, "dm": 2, "scales": 12, "low": 128}, (4, 32), None, _sixes),
+    "Q5_K": Layout(
+        {"d": 2, "dm": 2, "scales": 12, "high": 32, "low": 128}, (4, 32), (1, 32), _sixes
+    ),
+    "Q6_K": Layout({"low": 128, "high": 64, "scales": 16, "d": 2}, (4, 64), (2, 32), _bytes, 16),
+    "Q8_K": Layout({"d": 4, "low": 256, "sums": 32}, (8, 256), group_size=256),
+    "IQ4_NL": Layout({"d": 2, "low": 16}, (4, 16), table=IQ4),
+    "IQ4_XS": Layout(
+        {"d": 2, "scales": 6, "low": 128}, (4, 16), None, _signed_sixes_of_neighbours, table=IQ4
+    ),
+    "MXFP4": Layout({"d": 1, "low": 16}, (4, 16), table=E2M1),
+}  # fmt: skip
+"""Of each quantized type of `TYPES`."""
+
+
+def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
+    """Rows of a quantized type as a weight.
+
+    Args:
+        type: a key of `LAYOUTS`.
+        rows: [N, bytes] uint8.
+    """
+    layout = LAYOUTS[type]
+    blocks = rows.unflatten(1, (-1, TYPES[type].bytes))
+    parts = dict(zip(layout.parts, blocks.split(list(layout.parts.values()), 2), strict=True))
+    codes, bits = planes(parts["low"], layout.low), layout.low[0]
+    if layout.high is not None:
+        codes |= planes(parts["high"], layout.high) << bits
+        bits += layout.high[0]
+    factors = floats(parts["d"])
+    scales, mins, min_factors = factors, None, None
+    if layout.groups is not None:
+        scales, mins = layout.groups(parts["scales"])
+    if "dm" in parts:
+        min_factors = floats(parts["dm"])
+    elif "m" in parts:
+        mins = -floats(parts["m"])
+    if layout.table:
+        table = torch.tensor(layout.table, dtype=torch.int8)
+        values = table.index_select(0, codes.flatten().int()).view(codes.shape)
+    elif mins is not None or bits == 8:
+        values = codes.view(torch.int8)
+    else:
+        values = codes.sub_(1 << bits - 1).view(torch.int8)
+    return QuantizedWeight(
+        values=values.flatten(1),
+        scales=scales.flatten(1),
+        zeros=None,
+        bits=bits,
+        group_size=layout.group_size,
+        lowest=None if mins is None else 0,
+        table=layout.table,
+        mins=None if mins is None else mins.flatten(1),
+        factors=None if layout.groups is None else factors.flatten(1),
+        min_factors=None if min_factors is None else min_factors.flatten(1),
+    )
+
+
+def floats(numbers: torch.Tensor) -> torch.Tensor:
+    """One float of each block, [N, B, bytes] -> [N, B, 1] float32: a float32, a float16, or half of
+    MXFP4's power of two, whose table has twice the numbers."""
+    if numbers.shape[2] == 1:
+        return torch.tensor([2.0 ** (e - 128) for e in range(256)])[numbers.int()]
+    stored = {2: torch.float16, 4: torch.float32}[numbers.shape[2]]
+    return numbers.contiguous().view(stored).float()

@@ -1,0 +1,97 @@
+"""Blocks of GGUF's types against the `gguf` package's own reader, bit for bit."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from nanoengine.checkpoint.gguf import FLOATS, TYPES
+from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
+from nanoengine.layers.quantized_weight import codes_of
+
+FLOAT16 = {  # type -> where its float16 numbers are in a block
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "MXFP4": (),
+}  # fmt: skip
+
+SPECIAL = [0.0, -0.0, 6e-8, -6e-8, 3e-5, 6.1e-5, -1.0, 65504.0, -65504.0]
+"""Zeros, subnormals and the largest."""
+
+
+def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
+    """Rows of random blocks, whose float16 numbers are finite and of all sizes and signs."""
+    random = numpy.random.default_rng(len(type) + TYPES[type].bytes)
+    raw = random.integers(0, 256, (num_rows, num_blocks, TYPES[type].bytes), "u1")
+    for place in FLOAT16[type]:
+        exponents = random.uniform(-24, 15, raw.shape[:2])
+        numbers = numpy.exp2(exponents) * random.choice([-1, 1], raw.shape[:2])
+        numbers.flat[: len(SPECIAL)] = random.permutation(SPECIAL)
+        raw[:, :, place : place + 2] = numbers.astype("<f2")[..., None].view("u1")
+    return raw.reshape(num_rows, -1)
+
+
+def assert_same(found: torch.Tensor, expected: numpy.ndarray) -> None:
+    """Equal to the bit, signs of zeros included."""
+    assert found.shape == expected.shape
+    assert found.dtype == torch.float32
+    assert torch.equal(found.view(torch.int32), torch.from_numpy(expected).view(torch.int32))
+
+
+@pytest.mark.parametrize("type", FLOAT16)
+def test_random_blocks(type):
+    rows = blocks(type, num_rows=16, num_blocks=3)
+    weight = read_blocks(type, torch.from_numpy(rows))
+    assert_same(weight.dequantized(), dequantize(rows, GGMLQuantizationType[type]))
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_what_the_package_quantizes(type):
+    kind = GGMLQuantizationType[type]
+    weights = numpy.random.default_rng(3).standard_normal((8, 96), dtype="f4") / 50
+    weights[3] = 0
+    rows = quantize(weights, kind)
+    weight = read_blocks(type, torch.from_numpy(rows))
+    assert_same(weight.dequantized(), dequantize(rows, kind))
+    assert numpy.abs(weight.dequantized().numpy() - weights).max() < 0.02
+
+
+def test_every_type_is_read():
+    assert LAYOUTS.keys() == TYPES.keys() - FLOATS.keys()
+    for type, layout in LAYOUTS.items():
+        assert sum(layout.parts.values()) == TYPES[type].bytes
+
+
+def test_q8_k():
+    # Why by hand: the package has no reader of it.
+    random = numpy.random.default_rng(5)
+    scales = random.standard_normal((4, 2, 1), dtype="f4")
+    values = random.integers(-128, 128, (4, 2, 256)).astype("i1")
+    sums = numpy.zeros((4, 2, 32), "u1")
+    raw = numpy.concatenate([scales.view("u1"), values.view("u1"), sums], 2).reshape(4, -1)
+    weight = read_blocks("Q8_K", torch.from_numpy(raw))
+    assert_same(weight.dequantized(), (values * scales).reshape(4, -1))
+
+
+@pytest.mark.parametrize("type", LAYOUTS)
+def test_the_fields_are_those_of_a_quantized_weight(type):
+    raw = numpy.random.default_rng(7).integers(0, 256, (2, 2 * TYPES[type].bytes), "u1")
+    weight = read_blocks(type, torch.from_numpy(raw))
+    num_inputs, two_levels = 2 * TYPES[type].inputs, type.endswith(("_K", "_XS")) and type != "Q8_K"
+    assert weight.values.shape == (2, num_inputs)
+    assert weight.values.dtype == torch.int8
+    assert weight.scales.shape == (2, num_inputs // weight.group_size)
+    assert weight.scales.dtype == (torch.int8 if two_levels else torch.float32)
+    assert (weight.factors is not None) == two_levels
+    assert (weight.min_factors is not None) == (type in ("Q2_K", "Q4_K", "Q5_K"))
+    if weight.mins is not None:
+        assert weight.lowest == 0
+        assert weight.mins.shape == weight.scales.shape
+        assert weight.mins.dtype == (torch.uint8 if two_levels else torch.float32)
+    if weight.factors is not None:
+        assert weight.factors.shape == (2, 2)
+    assert codes_of(weight).int().max() < 1 << weight.bits  # whatever the bytes are
+    assert torch.equal(weight.part(slice(1, 2)).dequantized(), weight.dequantized()[1:])
