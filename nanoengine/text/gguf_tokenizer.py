@@ -16,6 +16,7 @@ GPT-NeoX and Cohere, their classes in transformers.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -47,6 +48,15 @@ NO_ID = (1 << 32) - 1
 
 MOST_NAMED = 3
 """Tokens that one message lists."""
+
+LONGEST = 512
+"""Characters of a token with a score, which is cut at all places; real ones have some 30."""
+
+MOST_MERGES = 1 << 22
+"""Pairs of tokens that make a token; real vocabularies of 262,144 have 600,000."""
+
+PHI3_KEEPING = {"<unk>", "<s>", "<|endoftext|>"}
+"""Tokens of Phi-3 that leave the spaces behind them."""
 
 
 class Words(NamedTuple):
@@ -105,7 +115,7 @@ WORDS = {
     "tekken": Words([TEKKEN], whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Words([GPT4O])),
     "deepseek-coder": Words(CODER),
-    "deepseek-v3": Words(DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Words(DEEPSEEK3)),
     "seed-coder": Words([SEED]),
     "default": Words(DEFAULT),
 }
@@ -127,42 +137,56 @@ def read_tokenizer(path: Path) -> TokenizerFile:
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     """The tokenizer that a file's metadata describe; `path` is for messages."""
     said = _Said(metadata, path)
-    model = said.value("model", str | None, None)
-    if model not in ("gpt2", "llama"):
-        said.refuse("model", f"is {shown(model)}; gpt2 (byte-level BPE) and llama are read")
-    tokens = said.value("tokens", list[str])
-    types = said.numbers("token_type", len(tokens))
-    if wrong := sorted(set(types.tolist()) - set(range(NORMAL, BYTE + 1))):
-        said.refuse("token_type", f"has types {wrong[:MOST_NAMED]}; known are 1 to {BYTE}")
-    # Why not an empty one: some vocabularies have tokens without text, which no text has.
-    kept = [(t, i) for i, t in enumerate(tokens) if t and types[i] != UNUSED]
-    vocab = dict(kept)
-    if len(vocab) < len(kept):
-        twice = [token for token, i in kept if vocab[token] != i]
-        said.refuse("tokens", f"has two tokens of one text: {shown(twice[:MOST_NAMED])}")
-    ids = {role: said.token_id(role, tokens) for role in ROLES}
-    if model == "llama" and "tokenizer.ggml.unknown_token_id" not in metadata and tokens:
-        ids["unknown"] = 0
+    model = said.value("model", str)
+    if model not in MODELS:
+        said.refuse("model", f"is {shown(model)}; read are {' and '.join(MODELS)}")
     try:
-        if model == "gpt2":
-            raw, bos = _gpt2(said, vocab)
-        else:
-            raw, bos = _llama(said, tokens, types, vocab, ids)
+        raw, bos = MODELS[model](said)
     except ConfigError:
         raise
     except Exception as error:  # Why: the library raises nothing more exact.
         said.refuse("merges", f"do not fit the vocabulary: {error}")
-    _add_tokens(said, raw, tokens, types, ids)
-    _add_ends(said, raw, ids, bos)
-    names = {ROLES[role]: tokens[i] for role, i in ids.items() if i is not None}
-    return TokenizerFile(raw, functools.partial(_load_full, raw, said.templates(), names))
+    # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
+    strip = model == "llama" and metadata.get("general.architecture") == "phi3"
+    for special in (True, False):
+        kinds = (UNKNOWN, CONTROL) if special else (USER_DEFINED,)
+        found = [said.tokens[i] for i in np.flatnonzero(np.isin(said.types, kinds))]
+        (raw.add_special_tokens if special else raw.add_tokens)(
+            [
+                AddedToken(token, normalized=False, rstrip=strip and token not in PHI3_KEEPING)
+                for token in found
+                if token
+            ]
+        )
+    ends = {
+        role: said.end(role)
+        for role, default in (("bos", bos), ("eos", False))
+        if said.value(f"add_{role}_token", bool, default)
+    }
+    # Why such names: a template has a meaning for characters that a token may have.
+    single = [*(["bos"] if "bos" in ends else ()), "$A", *(["eos"] if "eos" in ends else ())]
+    raw.post_processor = TemplateProcessing(single=single, special_tokens=[*ends.items()])
+    return TokenizerFile(raw, functools.partial(_load_full, raw, said.templates(), said.names()))
 
 
 class _Said:
-    """What a file says of its tokenizer, checked as it is read."""
+    """What a file says of its tokenizer, checked as it is read.
+
+    Attributes:
+        vocab: id by token, of those that have a text and are in use.
+    """
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
         self.metadata, self.path = metadata, path
+        self.tokens: list[str] = self.value("tokens", list[str])
+        self.types = self.numbers("token_type")
+        if wrong := sorted(set(self.types.tolist()) - set(range(NORMAL, BYTE + 1))):
+            self.refuse("token_type", f"has {wrong[:MOST_NAMED]}; known are {NORMAL} to {BYTE}")
+        used = [i for i in np.flatnonzero(self.types != UNUSED).tolist() if self.tokens[i]]
+        self.vocab = {self.tokens[i]: i for i in used}
+        if len(self.vocab) < len(used):
+            twice = [self.tokens[i] for i in used if self.vocab[self.tokens[i]] != i]
+            self.refuse("tokens", f"has tokens of the same text: {shown(twice[:MOST_NAMED])}")
 
     def refuse(self, name: str, problem: str) -> NoReturn:
         raise ConfigError(
@@ -177,51 +201,67 @@ class _Said:
             return default[0] if default else self.refuse(name, "is missing")
         return check_value(self.metadata[key], annotation, f"{self.path}: {key}", ConfigError)
 
-    def numbers(self, name: str, count: int) -> np.ndarray:
+    def numbers(self, name: str) -> np.ndarray:
         """A finite number for each token."""
         found = np.asarray(self.metadata.get(f"tokenizer.ggml.{name}", ()))
+        count = len(self.tokens)
         if found.shape != (count,) or found.dtype.kind not in "iuf" or not count:
-            self.refuse(name, f"must have a number for each of {count} tokens (1 and more)")
+            self.refuse(name, f"must have a number for each of {count} tokens, 1 or more")
         if not np.isfinite(found).all():
             self.refuse(name, "has a number that is not finite")
         return found
 
-    def token_id(self, role: str, tokens: Sequence[str]) -> int | None:
+    def token_id(self, role: str, default: int = NO_ID) -> int | None:
         """The id of the token with a role; None: the file has none."""
         name = f"{role}_token_id"
-        found = self.value(name, int | None, None)
-        if found is None or found in (-1, NO_ID):
+        found: int = self.value(name, int, default)
+        if found in (-1, NO_ID):
             return None
-        if not 0 <= found < len(tokens) or not tokens[found]:
-            self.refuse(name, f"is {found}; the vocabulary has 0 to {len(tokens) - 1}, with texts")
-        return int(found)
+        if not 0 <= found < len(self.tokens):
+            self.refuse(name, f"is {found}; the vocabulary has 0 to {len(self.tokens) - 1}")
+        return found
+
+    def end(self, role: str) -> int:
+        """The id of BOS or EOS, which is added to texts."""
+        found = self.token_id(role)
+        if found is None:
+            self.refuse(f"{role}_token_id", "is missing, though it is added to texts")
+        return found
+
+    def names(self) -> dict[str, str]:
+        """Tokens with a role, by their names in transformers.
+
+        Why not all: writers take what a config.json has for padding, which may be any token.
+        """
+        ids = {role: self.token_id(role) for role in ROLES}
+        return {
+            ROLES[role]: self.tokens[i]
+            for role, i in ids.items()
+            if i is not None and (role in ("bos", "eos") or self.types[i] in (UNKNOWN, CONTROL))
+        }
 
     def templates(self) -> str | dict[str, str] | None:
         """The chat template; by name, if there are several."""
-        named = {"default": self.metadata.get(TEMPLATE)} | {
-            key.removeprefix(f"{TEMPLATE}."): source
+        found = {
+            key.removeprefix(TEMPLATE).removeprefix(".") or "default": source
             for key, source in self.metadata.items()
-            if key.startswith(f"{TEMPLATE}.")
+            if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")
         }
-        found = {name: source for name, source in named.items() if source is not None}
         check_value(found, dict[str, str], f"{self.path}: {TEMPLATE}", ConfigError)
-        return found if len(found) > 1 else next(iter(found.values()), None)
+        return found if found.keys() - {"default"} else found.get("default")
 
 
-def _gpt2(said: _Said, vocab: dict[str, int]) -> tuple[RawTokenizer, bool]:
-    """Byte-level BPE, and whether its texts begin with BOS if nothing else is said."""
-    name = said.value("pre", str | None, None)
+def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
+    """BPE over bytes, and whether its texts begin with BOS if nothing else is said."""
+    name = said.value("pre", str)
     if name not in WORDS:
-        what = "is missing, which" if name is None else f"is {shown(name)}, and"
-        said.refuse("pre", f"{what} names the rules of words; known: {', '.join(sorted(WORDS))}")
+        said.refuse("pre", f"is {shown(name)}; known are {', '.join(sorted(WORDS))}")
     words = WORDS[name]
     # Why the first of equal ones: so does llama.cpp, while the library takes the last.
-    merges = [
-        tuple(merge.split(" ", 1)) for merge in dict.fromkeys(said.value("merges", list[str]))
-    ]
+    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
-    raw = RawTokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=words.whole))
+    raw = RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, ignore_merges=words.whole))
     if words.nfc:
         raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = pre_tokenizers.Sequence([
@@ -232,37 +272,38 @@ def _gpt2(said: _Said, vocab: dict[str, int]) -> tuple[RawTokenizer, bool]:
     return raw, words.bos
 
 
-def _llama(
-    said: _Said,
-    tokens: list[str],
-    types: np.ndarray,
-    vocab: dict[str, int],
-    ids: dict[str, int | None],
-) -> tuple[RawTokenizer, bool]:
-    """BPE by scores, as sentencepiece has it, and whether its texts begin with BOS.
+def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
+    """BPE as sentencepiece has it, and that its texts begin with BOS if nothing else is said.
 
     What `pre` says has no meaning here: no text is split.
     """
     if said.value("remove_extra_whitespaces", bool, False):
-        said.refuse("remove_extra_whitespaces", "is True: spaces are kept with this model")
-    scores = said.numbers("scores", len(tokens))
-    best = np.argsort(-scores.astype(np.float64), kind="stable")
-    normal = [tokens[i] for i in best[types[best] == NORMAL] if tokens[i]]
-    known = set(normal)
-    merges = [
+        said.refuse("remove_extra_whitespaces", "is True; with this model all spaces are kept")
+    unknown = said.token_id("unknown", 0)
+    if unknown is None or said.tokens[unknown] not in said.vocab:
+        said.refuse("unknown_token_id", f"is {unknown}, which is no token in use")
+    best = np.argsort(-said.numbers("scores").astype(np.float64), kind="stable")
+    merged = best[np.isin(said.types[best], (NORMAL, USER_DEFINED))]
+    by_score = [token for i in merged.tolist() if (token := said.tokens[i])]
+    if (longest := max(map(len, by_score), default=0)) > LONGEST:
+        said.refuse("tokens", f"has one of {longest} characters; {LONGEST} are allowed")
+    known = set(by_score)
+    pairs = (
         (token[:cut], token[cut:])
-        for token in normal
+        for token in by_score
         for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in known and token[cut:] in known
-    ]
-    unknown = ids["unknown"]
+    )
+    merges = [*itertools.islice(pairs, MOST_MERGES + 1)]
+    if len(merges) > MOST_MERGES:
+        said.refuse("tokens", f"are made of each other in more than {MOST_MERGES} ways")
     raw = RawTokenizer(
         models.BPE(
-            vocab=vocab,
+            vocab=said.vocab,
             merges=merges,
-            unk_token=None if unknown is None else tokens[unknown],
+            unk_token=said.tokens[unknown],
             fuse_unk=True,
-            byte_fallback=bool((types == BYTE).any()),
+            byte_fallback=bool((said.types == BYTE).any()),
         )
     )
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -274,41 +315,8 @@ def _llama(
     return raw, True
 
 
-def _add_tokens(
-    said: _Said,
-    raw: RawTokenizer,
-    tokens: list[str],
-    types: np.ndarray,
-    ids: dict[str, int | None],
-) -> None:
-    """Makes tokens that a text may name whole, special ones or not, known as such."""
-    whole = np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED))
-    named = [i for i in ids.values() if i is not None]
-    whole[named] = True
-    # Source: Phi-3's tokenizer.json, whose tokens take up the spaces behind them.
-    phi3 = said.metadata.get("general.architecture") == "phi3" and raw.model.unk_token is not None
-    added: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for i in np.flatnonzero(whole & (types != UNUSED)).tolist():
-        token, special = tokens[i], types[i] != USER_DEFINED or i in named
-        strips = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
-        if token:
-            added[special].append(AddedToken(token, rstrip=strips, normalized=False))
-    raw.add_special_tokens(added[True])
-    raw.add_tokens(added[False])
-
-
-def _add_ends(said: _Said, raw: RawTokenizer, ids: dict[str, int | None], bos: bool) -> None:
-    """BOS and EOS around a text, where the file or its kind asks for them."""
-    ends = {}
-    for role, default in (("bos", bos), ("eos", False)):
-        name = f"add_{role}_token"
-        if said.value(name, bool, default):
-            if ids[role] is None:
-                said.refuse(f"{role}_token_id", f"is missing, and {name} is True")
-            ends[role] = ids[role]
-    # Why such names: a template has a meaning for characters that a token may have.
-    single = [*(["bos"] if "bos" in ends else ()), "$A", *(["eos"] if "eos" in ends else ())]
-    raw.post_processor = TemplateProcessing(single=single, special_tokens=[*ends.items()])
+MODELS = {"gpt2": _byte_level, "llama": _by_scores}
+"""By the name in `tokenizer.ggml.model`."""
 
 
 def _load_full(
