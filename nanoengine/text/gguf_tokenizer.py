@@ -16,7 +16,6 @@ GPT-NeoX and Cohere, their classes in transformers.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -38,9 +37,7 @@ TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens. Unused ones fill the vocabulary up: no text has them, and they have no text."""
 
-ROLES = {
-    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
-}  # fmt: skip
+ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 """Tokens that keys NAME_token_id say -> their names in transformers."""
 
 NO_ID = (1 << 32) - 1
@@ -49,11 +46,9 @@ NO_ID = (1 << 32) - 1
 MOST_NAMED = 3
 """Tokens that one message lists."""
 
-LONGEST = 512
-"""Characters of a token with a score, which is cut at all places; real ones have some 30."""
-
-MOST_MERGES = 1 << 22
-"""Pairs of tokens that make a token; real vocabularies of 262,144 have 600,000."""
+MOST_CHARS = 1 << 26
+"""Sum of squares of the characters of tokens with scores, each of which is cut at all places. Real
+ones of 262,144 have a quarter of it."""
 
 PHI3_KEEPING = {"<unk>", "<s>", "<|endoftext|>"}
 """Tokens of Phi-3 that leave the spaces behind them."""
@@ -99,25 +94,26 @@ CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 WORDS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "trillion", "granite-docling"), Words([GPT2])),
-    **dict.fromkeys(("mpt", "olmo"), Words([GPT2], nfc=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), Words(DIGITS)),
-    "command-r": Words(DIGITS, nfc=True),
-    **dict.fromkeys(("qwen2", "megrez"), Words([QWEN2], nfc=True)),
-    "deepseek-r1-qwen": Words([QWEN2]),
-    "qwen35": Words([QWEN35], nfc=True),
-    **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"),
-        Words([LLAMA3], whole=True, bos=True),
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Words([LLAMA3])),
-    "glm4": Words([LLAMA3], whole=True),
-    "tekken": Words([TEKKEN], whole=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Words([GPT4O])),
-    "deepseek-coder": Words(CODER),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Words(DEEPSEEK3)),
-    "seed-coder": Words([SEED]),
-    "default": Words(DEFAULT),
+    name: words
+    for names, words in (
+        ("gpt-2 phi-2 exaone4 trillion granite-docling", Words([GPT2])),
+        ("mpt olmo", Words([GPT2], nfc=True)),
+        ("smollm starcoder refact codeshell exaone", Words(DIGITS)),
+        ("command-r", Words(DIGITS, nfc=True)),
+        ("qwen2", Words([QWEN2], nfc=True)),
+        ("qwen35", Words([QWEN35], nfc=True)),
+        ("deepseek-r1-qwen", Words([QWEN2])),
+        ("llama3 llama-v3 llama-bpe falcon3 pixtral lfm2", Words([LLAMA3], whole=True, bos=True)),
+        ("dbrx smaug-bpe chatglm-bpe", Words([LLAMA3])),
+        ("glm4", Words([LLAMA3], whole=True)),
+        ("tekken", Words([TEKKEN], whole=True, bos=True)),
+        ("gpt-4o llama4 minimax-m2", Words([GPT4O])),
+        ("deepseek-coder", Words(CODER)),
+        ("deepseek-v3 hunyuan-dense", Words(DEEPSEEK3)),
+        ("seed-coder", Words([SEED])),
+        ("default", Words(DEFAULT)),
+    )
+    for name in names.split()
 }
 """Of byte-level BPE, by the name in `tokenizer.ggml.pre`."""
 
@@ -140,32 +136,22 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     model = said.value("model", str)
     if model not in MODELS:
         said.refuse("model", f"is {shown(model)}; read are {' and '.join(MODELS)}")
-    try:
-        raw, bos = MODELS[model](said)
-    except ConfigError:
-        raise
-    except Exception as error:  # Why: the library raises nothing more exact.
-        said.refuse("merges", f"do not fit the vocabulary: {error}")
+    raw, bos = MODELS[model](said)
     # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
     strip = model == "llama" and metadata.get("general.architecture") == "phi3"
-    for special in (True, False):
-        kinds = (UNKNOWN, CONTROL) if special else (USER_DEFINED,)
+    for add, kinds in (raw.add_special_tokens, (UNKNOWN, CONTROL)), (raw.add_tokens, USER_DEFINED):
         found = [said.tokens[i] for i in np.flatnonzero(np.isin(said.types, kinds))]
-        (raw.add_special_tokens if special else raw.add_tokens)(
-            [
-                AddedToken(token, normalized=False, rstrip=strip and token not in PHI3_KEEPING)
-                for token in found
-                if token
-            ]
-        )
-    ends = {
-        role: said.end(role)
-        for role, default in (("bos", bos), ("eos", False))
-        if said.value(f"add_{role}_token", bool, default)
-    }
+        strips = {token: strip and token not in PHI3_KEEPING for token in found if token}
+        add([AddedToken(token, normalized=False, rstrip=strips[token]) for token in strips])
+    ends = []
+    for role, default in (("bos", bos), ("eos", False)):
+        if said.value(f"add_{role}_token", bool, default):
+            if (token_id := said.token_id(role)) is None:
+                said.refuse(f"{role}_token_id", "is missing, though it is added to texts")
+            ends.append((role, token_id))
     # Why such names: a template has a meaning for characters that a token may have.
-    single = [*(["bos"] if "bos" in ends else ()), "$A", *(["eos"] if "eos" in ends else ())]
-    raw.post_processor = TemplateProcessing(single=single, special_tokens=[*ends.items()])
+    single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
+    raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
     return TokenizerFile(raw, functools.partial(_load_full, raw, said.templates(), said.names()))
 
 
@@ -221,13 +207,6 @@ class _Said:
             self.refuse(name, f"is {found}; the vocabulary has 0 to {len(self.tokens) - 1}")
         return found
 
-    def end(self, role: str) -> int:
-        """The id of BOS or EOS, which is added to texts."""
-        found = self.token_id(role)
-        if found is None:
-            self.refuse(f"{role}_token_id", "is missing, though it is added to texts")
-        return found
-
     def names(self) -> dict[str, str]:
         """Tokens with a role, by their names in transformers.
 
@@ -261,7 +240,10 @@ def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
     merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
-    raw = RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, ignore_merges=words.whole))
+    try:
+        raw = RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, ignore_merges=words.whole))
+    except Exception as error:  # Why: the library raises nothing more exact.
+        said.refuse("merges", f"do not fit the vocabulary: {error}")
     if words.nfc:
         raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = pre_tokenizers.Sequence([
@@ -285,18 +267,15 @@ def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
     best = np.argsort(-said.numbers("scores").astype(np.float64), kind="stable")
     merged = best[np.isin(said.types[best], (NORMAL, USER_DEFINED))]
     by_score = [token for i in merged.tolist() if (token := said.tokens[i])]
-    if (longest := max(map(len, by_score), default=0)) > LONGEST:
-        said.refuse("tokens", f"has one of {longest} characters; {LONGEST} are allowed")
+    if sum(len(token) ** 2 for token in by_score) > MOST_CHARS:
+        said.refuse("tokens", f"are too long: the squares of their lengths sum to > {MOST_CHARS}")
     known = set(by_score)
-    pairs = (
+    merges = [
         (token[:cut], token[cut:])
         for token in by_score
         for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in known and token[cut:] in known
-    )
-    merges = [*itertools.islice(pairs, MOST_MERGES + 1)]
-    if len(merges) > MOST_MERGES:
-        said.refuse("tokens", f"are made of each other in more than {MOST_MERGES} ways")
+    ]
     raw = RawTokenizer(
         models.BPE(
             vocab=said.vocab,

@@ -32,8 +32,9 @@ Metadata = dict[str, Any]
 TALK = [{"role": "user", "content": "go home"}, {"role": "assistant", "content": "it is late"}]
 
 PIECES = [
-    "<s>", "</s>", "<|user|>", "<tool>", "<unk>", "<0x41>", " ", "  ", "▁", "the dog", "\r\n", "\n\n",
-    "I've", "we'LL", "3.141", "٣½", "e\u0301", "€🙂", "👩\u200d👩\u200d👧", "\x00", "\ufffd", "\t",
+    "<s>", "</s>", "<|user|>", "<tool>", "<unk>", "<0x41>", " ", "  ", "▁", "the dog", "\r\n",
+    "\n\n", "I've", "we'LL", "3.141", "٣½", "e\u0301", "€🙂", "👩\u200d👩\u200d👧", "\x00",
+    "\ufffd", "\t",
 ]  # fmt: skip
 
 TEXTS = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
@@ -336,8 +337,8 @@ REFUSED: dict[str, tuple[Callable[[], Metadata], str]] = {
     ),
     "spaces taken away": (lambda: scores_said(remove_extra_whitespaces=True), "all spaces are"),
     "a long token": (
-        lambda: scores_said(tokens=["<unk>", "a" * 600], token_type=[2, 1], scores=[0.0, 1.0]),
-        "one of 600 characters",
+        lambda: scores_said(tokens=["<unk>", "a" * 9000], token_type=[2, 1], scores=[0.0, 1.0]),
+        "are too long",
     ),
 }  # fmt: skip
 
