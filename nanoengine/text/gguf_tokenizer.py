@@ -208,15 +208,16 @@ class _Said:
         return found
 
     def names(self) -> dict[str, str]:
-        """Tokens with a role, by their names in transformers.
+        """Tokens with a role, by their names in transformers, which makes them special.
 
         Why not all: writers take what a config.json has for padding, which may be any token.
         """
-        ids = {role: self.token_id(role) for role in ROLES}
+        ids = {role: i for role in ROLES if (i := self.token_id(role)) is not None}
         return {
             ROLES[role]: self.tokens[i]
             for role, i in ids.items()
-            if i is not None and (role in ("bos", "eos") or self.types[i] in (UNKNOWN, CONTROL))
+            if self.types[i] in (UNKNOWN, CONTROL)
+            or (role in ("bos", "eos") and self.tokens[i] in self.vocab)
         }
 
     def templates(self) -> str | dict[str, str] | None:
