@@ -138,7 +138,7 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
         said.refuse("model", f"is {shown(model)}; read are {' and '.join(MODELS)}")
     raw, bos = MODELS[model](said)
     # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
-    strip = model == "llama" and metadata.get("general.architecture") == "phi3"
+    strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
     for add, kinds in (raw.add_special_tokens, (UNKNOWN, CONTROL)), (raw.add_tokens, USER_DEFINED):
         found = [said.tokens[i] for i in np.flatnonzero(np.isin(said.types, kinds))]
         strips = {token: strip and token not in PHI3_KEEPING for token in found if token}
@@ -152,7 +152,8 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     # Why such names: a template has a meaning for characters that a token may have.
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
-    return TokenizerFile(raw, functools.partial(_load_full, raw, said.templates(), said.names()))
+    known = {"name_or_path": str(path), "chat_template": said.templates(), **said.names()}
+    return TokenizerFile(raw, functools.partial(_load_full, raw, known))
 
 
 class _Said:
@@ -299,15 +300,10 @@ MODELS = {"gpt2": _byte_level, "llama": _by_scores}
 """By the name in `tokenizer.ggml.model`."""
 
 
-def _load_full(
-    raw: RawTokenizer, templates: str | dict[str, str] | None, names: dict[str, str]
-) -> PreTrainedTokenizerBase:
+def _load_full(raw: RawTokenizer, known: dict[str, Any]) -> PreTrainedTokenizerBase:
     """The same tokenizer as one of transformers, for chats and for who asks for it."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        chat_template=templates,
-        clean_up_tokenization_spaces=False,
-        **names,
+        tokenizer_object=raw, clean_up_tokenization_spaces=False, **known
     )

@@ -294,6 +294,7 @@ def test_chats(tmp_path: Path) -> None:
     assert tokenizer.render_chat(TALK, tools=[{"name": "clock"}]) == "clock"
     for text in (talk, " naïve  café<tool>"):
         assert tokenizer.backend(text)["input_ids"] == tokenizer.encode(text)
+    assert tokenizer.backend.name_or_path == str(tmp_path / "m.gguf")
     del said[f"{key}.tool_use"]
     assert made(said).render_chat(TALK, add_generation_prompt=False) == talk
     with pytest.raises(RequestError, match="no chat template"):
