@@ -16,16 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
-from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
+from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
     GROUP_SIZE,
     TENSORS,
@@ -103,12 +105,13 @@ class QuantizedLinear(LinearMethod):
         bits: int,
         group_size: int | None,
         activations: Literal["int8", "float"],
-        stored: StoredFormat | None = None,
+        stored: StoredFormat | GGUF | None = None,
     ) -> None:
         super().__init__(name)
         self.name, self.bits, self.group_size = name, bits, group_size
         self.activations, self.stored = activations, stored
         self.tied: torch.Tensor | None = None
+        self.runs: nn.ModuleList | None = None
         for buffer in (*TENSORS, "order"):
             self.register_buffer(buffer, None)
 
@@ -138,9 +141,21 @@ class QuantizedLinear(LinearMethod):
         if sum(len(part.values) for part in self._parts.values()) == self.out_features:
             parts = [self._parts[start] for start in sorted(self._parts)]
             self._parts.clear()
+            runs = [list(run) for _, run in groupby(parts, lambda part: part.form)]
+            if len(runs) > 1:
+                self.runs = nn.ModuleList(map(self._of_rows, runs))
+                return
             whole = QuantizedWeight.stacked(parts, self.name)
             self.order = whole.order
             self.pack(replace(whole, order=None))
+
+    def _of_rows(self, parts: list[QuantizedWeight]) -> QuantizedLinear:
+        """Rows that are stored alike, where those of this layer are not: q, k and v of a GGUF."""
+        size, activations = self.group_size, self.activations
+        run = QuantizedLinear(self.name, bits=self.bits, group_size=size, activations=activations)
+        run.in_features, run.out_features = self.in_features, sum(len(p.values) for p in parts)
+        run.pack(QuantizedWeight.stacked(parts, self.name))
+        return run
 
     def finish(self) -> None:
         if self.tied is not None:
@@ -165,6 +180,9 @@ class QuantizedLinear(LinearMethod):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
+        if self.runs is not None:
+            out = torch.cat([run.multiply(x, None) for run in self.runs], dim=1)
+            return out if bias is None else out + bias
         parts = {name: getattr(self, name) for name in TENSORS}
         if self.values.dtype == torch.uint8:
             parts["values"] = unpack_pairs(self.values, self.rest.table or range(-8, 8))
@@ -183,14 +201,7 @@ class QuantizedLinear(LinearMethod):
         slot = super().weight_slot(name, matrix)
         if self.stored is None:
             return slot
-        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
-
-        def store(weight: QuantizedWeight) -> None:
-            cut = weight.part(rows, columns)
-            ordered = cut if matrix.order is None else cut.part(matrix.order)
-            self.load_quantized(ordered, matrix.first)
-
-        pieces = self.stored.slots(name, matrix.shape, store)
+        pieces = self.stored.matrix_slots(name, matrix, self.load_quantized)
         return replace(slot, pieces=pieces, pieces_only=True)
 
 
