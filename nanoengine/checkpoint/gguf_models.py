@@ -361,7 +361,7 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     """What a config.json of the same model would say."""
     given, row, tensors = model.given, model.row, model.tensors
     family, more = FAMILIES[row.name], row.more(given)
-    raw: dict[str, Any] = {"architectures": [row.name], **row.fixed}
+    raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
     raw |= {key: given.one(name, float) for name, key in (KEYS | row.keys).items()}
     raw["num_hidden_layers"] = given.layers - given.get("nextn_predict_layers", int, 0)
     if "num_key_value_heads" not in more:
@@ -370,8 +370,8 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     head_dim = raw["head_dim"] = given.head_dim
     if given.one("attention.value_length", int, head_dim) != head_dim:
         given.refuse("attention.value_length", f"{head_dim}, the size of keys")
-    kind = "layer_norm_epsilon" if family.eps == "layer_norm_eps" else "layer_norm_rms_epsilon"
-    raw[family.eps] = given.get(f"attention.{kind}", float)
+    epsilon, rms = (given.get(f"attention.layer_norm_{n}epsilon", float) for n in ("", "rms_"))
+    raw[family.eps] = epsilon if family.eps == "layer_norm_eps" else rms
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
     turned = given.get("rope.dimension_count", int, head_dim)

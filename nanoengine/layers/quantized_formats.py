@@ -1,8 +1,8 @@
 """How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors, MXFP4 and GGUF.
 
 A format says which tensors stand for one matrix [N, K] and reads them as a `QuantizedWeight`. All
-but MXFP4 and GGUF pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they
-differ in what lies side by side in a word, in the zero points, and in names:
+but MXFP4 and GGUF pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest
+bits; they differ in what lies side by side in a word, in the zero points, and in names:
 
     GPTQ                     AWQ                      compressed-tensors, pack-quantized
     qweight  [K / p, N]      qweight  [K, N / p]      weight_packed      [N, K / p]

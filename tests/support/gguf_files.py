@@ -71,6 +71,10 @@ TURNED = (*PAIRED, "phi3", "glm4", "lfm2_", "cohere2")
 """Those that say how many dimensions of a head turn."""
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2")
 PATTERNS = ("olmo2", "exaone4")
+SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 FURTHER = {
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -85,13 +89,9 @@ FURTHER = {
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
     "command-r": {"logit_scale": "logit_scale"},
     "cohere2": {"logit_scale": "logit_scale"},
-} | dict.fromkeys(
-    ("granite", "granitemoe"),
-    {
-        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-    },
-)  # fmt: skip
+    "granite": SCALES,
+    "granitemoe": SCALES,
+}  # fmt: skip
 """Architecture -> further keys, and what they are called in the config."""
 NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 EXACT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight")
@@ -218,7 +218,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": None if architecture in NO_HEAD_DIM else head_dim,
         "attention.value_length": None if architecture in NO_HEAD_DIM else head_dim,
-        "attention.layer_norm_rms_epsilon": given.get("rms_norm_eps", given.get("norm_eps")),
+        "attention.layer_norm_rms_epsilon": given.get("norm_eps", given.get("rms_norm_eps")),
         "attention.layer_norm_epsilon": given.get("layer_norm_eps"),
         "rope.freq_base": rope.get("rope_theta"),
         "rope.freq_base_swa": sliding,
