@@ -133,17 +133,17 @@ def read_gguf(path: Path) -> GGUFFile:
     files = [named if part == path else _read_file(part) for part in parts]
     metadata, tensors = files[0].metadata, dict[str, GGUFTensor]()
     for number, (part, file) in enumerate(zip(parts, files, strict=True)):
-        theirs = file.metadata
-        if len(parts) > 1 and theirs.get("split.no") != number:
+        if (said := _whole(part, file.metadata, "split.no", 0)) != number:
             raise WeightLoadError(
-                f"{part}: split.no is {shown(theirs.get('split.no'))}, its name says {number}:"
-                " the file was renamed, or is of another set"
+                f"{part}: split.no is {said}, its name says {number}: the file was renamed, or is"
+                " of another set"
             )
-        for key in sorted(theirs.keys() & metadata.keys() - {"split.no"}):
-            if isinstance(theirs[key], int | str) and theirs[key] != metadata[key]:
+        for key, value in file.metadata.items() if number else ():
+            first = shown(metadata.get(key, value))
+            if key != "split.no" and first != shown(value):
                 raise WeightLoadError(
-                    f"{part}: {shown(key)} is {shown(theirs[key])}, in {parts[0].name}"
-                    f" {shown(metadata[key])}: these are parts of two models"
+                    f"{part}: {shown(key)} is {shown(value)}, in {parts[0].name} {first}: these are"
+                    " parts of two models"
                 )
         for name, tensor in file.tensors.items():
             if name in tensors:
@@ -151,11 +151,11 @@ def read_gguf(path: Path) -> GGUFFile:
                     f"{part}: tensor {shown(name)} is in {tensors[name].file.name} too"
                 )
             tensors[name] = tensor
-    wanted = metadata.get("split.tensors.count", len(tensors))
+    wanted = _whole(path, metadata, "split.tensors.count", len(tensors))
     if wanted != len(tensors):
         raise WeightLoadError(
-            f"{path}: split.tensors.count is {shown(wanted)}, there are {len(tensors)} tensors:"
-            " a part is of another model"
+            f"{path}: split.tensors.count is {wanted}, there are {len(tensors)} tensors: a part is"
+            " of another model"
         )
     return GGUFFile(metadata, tensors)
 
@@ -206,22 +206,26 @@ def find_gguf(directory: Path) -> Path | None:
 
 def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     """The files of the set that `path` belongs to."""
-    name = PART.fullmatch(path.name)
-    said, count = int(name["count"]) if name else 1, metadata.get("split.count", 1)
+    name, count = PART.fullmatch(path.name), _whole(path, metadata, "split.count", 1)
+    stem, said = (name["stem"], int(name["count"])) if name else ("", 1)
     if said == count == 1:
         return [path]
-    parts = [
-        path.with_name(f"{name['stem']}-{i + 1:05}-of-{said:05}.gguf")
-        for i in range(said if name else 0)
-    ]
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}.gguf") for i in range(said)]
     if said != count or path not in parts:
         raise WeightLoadError(
-            f"{path}: split.count is {shown(count)}, but the name is that of a file in {said}:"
-            " the parts of a model are named NAME-00001-of-00003.gguf and so on"
+            f"{path}: split.count is {count}, but the name is that of a file in {said}: the parts"
+            " of a model are named NAME-00001-of-00003.gguf and so on"
         )
     if missing := [part.name for part in parts if not part.is_file()]:
         raise WeightLoadError(f"{path}: parts of this model are missing: {shown(missing)}")
     return parts
+
+
+def _whole(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
+    """A key that is a whole number, whatever the file says of it."""
+    if type(value := metadata.get(key, absent)) is not int:
+        raise WeightLoadError(f"{path}: {key} is {shown(value)}; a whole number is allowed")
+    return value
 
 
 def _read_file(path: Path) -> GGUFFile:
@@ -289,11 +293,7 @@ class _Header:
     def numbers(self, kind: int, count: int) -> numpy.ndarray:
         """Numbers of one type."""
         if kind not in NUMBERS:
-            self.refuse(
-                "it is an array of arrays, which is not read"
-                if kind == ARRAY
-                else f"its type is {kind}; known are 0 to {max(NUMBERS)}"
-            )
+            self.refuse(f"{'an array of arrays' if kind == ARRAY else f'type {kind}'} is not read")
         dtype = numpy.dtype(NUMBERS[kind])
         raw = self.take(count * dtype.itemsize)
         if dtype.kind == "b" and raw.strip(b"\0\1"):
@@ -306,8 +306,8 @@ class _Header:
 
     def strings(self, count: int) -> list[str]:
         """Strings, each after its length."""
-        if count > min(MOST_STRINGS, (self.end - self.place) // LENGTH.size):
-            self.refuse(f"it has {count} strings, more than fit into the file or are read")
+        if count > MOST_STRINGS:
+            self.refuse(f"it has {count} strings; at most {MOST_STRINGS} are read")
         data, place, end, found = self.data, self.place, self.end, []
         try:
             for _ in range(count):
@@ -320,7 +320,7 @@ class _Header:
             self.place = start
             self.refuse(f"text {len(found)} is not UTF-8: {error.reason}")
         except struct.error:
-            place = end + 1
+            place = start
         if place > end:
             self.refuse(f"text {len(found)} ends at byte {place}, {self.beyond()}")
         self.place = place

@@ -13,12 +13,14 @@ Legend: N rows, B blocks of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from nanoengine.checkpoint.gguf import TYPES
+from nanoengine.errors import WeightLoadError
 from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -123,6 +125,9 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     Args:
         type: a key of `LAYOUTS`.
         rows: [N, bytes] uint8.
+
+    Raises:
+        WeightLoadError: a scale or a min is no finite number, so the bytes are damaged.
     """
     layout = LAYOUTS[type]
     blocks = rows.unflatten(1, (-1, TYPES[type].bytes))
@@ -139,6 +144,9 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
         min_factors = floats(parts["dm"])
     elif "m" in parts:
         mins = -floats(parts["m"])
+    for numbers in (factors, mins, min_factors):
+        if numbers is not None and not numbers.isfinite().all():
+            raise WeightLoadError(f"a scale or a min of its {type} blocks is no finite number")
     if layout.table:
         table = torch.tensor(layout.table, dtype=torch.int8)
         values = table.index_select(0, codes.flatten().int()).view(codes.shape)
@@ -162,8 +170,8 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
 
 def floats(numbers: torch.Tensor) -> torch.Tensor:
     """One float of each block, [N, B, bytes] -> [N, B, 1] float32: a float32, a float16, or half of
-    MXFP4's power of two, whose table has twice the numbers."""
+    MXFP4's power of two, whose table has twice the numbers; of that, 255 is NaN."""
     if numbers.shape[2] == 1:
-        return torch.tensor([2.0 ** (e - 128) for e in range(256)])[numbers.int()]
+        return torch.tensor([*(2.0 ** (e - 128) for e in range(255)), math.nan])[numbers.int()]
     stored = {2: torch.float16, 4: torch.float32}[numbers.shape[2]]
     return numbers.contiguous().view(stored).float()

@@ -9,13 +9,14 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from nanoengine.checkpoint.gguf import FLOATS, TYPES
+from nanoengine.errors import WeightLoadError
 from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
 from nanoengine.layers.quantized_weight import codes_of
 
 FLOAT16 = {  # type -> where its float16 numbers are in a block
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "MXFP4": (),
+    "MXFP4": (), "Q8_K": (),
 }  # fmt: skip
 
 SPECIAL = [0.0, -0.0, 6e-8, -6e-8, 3e-5, 6.1e-5, -1.0, 65504.0, -65504.0]
@@ -26,6 +27,11 @@ def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
     """Rows of random blocks, whose float16 numbers are finite and of all sizes and signs."""
     random = numpy.random.default_rng(len(type) + TYPES[type].bytes)
     raw = random.integers(0, 256, (num_rows, num_blocks, TYPES[type].bytes), "u1")
+    if type == "MXFP4":
+        raw[:, :, 0] %= 255
+        raw[0, :2, 0] = 0, 1  # subnormal
+    if type == "Q8_K":
+        raw[:, :, :4] = random.standard_normal((num_rows, num_blocks, 1), "f4").view("u1")
     for place in FLOAT16[type]:
         exponents = random.uniform(-24, 15, raw.shape[:2])
         numbers = numpy.exp2(exponents) * random.choice([-1, 1], raw.shape[:2])
@@ -41,7 +47,7 @@ def assert_same(found: torch.Tensor, expected: numpy.ndarray) -> None:
     assert torch.equal(found.view(torch.int32), torch.from_numpy(expected).view(torch.int32))
 
 
-@pytest.mark.parametrize("type", FLOAT16)
+@pytest.mark.parametrize("type", sorted(FLOAT16.keys() - {"Q8_K"}))
 def test_random_blocks(type):
     rows = blocks(type, num_rows=16, num_blocks=3)
     weight = read_blocks(type, torch.from_numpy(rows))
@@ -67,19 +73,35 @@ def test_every_type_is_read():
 
 def test_q8_k():
     # Why by hand: the package has no reader of it.
-    random = numpy.random.default_rng(5)
-    scales = random.standard_normal((4, 2, 1), dtype="f4")
-    values = random.integers(-128, 128, (4, 2, 256)).astype("i1")
-    sums = numpy.zeros((4, 2, 32), "u1")
-    raw = numpy.concatenate([scales.view("u1"), values.view("u1"), sums], 2).reshape(4, -1)
-    weight = read_blocks("Q8_K", torch.from_numpy(raw))
-    assert_same(weight.dequantized(), (values * scales).reshape(4, -1))
+    rows = blocks("Q8_K", num_rows=4, num_blocks=2)
+    raw = rows.reshape(4, 2, -1)
+    expected = raw[:, :, :4].copy().view("f4") * raw[:, :, 4:260].view("i1")
+    assert_same(read_blocks("Q8_K", torch.from_numpy(rows)).dequantized(), expected.reshape(4, -1))
+
+
+NUMBERS = [(type, place) for type, places in FLOAT16.items() for place in places]
+
+
+@pytest.mark.parametrize("number", [numpy.nan, numpy.inf, -numpy.inf])
+@pytest.mark.parametrize(("type", "place"), NUMBERS)
+def test_a_scale_that_is_no_number(type, place, number):
+    rows = blocks(type, num_rows=2, num_blocks=3)
+    place += 2 * TYPES[type].bytes
+    rows[1, place : place + 2] = numpy.array([number], "<f2").view("u1")
+    with pytest.raises(WeightLoadError, match=f"of its {type} blocks is no finite number"):
+        read_blocks(type, torch.from_numpy(rows))
+
+
+def test_a_power_of_two_that_is_no_number():
+    rows = blocks("MXFP4", num_rows=2, num_blocks=3)
+    rows[1, 17] = 255
+    with pytest.raises(WeightLoadError, match="MXFP4"):
+        read_blocks("MXFP4", torch.from_numpy(rows))
 
 
 @pytest.mark.parametrize("type", LAYOUTS)
 def test_the_fields_are_those_of_a_quantized_weight(type):
-    raw = numpy.random.default_rng(7).integers(0, 256, (2, 2 * TYPES[type].bytes), "u1")
-    weight = read_blocks(type, torch.from_numpy(raw))
+    weight = read_blocks(type, torch.from_numpy(blocks(type, num_rows=2, num_blocks=2)))
     num_inputs, two_levels = 2 * TYPES[type].inputs, type.endswith(("_K", "_XS")) and type != "Q8_K"
     assert weight.values.shape == (2, num_inputs)
     assert weight.values.dtype == torch.int8
