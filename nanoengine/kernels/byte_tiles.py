@@ -330,14 +330,15 @@ def tile16(builder, isa: ISA, of, rows: int):
 
 
 @intrinsic
-def unit_sum(typing, values, at):
-    """The sum of UNIT bytes from a place. Why written out: LLVM would add them one by one."""
+def half_sum(typing, values, at):
+    """The sum of half a unit of bytes from a place. Why written out: LLVM would add them one by
+    one."""
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
-        numbers = emit.get(ir.VectorType(I8, UNIT), emit.pointer(values, args[0], args[1]))
-        wide = builder.sext(numbers, ir.VectorType(I32, UNIT))
-        return emit.call(f"llvm.vector.reduce.add.v{UNIT}i32", I32, wide)
+        emit, count = Emit(context, builder), UNIT // 2
+        numbers = emit.get(ir.VectorType(I8, count), emit.pointer(values, args[0], args[1]))
+        wide = builder.sext(numbers, ir.VectorType(I32, count))
+        return emit.call(f"llvm.vector.reduce.add.v{count}i32", I32, wide)
 
     return types.int32(values, at), codegen
 
