@@ -1,20 +1,17 @@
-"""Linear layers with int8 and int4 weights on a CPU: whole numbers times whole numbers.
+"""Linear layers with int8 weights on a CPU: whole numbers times whole numbers.
 
     x float32 ─ quantize each row to int8 ─┐
                                            ├─ exact int32 dot products ─ times scales ─ + bias
     weight ─ panels of 16 outputs ─────────┘
 
-    int8   a line holds 16 outputs x 4 inputs;  one scale an output
-    int4   the same for 8 inputs: the low halves of its bytes are the first four, the high halves
-           the other four; a scale, and a zero if the weights have them, an output and group
-
-`byte_tiles.py` multiplies, in whatever way the CPU has. Sums of whole numbers are exact, and groups
-are added in order: a row's result has the same bits alone, in any batch and on any CPU.
-`layers/quantized.py` is the readable form.
+A line holds 16 outputs x 4 inputs, and each output has one scale; weights in groups of inputs and
+of fewer bits are those of `cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU
+has. Sums of whole numbers are exact: a row's result has the same bits alone, in any batch and on
+any CPU. `layers/quantized.py` is the readable form.
 
 Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
 
-Legend: T rows of x, N outputs, K inputs, a multiple of 32, G groups of inputs.
+Legend: T rows of x, N outputs, K inputs, a multiple of 32.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply4, multiply8, shapes4, shapes8
+from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, shapes8
 from nanoengine.kernels.cpu_linear import keep_outputs
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -30,7 +27,6 @@ from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
-ROWS4, _ = max(shapes4(CURRENT))
 OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
@@ -144,49 +140,5 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     operands = values, x_scales, starts, w, w_scales, bias, room
     parallel_for(linear8_panels, panels, num_workers, operands)
-    if out.shape[1] % PANEL:
-        keep_outputs(room, out)
-
-
-@compiled(fastmath=FASTMATH)
-def linear4_panels(
-    values, x_scales, offsets_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi,
-):  # fmt: skip
-    """`linear4` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
-    Tiles are as in `linear8_panels`."""
-    (num_rows, size), num_outputs = values.shape, out.shape[1]
-    units, step = size // UNIT, PANEL * size // 2
-    of_panel = -(-units // units_a_group) * PANEL  # scales
-    x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
-    ahead = AHEAD if num_rows <= ROWS4 else step
-    for row in range(0, num_rows, ROW_BLOCK):
-        rows = min(ROW_BLOCK, num_rows - row)
-        tiles = -(-rows // ROWS4)
-        share = -(-LINE // tiles)  # bytes for each eight inputs
-        for p in range(lo, hi):
-            for t in range(tiles):
-                first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
-                n, g = p * PANEL, p * of_panel
-                multiply4(x, first * size, size, offsets, first * units, units, x_scales, first,
-                          w, p * step, units, scales, g, zeros, g, units_a_group, w_scales, n,
-                          bias, n, flat, first * num_outputs + n, num_outputs,
-                          ahead + t * share * units * 4, share, last - first, 1)  # fmt: skip
-
-
-@compiled(fastmath=FASTMATH)
-def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
-
-    w is packed int4; w_scales and the bias are padded to whole panels. What each group adds to its
-    output's scale: scales and zeros, flat uint16, the bits of float16 [panels, groups, 16]; no
-    zeros: an empty array of uint8.
-    """
-    values, x_scales, offsets = quantize_rows(x, num_workers)
-    panels = -(-out.shape[1] // PANEL)
-    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(
-        linear4_panels, panels, num_workers,
-        (values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, room),
-    )  # fmt: skip
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

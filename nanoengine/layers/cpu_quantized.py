@@ -29,7 +29,9 @@ from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
 def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
     """The method whose kernels multiply activations as this says."""
-    return CPUWeightOnlyLinear if quantization.activations == "float" else CPUQuantizedLinear
+    is_gguf = quantization.stored is not None and quantization.stored.format == "gguf"
+    floats_alone = quantization.activations == "float" and not is_gguf
+    return CPUWeightOnlyLinear if floats_alone else CPUQuantizedLinear
 
 
 class PanelLinear(QuantizedLinear):
@@ -39,7 +41,7 @@ class PanelLinear(QuantizedLinear):
 
     @property
     def has_kernel(self) -> bool:
-        return self.is_packed and self.order is None
+        return self.is_packed and self.order is None and not self.pieces
 
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
         """What the kernel reads of this weight, and the bias, zeros if there is none."""
@@ -110,7 +112,7 @@ class CPUQuantizedLinear(PanelLinear):
         self.scales = _panels(_padded(weight.scales))
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if not self.is_packed:
+        if not self.is_packed or self.pieces:
             return super().multiply(x, bias)
         out = np.empty((x.shape[0], self.out_features), np.float32)
         kernel = kernels.linear8
@@ -125,6 +127,11 @@ class CPUQuantizedLinear(PanelLinear):
             return self.values.numpy(), self.scales.numpy()
         # Why the sign: it tells those who choose a kernel by types what activations are.
         return (self.values.numpy().view(np.uint8 if self.activations == "int8" else np.int8),)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no panel is padded but the last."""
+        return self.form == "rows" or bool(self.values.view(torch.int64)[grouped.IS_WHOLE])
 
     def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
         if self.form != "grouped":

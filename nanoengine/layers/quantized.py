@@ -26,6 +26,7 @@ from torch import nn
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.layers.embedding import NAME as EMBEDDING
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
 from nanoengine.layers.quantized_weight import (
@@ -56,6 +57,8 @@ def quantized_linears(
 
     def method(name: str) -> LinearMethod:
         if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
+            return exact(name)
+        if name == EMBEDDING and (stored is None or stored.format != "gguf"):
             return exact(name)
         if stored is not None:
             reader = FORMATS[stored.format](stored)
@@ -172,7 +175,7 @@ class QuantizedLinear(LinearMethod):
         orders = [None if order is None else order.tolist() for order in (self.order, weight.order)]
         if orders[0] != orders[1]:
             raise WeightLoadError(
-                f"the matrices fused in {self.name} have other orders of inputs (g_idx), so they"
+                f"the matrices fused in {self.name} are quantized differently (g_idx), so they"
                 " can't be multiplied as one"
             )
 
