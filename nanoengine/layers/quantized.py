@@ -25,7 +25,8 @@ from torch import nn
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.layers.embedding import NAME as EMBEDDING
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
@@ -56,6 +57,8 @@ def quantized_linears(
 
     def method(name: str) -> LinearMethod:
         if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
+            return exact(name)
+        if name == EMBEDDING and (stored is None or stored.format != "gguf"):
             return exact(name)
         if stored is not None:
             reader = FORMATS[stored.format](stored)
@@ -111,7 +114,7 @@ class QuantizedLinear(LinearMethod):
         self.name, self.bits, self.group_size = name, bits, group_size
         self.activations, self.stored = activations, stored
         self.tied: torch.Tensor | None = None
-        self.runs: nn.ModuleList | None = None
+        self.pieces = nn.ModuleList()
         for buffer in (*TENSORS, "order"):
             self.register_buffer(buffer, None)
 
@@ -136,26 +139,45 @@ class QuantizedLinear(LinearMethod):
             self.load_quantized(part, first + start)
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
-        """Takes rows from `first` on; with the last of them the whole is packed."""
-        self._parts[first] = weight
-        if sum(len(part.values) for part in self._parts.values()) == self.out_features:
-            parts = [self._parts[start] for start in sorted(self._parts)]
-            self._parts.clear()
-            runs = [list(run) for _, run in groupby(parts, lambda part: part.form)]
-            if len(runs) > 1:
-                self.runs = nn.ModuleList(map(self._of_rows, runs))
-                return
-            whole = QuantizedWeight.stacked(parts, self.name)
-            self.order = whole.order
-            self.pack(replace(whole, order=None))
+        """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
+        form than those before them are a method of their own.
 
-    def _of_rows(self, parts: list[QuantizedWeight]) -> QuantizedLinear:
-        """Rows that are stored alike, where those of this layer are not: q, k and v of a GGUF."""
-        size, activations = self.group_size, self.activations
-        run = QuantizedLinear(self.name, bits=self.bits, group_size=size, activations=activations)
-        run.in_features, run.out_features = self.in_features, sum(len(p.values) for p in parts)
-        run.pack(QuantizedWeight.stacked(parts, self.name))
-        return run
+        Raises:
+            WeightLoadError: they have another order of inputs.
+        """
+        if not self._parts:
+            self.order = weight.order
+        self.check_order(weight)
+        self._parts[first] = replace(weight, order=None)
+        if sum(len(part.values) for part in self._parts.values()) < self.out_features:
+            return
+        parts = [self._parts[start] for start in sorted(self._parts)]
+        self._parts.clear()
+        runs = [
+            QuantizedWeight.stacked(list(alike), self.name)
+            for _, alike in groupby(parts, lambda part: part.form)
+        ]
+        if len(runs) == 1:
+            self.pack(runs[0])
+            return
+        for run in runs:
+            one = type(self)(
+                self.name, bits=run.bits, group_size=run.group_size, activations=self.activations
+            )
+            one.create(tuple(run.values.shape), torch.float32, run.values.device)
+            one.load_quantized(run)
+            self.pieces.append(one)
+
+    def check_order(self, weight: QuantizedWeight) -> None:
+        """Raises:
+        WeightLoadError: rows have another order of inputs than those before them.
+        """
+        orders = [None if order is None else order.tolist() for order in (self.order, weight.order)]
+        if orders[0] != orders[1]:
+            raise WeightLoadError(
+                f"the matrices fused in {self.name} are quantized differently (g_idx), so they"
+                " can't be multiplied as one"
+            )
 
     def finish(self) -> None:
         if self.tied is not None:
@@ -167,8 +189,9 @@ class QuantizedLinear(LinearMethod):
         return self.multiply(x if self.order is None else x.index_select(1, self.order), bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        assert self.tied is not None, self.name
-        return F.embedding(ids, self.tied)
+        if self.tied is not None:
+            return F.embedding(ids, self.tied)
+        return self.unpacked().part(ids).dequantized()
 
     def pack(self, weight: QuantizedWeight) -> None:
         """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
@@ -180,17 +203,22 @@ class QuantizedLinear(LinearMethod):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
-        if self.runs is not None:
-            out = torch.cat([run.multiply(x, None) for run in self.runs], dim=1)
+        if self.pieces:
+            out = torch.cat([piece.multiply(x, None) for piece in self.pieces], 1)
             return out if bias is None else out + bias
-        parts = {name: getattr(self, name) for name in TENSORS}
-        if self.values.dtype == torch.uint8:
-            parts["values"] = unpack_pairs(self.values, self.rest.table or range(-8, 8))
-        weight: QuantizedWeight = replace(self.rest, **parts)
+        weight = self.unpacked()
         if self.activations == "float":
             return F.linear(x, weight.dequantized().to(x.dtype), bias)
         out = multiply_int8(x, weight)
         return out if bias is None else out + bias
+
+    def unpacked(self) -> QuantizedWeight:
+        """What was packed."""
+        parts = {name: getattr(self, name) for name in TENSORS}
+        if self.values.dtype == torch.uint8:
+            parts["values"] = unpack_pairs(self.values, self.rest.table or range(-8, 8))
+        weight: QuantizedWeight = replace(self.rest, **parts)
+        return weight
 
     @property
     def num_weights(self) -> int:
