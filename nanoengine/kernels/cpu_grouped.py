@@ -157,7 +157,9 @@ def linear_grouped(x, data, bias, out, num_workers):
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room))
+    parallel_for(
+        grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room)
+    )
     if not whole:
         _keep_parts(words, room, out)
 
@@ -205,9 +207,7 @@ def _grouped_rows(data, ids, out, lo, hi):
     panel = empty((units * UNIT * PANEL,), np.float32)
     for i in range(lo, hi):
         number = 0
-        while (
-            words[HEAD + number * RECORD + FIRST] + words[HEAD + number * RECORD + COUNT] <= ids[i]
-        ):
+        while words[HEAD + number * RECORD + FIRST] + words[HEAD + number * RECORD + COUNT] <= ids[i]:
             number += 1
         part = words[HEAD + number * RECORD : HEAD + (number + 1) * RECORD]
         place, row = ids[i] - part[FIRST], out[i]

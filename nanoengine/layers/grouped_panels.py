@@ -191,11 +191,7 @@ def pack(weight: QuantizedWeight, layout: Layout, data: torch.Tensor, start: int
     ones = torch.ones(len(weight.values), 1)
     if form.levels == 2:
         groups = UNITS * form.halves
-        lines = (
-            [of_panels(weight.factors, 1), of_panels(weight.min_factors, 1)]
-            if form.offset
-            else [of_panels(weight.factors, 1)]
-        )
+        lines = [of_panels(weight.factors, 1), of_panels(weight.min_factors, 1)] if form.offset else [of_panels(weight.factors, 1)]
         lines += [of_panels(weight.scales.view(torch.uint8), groups)]
         lines += [of_panels(taken, groups)] if form.offset else []
         lines, factors = [line.flatten(2) for line in lines], ones
@@ -205,11 +201,7 @@ def pack(weight: QuantizedWeight, layout: Layout, data: torch.Tensor, start: int
         exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
         factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
         numbers[: len(relative)] = [n / factors for n in relative]
-        times = (
-            -(-inputs // (UNIT << shift))
-            if weight.group_size == inputs
-            else weight.group_size // (UNIT << shift)
-        )
+        times = -(-inputs // (UNIT << shift)) if weight.group_size == inputs else weight.group_size // (UNIT << shift)
         each = [of_panels(n.half().repeat_interleave(times, 1), UNITS >> shift) for n in numbers]
         lines = [torch.cat(each, 3).flatten(2)]
     head = torch.cat(lines, 2)
