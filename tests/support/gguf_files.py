@@ -66,8 +66,10 @@ PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
 """Architectures whose queries and keys are stored so that neighbours turn together."""
 CENTERED = ("gemma2", "gemma3")
 """Those whose norms are stored plus 1."""
+EXACT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight")
+"""Matrices that converters never quantize."""
 NO_HEAD_DIM = ("granite", "granitemoe", "phi3")
-TURNED = (*PAIRED, "phi3", "glm4", "lfm2_", "cohere2")
+TURNED = (*PAIRED, "phi3", "glm4", "cohere2")
 """Those that say how many dimensions of a head turn."""
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2")
 PATTERNS = ("olmo2", "exaone4")
@@ -94,8 +96,6 @@ FURTHER = {
 }  # fmt: skip
 """Architecture -> further keys, and what they are called in the config."""
 NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-EXACT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight")
-"""Matrices that converters never quantize."""
 
 
 def make_gguf(
@@ -137,7 +137,7 @@ def make_gguf(
         if architecture in CENTERED and ours.endswith("norm.weight"):
             data = data + 1
         elif kind != "F32":
-            data = gguf.quants.quantize(data, Type[kind])
+            data = blocks(data, kind)
             flat[place] = torch.from_numpy(gguf.quants.dequantize(data, Type[kind]).copy())
         writer.add_tensor(ours, data, raw_dtype=None if kind == "F32" else Type[kind])
     for name, factors in rotations(model.config).items():
@@ -210,6 +210,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     head_dim = given.get("head_dim")
     found = {
+        "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
@@ -279,6 +280,34 @@ def rotations(config: Any) -> dict[str, np.ndarray]:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = np.clip((original / waves - low) / (high - low), 0, 1)
     return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+
+
+def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks of a type: of the numbers, or where the package has no writer for the type, of
+    random ones of mean 0 and about the same size."""
+    if kind not in RANDOM:
+        return gguf.quants.quantize(numbers, Type[kind])
+    place, ratio = RANDOM[kind]
+    inputs, size = gguf.constants.GGML_QUANT_SIZES[Type[kind]]
+    random = np.random.default_rng(numbers.size)
+    shape = (*numbers.shape[:-1], numbers.shape[-1] // inputs)
+    raw = random.integers(0, 256, (*shape, size), np.uint8)
+    scale = 1.0
+    for _ in range(2):  # the second time with the size that was found
+        for part, number in ((place, scale), (place + 2, scale * (ratio or 0))):
+            if ratio or part == place:
+                raw[..., part : part + 2] = np.array([number], "<f2").view(np.uint8)
+        read = gguf.quants.dequantize(raw.reshape(*shape[:-1], -1), Type[kind])
+        scale = numbers.std() / read.std()
+    return raw.reshape(*shape[:-1], -1)
+
+
+RANDOM: dict[str, tuple[int, float | None]] = {
+    "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
+    "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
+}  # fmt: skip
+"""Type without a writer -> where the float16 scale of a block is, and how much larger the scale of
+its mins must be, which is behind it, so that the mean is 0."""
 
 
 def write_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
