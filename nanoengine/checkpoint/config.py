@@ -105,9 +105,12 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import config_of
+        from nanoengine.checkpoint.gguf_models import GGUFModel, config_json, differences
 
-        return config_of(directory)
+        model = GGUFModel(directory)
+        config = parse_model_config(*config_json(model))
+        layers = config.num_hidden_layers
+        return replace(config, **differences(model, config.plan, config.moe, layers))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)

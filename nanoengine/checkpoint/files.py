@@ -56,9 +56,12 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             which either may be meant.
     """
     if directory.suffix == GGUF:
-        from nanoengine.checkpoint.gguf_models import tensors_of
+        from nanoengine.checkpoint.gguf_models import GGUFModel
 
-        return tensors_of(directory)
+        entries = GGUFModel(directory).entries()
+        return {
+            n: Stored(one.tensor.file, one.shape, one.tensor.type) for n, one in entries.items()
+        }
     found: dict[str, Stored] = {}
     for file in checkpoint_files(directory):
         for name, tensor in _headers(file).items():

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from nanoengine.checkpoint.families import FAMILIES
-from nanoengine.checkpoint.files import Stored
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, read_gguf, read_rows
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.quantization import StoredQuantization
@@ -32,7 +31,7 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import check_value, plain, shown
 
 if TYPE_CHECKING:
-    from nanoengine.checkpoint.config import ModelConfig
+    from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
 
 
 class Metadata:
@@ -326,35 +325,34 @@ def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 # --- the config -----------------------------------------------------------------------------------
 
 
-def config_of(path: Path) -> ModelConfig:
-    """The file's model: see `load_model_config`.
+def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a config.json and a generation_config.json of the same model would say.
 
     Raises:
-        UnsupportedModelError: the architecture, a key that changes its maths, or a value that can't
-            be; the message names file, key, value and what is allowed.
-        WeightLoadError: the file is damaged.
+        UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
+            type; the message names file, key, value and what is allowed.
     """
-    from nanoengine.checkpoint.config import parse_model_config
+    raw = _config_json(model)
+    model.given.refuse_others()
+    return raw, _generation_json(model.metadata)
 
-    model = GGUFModel(path)
-    given, here = model.given, model.entries()
-    config = parse_model_config(_config_json(model), _generation_json(model.metadata))
-    given.refuse_others()
-    plan, moe, quantization = config.plan, config.moe, _quantization(here)
+
+def differences(model: GGUFModel, plan: LayerPlan, moe: MoEConfig | None, layers: int) -> Json:
+    """Fields of a ModelConfig, made of `config_json` with this plan, that are others in a file."""
+    here = model.entries()
     biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
     # Why wide: writers add the 1 that such norms leave out.
     norm = "wide" if plan.norm == "centered" else plan.norm
-    drafting = range(config.num_hidden_layers, given.layers)
+    drafting = range(layers, model.given.layers)
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
-    return replace(
-        config,
-        plan=replace(plan, norm=norm, **biases),
-        moe=None if moe is None else replace(moe, interleaved=False, inputs_first=False),
-        tensor_names={},
-        left_out=rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
-        dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
-        quantization=quantization,
-    )
+    return {
+        "plan": replace(plan, norm=norm, **biases),
+        "moe": None if moe is None else replace(moe, interleaved=False, inputs_first=False),
+        "tensor_names": {},
+        "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
+        "dtype": {"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
+        "quantization": _quantization(here),
+    }
 
 
 def _config_json(model: GGUFModel) -> dict[str, Any]:
@@ -479,14 +477,6 @@ def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
 
 
 # --- tensors --------------------------------------------------------------------------------------
-
-
-def tensors_of(path: Path) -> dict[str, Stored]:
-    """See `stored_tensors`. The dtype of a quantized tensor is its type in the file."""
-    return {
-        name: Stored(entry.tensor.file, entry.shape, entry.tensor.type)
-        for name, entry in GGUFModel(path).entries().items()
-    }
 
 
 def read_entries(
