@@ -374,6 +374,12 @@ def part(number: int, count: int, *keys: bytes, total: int = 2, name: str = "") 
     return build([*said, *keys], [tensor(name or f"tensor {number}", [8])], 32)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_model_that_is_no_longer_in_parts(tmp_path, count):
+    path = write(tmp_path, part(0, count, total=1))
+    assert list(read_gguf(path).tensors) == ["tensor 0"]
+
+
 FIRST, SECOND = "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"
 
 
