@@ -181,9 +181,9 @@ class GroupedTile(ByteTile):
         form, found = self.form, []
         if form.levels == 1:
             lines = 2 if form.offset else 1
-            group = self.at(head, self.builder.mul(
-                self.builder.lshr(unit, shift), I64(2 * PANEL * lines)))  # fmt: skip
-            numbers = [self.of_group(self.at(group, I64(2 * PANEL * i))) for i in range(lines)]
+            at = self.builder.mul(self.builder.lshr(unit, shift), I64(PANEL * lines))
+            group = self.at(self.builder.bitcast(head, I16.as_pointer()), at)
+            numbers = [self.of_group(self.at(group, I64(PANEL * i))) for i in range(lines)]
             return [(numbers[0], numbers[1] if form.offset else None)]
         start = LINE * (2 if form.offset else 1)
         for half in range(form.halves):
