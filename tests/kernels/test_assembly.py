@@ -6,7 +6,6 @@ from __future__ import annotations
 import doctest
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from llvmlite import ir
@@ -152,6 +151,7 @@ def of_a_panel(tile):
 
 def grouped(*numbers: int):
     """The tiles of a `Form`."""
+
     def write(module, isa, rows, panels):
         return grouped_tile(module, isa, *Form(*numbers), rows)
 
@@ -176,8 +176,8 @@ MULTIPLIES = {
     "generic": {8: "mul|mla", 16: "mul|mla"},  # of twice the bits
 }
 
-# The least rows with which tiles spill all the same: with 16 registers (sums are still fewer to move
-# than with smaller tiles), and with the most rows, at more speed than with fewer.
+# The least rows with which tiles spill all the same: with 16 registers (sums are still fewer to
+# move than with smaller tiles), and with the most rows, at more speed than with fewer.
 SPILLING_BYTES = {
     "avx2": {"int16": 4, "Q4_0": 2, "Q4_0, zeros": 2, "Q4_K": 1, "Q6_K": 2, "Q8_0": 2},
     "avx2_vnni": {"int16": 4, "Q4_0": 4, "Q4_0, zeros": 4, "Q4_K": 3, "Q6_K": 1, "Q8_0": 3},

@@ -96,7 +96,9 @@ def test_a_block_need_not_be_whole(name, inputs):
     ],
 )
 def test_rows_may_differ_in_form(rows, names, parts, activations, order):
-    weights = [make_weight(n, r, 256, seed=i) for i, (n, r) in enumerate(zip(names, rows, strict=True))]
+    weights = [
+        make_weight(n, r, 256, seed=i) for i, (n, r) in enumerate(zip(names, rows, strict=True))
+    ]
     plain, fast = (
         loaded(kind, weights, activations, order) for kind in (QuantizedLinear, CPUQuantizedLinear)
     )

@@ -1,5 +1,5 @@
-"""Models whose matrices are of several forms, as GGUF files have them: fused layers, experts, and an
-embedding that is kept as it is stored."""
+"""Models whose matrices are of several forms, as GGUF files have them: fused layers, experts, and
+an embedding that is kept as it is stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def form_of(name: str, first: int) -> str:
     is_second = ".1." in name
     if "qkv" in name:
         return ("Q6_K" if is_second else "Q5_K") if first >= 192 else "Q4_K"
-    return "Q6_K" if is_second and "down" in name or name == "lm_head" else "Q4_K"
+    return "Q6_K" if (is_second and "down" in name) or name == "lm_head" else "Q4_K"
 
 
 def load_of_forms(self: QuantizedLinear, weight: torch.Tensor, first: int = 0) -> None:

@@ -39,7 +39,9 @@ def make_weight(
     lowest, table = form.get("lowest"), form.get("table", ())
     codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=random)
     codes[0], codes[1] = 0, (1 << bits) - 1
-    values = torch.tensor(table)[codes] if table else codes - (1 << bits - 1 if lowest is None else 0)
+    values = (
+        torch.tensor(table)[codes] if table else codes - (1 << bits - 1 if lowest is None else 0)
+    )
     groups, blocks = (outputs, inputs // size), (outputs, inputs // 256)
 
     def halves(shape: tuple[int, int]) -> torch.Tensor:
