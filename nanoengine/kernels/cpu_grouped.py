@@ -35,11 +35,9 @@ from nanoengine.kernels.grouped_tiles import (
     UNITS,
     Form,
     keep_addresses,
-    most_grouped,
     multiply_grouped,
     panel_floats,
 )
-from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL, PANELS
@@ -157,9 +155,7 @@ def linear_grouped(x, data, bias, out, num_workers):
     words = data.view(np.int64)
     panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
     room = out if whole else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(
-        grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room)
-    )
+    parallel_for(grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room))
     if not whole:
         _keep_parts(words, room, out)
 
@@ -206,10 +202,10 @@ def _grouped_rows(data, ids, out, lo, hi):
     words, units = data.view(np.int64), -(-out.shape[1] // UNIT)
     panel = empty((units * UNIT * PANEL,), np.float32)
     for i in range(lo, hi):
-        number = 0
-        while words[HEAD + number * RECORD + FIRST] + words[HEAD + number * RECORD + COUNT] <= ids[i]:
-            number += 1
-        part = words[HEAD + number * RECORD : HEAD + (number + 1) * RECORD]
+        part = words[HEAD : HEAD + RECORD]
+        for number in range(1, words[PARTS]):
+            if words[HEAD + number * RECORD + FIRST] <= ids[i]:
+                part = words[HEAD + number * RECORD : HEAD + (number + 1) * RECORD]
         place, row = ids[i] - part[FIRST], out[i]
         at = part[START] + place // PANEL * part[STEP]
         panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], panel, 0)

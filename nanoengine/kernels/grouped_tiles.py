@@ -19,8 +19,8 @@ block of a panel has as many units as are left.
               each the minimum (uint8)
 
 A group's sums are exact whole numbers, and groups are added in order. So **results have the same
-bits for any number of rows and under each instruction set**. What a code stands for is a `Form`, and
-each form has functions of its own, which are reached by their addresses: so weights of different
+bits for any number of rows and under each instruction set**. What a code stands for is a `Form`.
+Each form has functions of its own, which are reached by their addresses: so weights of different
 forms have one type, and who multiplies by them is compiled once.
 
 Source: bit planes apart from each other, ggml's Q5_0 and Q6_K.
@@ -37,7 +37,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
-from nanoengine.kernels.emit import I32, Emit
+from nanoengine.kernels.emit import Emit
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
 
@@ -139,7 +139,7 @@ class GroupedTile(ByteTile):
         zero, form = self.every(0), self.form
         exact = self.isa.byte_dots == "vpdpbusd"
         starts = [zero] * len(inputs)
-        if form.is_signed and exact or not form.is_signed and form.centered:
+        if (form.is_signed and exact) or (not form.is_signed and form.centered):
             # An offset is -8 times the sum of inputs, and codes count from -(2 ** (bits - 1)).
             left = 4 if form.is_signed else form.bits - 4
             starts = [self.splat(self.builder.load(offset), self.words) for offset in offsets]
@@ -181,9 +181,9 @@ class GroupedTile(ByteTile):
         form, found = self.form, []
         if form.levels == 1:
             lines = 2 if form.offset else 1
-            group = self.at(head, self.builder.mul(
-                self.builder.lshr(unit, shift), I64(2 * PANEL * lines)))  # fmt: skip
-            numbers = [self.of_group(self.at(group, I64(2 * PANEL * i))) for i in range(lines)]
+            at = self.builder.mul(self.builder.lshr(unit, shift), I64(PANEL * lines))
+            group = self.at(self.builder.bitcast(head, I16.as_pointer()), at)
+            numbers = [self.of_group(self.at(group, I64(PANEL * i))) for i in range(lines)]
             return [(numbers[0], numbers[1] if form.offset else None)]
         start = LINE * (2 if form.offset else 1)
         for half in range(form.halves):

@@ -84,10 +84,10 @@ class CPUQuantizedLinear(PanelLinear):
         self.form: Literal["rows", "grouped"] | None = None
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
-        if self.panels is None and not self._parts and not self._of_rows(weight):
-            if layout_of(weight) is not None:
-                self.panels = GroupedPanels(self.out_features, self.in_features)
-                self.order = weight.order
+        is_first = self.panels is None and not self._parts
+        if is_first and not self._of_rows(weight) and layout_of(weight) is not None:
+            self.panels = GroupedPanels(self.out_features, self.in_features)
+            self.order = weight.order
         if self.panels is None:
             super().load_quantized(weight, first)
             return

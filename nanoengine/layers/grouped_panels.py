@@ -1,4 +1,4 @@
-"""GroupedPanels: packs rows of quantized weights into the array that `kernels/cpu_grouped.py` reads.
+"""GroupedPanels: packs rows of weights in groups into the array that `cpu_grouped.py` reads.
 
 Rows are packed as they come, so no whole matrix waits unpacked. Rows that are stored alike are a
 part; a matrix whose rows differ, as q, k and v of a checkpoint may, has several. Used by
@@ -8,7 +8,6 @@ part; a matrix whose rows differ, as q, k and v of a checkpoint may, has several
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -43,6 +42,7 @@ def layout_of(weight: QuantizedWeight) -> Layout | None:
     if two_levels:
         assert weight.factors is not None
         fits = size in (16, 32) and inputs == weight.factors.shape[1] * BLOCK
+        fits &= weight.zeros is None
         shift = 0
     else:
         fits = size == inputs or size % UNIT == 0
@@ -79,15 +79,23 @@ class GroupedPanels:
         self._whole: dict[Layout, torch.Tensor] = {}
 
     def add(self, weight: QuantizedWeight, first: int) -> None:
-        """Rows from `first` on."""
+        """Takes rows from `first` on.
+
+        Raises:
+            WeightLoadError: rows before these have a kernel, and these have none.
+        """
         count = len(weight.values)
         self.rows_left -= count
-        if first % PANEL or count % PANEL and first + count < self.outputs:
-            self._loose.append((first, weight))
-            return
         layout = layout_of(weight)
         if layout is None:
-            raise WeightLoadError("rows of one matrix are quantized in ways that have no kernel")
+            raise WeightLoadError(
+                f"rows {first} to {first + count} of a matrix are quantized in groups of"
+                f" {weight.group_size}, unlike those before them: give all rows groups of a"
+                f" multiple of {UNIT}"
+            )
+        if first % PANEL or (count % PANEL and first + count < self.outputs):
+            self._loose.append((first, weight))
+            return
         # Why room for all rows: most matrices are stored alike, and need no copy then. What nobody
         # writes takes no memory.
         panels = -(-self.outputs // PANEL)
@@ -96,6 +104,7 @@ class GroupedPanels:
         self._runs.append(Run(first, count, layout, first // PANEL, data))
 
     def _step(self, layout: Layout) -> int:
+        """Bytes of a panel."""
         return kernels.panel_bytes(*layout, self.inputs)
 
     @staticmethod
@@ -109,10 +118,8 @@ class GroupedPanels:
         """Packs rows that fill no whole panels, together with those beside them."""
         in_order = sorted(self._loose, key=lambda it: it[0])
         for layout, group in groupby(in_order, lambda it: layout_of(it[1])):
-            if layout is None:
-                raise WeightLoadError("rows of one matrix are quantized in ways without a kernel")
-            rows = list(group)
-            for following in _neighbours(rows):
+            assert layout is not None
+            for following in _neighbours(list(group)):
                 whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
                 count = len(whole.values)
                 data = self._room(-(-count // PANEL) * self._step(layout), 1)
@@ -156,9 +163,13 @@ class GroupedPanels:
         return data
 
 
-def _neighbours(rows: Sequence[tuple[int, QuantizedWeight]]) -> list[list]:
-    """Runs of parts that follow each other without a gap."""
-    found: list[list] = []
+Rows = list[tuple[int, QuantizedWeight]]
+"""The first of some rows, and these."""
+
+
+def _neighbours(rows: Rows) -> list[Rows]:
+    """Runs of rows that follow each other without a gap."""
+    found: list[Rows] = []
     stop = -1
     for first, weight in rows:
         if first != stop:
@@ -188,23 +199,21 @@ def pack(weight: QuantizedWeight, layout: Layout, data: torch.Tensor, start: int
         return cut.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
 
     taken = weight.zeros if form.offset == ZEROS else weight.mins
-    ones = torch.ones(len(weight.values), 1)
     if form.levels == 2:
         groups = UNITS * form.halves
-        lines = [of_panels(weight.factors, 1), of_panels(weight.min_factors, 1)] if form.offset else [of_panels(weight.factors, 1)]
-        lines += [of_panels(weight.scales.view(torch.uint8), groups)]
-        lines += [of_panels(taken, groups)] if form.offset else []
-        lines, factors = [line.flatten(2) for line in lines], ones
+        each = [(weight.factors, 1), (weight.min_factors, 1), (weight.scales, groups)]
+        lines = [of_panels(n, count) for n, count in (*each, (taken, groups)) if n is not None]
+        factors = torch.ones(len(weight.values), 1)
     else:
         numbers = [weight.scales] if taken is None else [weight.scales, taken]
         relative = numbers[: 1 + (form.offset == MINS)]
         exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
         factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
         numbers[: len(relative)] = [n / factors for n in relative]
-        times = -(-inputs // (UNIT << shift)) if weight.group_size == inputs else weight.group_size // (UNIT << shift)
+        times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several
         each = [of_panels(n.half().repeat_interleave(times, 1), UNITS >> shift) for n in numbers]
-        lines = [torch.cat(each, 3).flatten(2)]
-    head = torch.cat(lines, 2)
+        lines = [torch.cat(each, 3)]
+    head = torch.cat([line.flatten(2) for line in lines], 2)
     at_blocks = data.as_strided(
         head.shape, (step, header + UNITS * form.bits * LINE, 1), start + LINE
     )

@@ -191,7 +191,7 @@ class QuantizedLinear(LinearMethod):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tied is not None:
             return F.embedding(ids, self.tied)
-        return self.unpacked().part(ids).dequantized()
+        return self.unpacked(ids).dequantized()
 
     def pack(self, weight: QuantizedWeight) -> None:
         """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
@@ -212,11 +212,12 @@ class QuantizedLinear(LinearMethod):
         out = multiply_int8(x, weight)
         return out if bias is None else out + bias
 
-    def unpacked(self) -> QuantizedWeight:
-        """What was packed."""
-        parts = {name: getattr(self, name) for name in TENSORS}
+    def unpacked(self, rows: slice | torch.Tensor = slice(None)) -> QuantizedWeight:
+        """These rows of what was packed."""
+        kept = {name: getattr(self, name) for name in TENSORS}
+        parts = {name: None if part is None else part[rows] for name, part in kept.items()}
         if self.values.dtype == torch.uint8:
-            parts["values"] = unpack_pairs(self.values, self.rest.table or range(-8, 8))
+            parts["values"] = unpack_pairs(parts["values"], self.rest.table or range(-8, 8))
         weight: QuantizedWeight = replace(self.rest, **parts)
         return weight
 
