@@ -1,10 +1,11 @@
-"""Where a tokenizer comes from: a tokenizer.json that says everything, or transformers.
+"""Where a tokenizer comes from: a tokenizer.json that says everything, a GGUF, or transformers.
 
-Called by `Tokenizer.load`. No other file imports transformers.
+Called by `Tokenizer.load`.
 """
 
 from __future__ import annotations
 
+import functools
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,14 +35,21 @@ OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
 def find_or_load(
     name: str, revision: str | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | TokenizerFile:
-    """The tokenizer of a checkpoint directory or hub id.
+    """The tokenizer of a checkpoint directory, GGUF file or hub id.
 
     Raises:
         ConfigError: there is none, or it can't be read.
+        ModelError: a GGUF file is damaged.
     """
     directory = Path(name)
+    gguf = directory if directory.suffix == ".gguf" else None
     if directory.is_dir():
         _refuse_special_files(directory)
+        gguf = _find_gguf(directory)
+    if gguf is not None:
+        from nanoengine.text.gguf_tokenizer import read_tokenizer
+
+        return read_tokenizer(gguf)
     return find_file(directory) or load_backend(name, revision, trust_remote_code)
 
 
@@ -80,7 +88,18 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
-    return TokenizerFile(raw, directory) if special.issuperset([*named, *extra]) else None
+    if not special.issuperset([*named, *extra]):
+        return None
+    return TokenizerFile(raw, functools.partial(load_backend, str(directory)))
+
+
+def _find_gguf(directory: Path) -> Path | None:
+    """The GGUF of a folder that has no other tokenizer."""
+    if any((directory / f"tokenizer{end}").exists() for end in (".json", ".model", "_config.json")):
+        return None
+    from nanoengine.checkpoint.gguf import find_gguf
+
+    return find_gguf(directory)
 
 
 def load_backend(

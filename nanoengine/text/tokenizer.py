@@ -61,10 +61,11 @@ class Tokenizer:
     def load(
         cls, name: str, *, revision: str | None = None, trust_remote_code: bool = False
     ) -> Tokenizer:
-        """Loads the tokenizer of a checkpoint directory or hub id.
+        """Loads the tokenizer of a checkpoint directory, GGUF file or hub id.
 
         Raises:
             ConfigError: there is none, or it can't be read.
+            ModelError: a GGUF file is damaged.
         """
         from nanoengine.text.load_tokenizer import find_or_load
 
@@ -74,9 +75,7 @@ class Tokenizer:
     def backend(self) -> PreTrainedTokenizerBase:
         """The tokenizer of transformers, which is loaded now if plain text did not need it."""
         if isinstance(self._plain, TokenizerFile):
-            from nanoengine.text.load_tokenizer import load_backend
-
-            return load_backend(str(self._plain.directory))
+            return self._plain.load_full()
         return self._plain
 
     def definition(self) -> str:

@@ -1,26 +1,30 @@
-"""A tokenizer.json read by the tokenizers library alone, where transformers would add nothing.
+"""A tokenizer of the tokenizers library alone, where transformers would add nothing.
 
 Called by `tokenizer.py`. Importing transformers takes longer than starting the engine on a small
-model, and what a checkpoint saved by it needs for plain text is in one file. load_tokenizer.py
-accepts only a file that it knows in full.
+model, and what a checkpoint saved by it needs for plain text is in one file: a tokenizer.json, of
+which load_tokenizer.py accepts only one that it knows in full, or a GGUF.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as RawTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 
 class TokenizerFile:
-    """The part of a tokenizer of transformers that plain text needs, under the same names."""
+    """The part of a tokenizer of transformers that plain text needs, under the same names.
 
-    def __init__(self, raw: RawTokenizer, directory: Path) -> None:
-        self.directory = directory
+    Args:
+        load_full: gives the tokenizer of transformers, for what else is asked.
+    """
+
+    def __init__(self, raw: RawTokenizer, load_full: Callable[[], PreTrainedTokenizerBase]) -> None:
+        self.load_full = load_full
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # All of them are among the added tokens.
         self.backend_tokenizer = raw

@@ -1,0 +1,312 @@
+"""A tokenizer out of the metadata of a GGUF file, built for the tokenizers library.
+
+    model   what merges first           what splits a text into words        what is unknown
+    gpt2    `merges`, in their order    regular expressions, named by `pre`  nothing: all is bytes
+    llama   tokens of higher `scores`   nothing; a space is a "▁"            is tokens of a byte
+
+Called by load_tokenizer.py. It knows keys that begin with "tokenizer.", and no tensors. Such a file
+names the rules of words and leaves out what else a tokenizer.json says (normalizers, tokens that
+take up spaces); both are in tables here, for the names that are known. No name is guessed.
+
+Source: keys and types of tokens, docs/gguf.md of ggml; what each `pre` stands for, llama.cpp's
+src/llama-vocab.cpp, which quotes the expressions of the models' own tokenizer.json; NFC of Qwen,
+GPT-NeoX and Cohere, their classes in transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.processors import TemplateProcessing
+
+from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import check_value, shown
+from nanoengine.text.tokenizer_file import TokenizerFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE = "tokenizer.chat_template"
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens. Unused ones fill the vocabulary up: no text has them, and they have no text."""
+
+ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+"""Tokens that keys NAME_token_id say -> their names in transformers."""
+
+NO_ID = (1 << 32) - 1
+"""What a writer makes of -1: there is no such token."""
+
+MOST_NAMED = 3
+"""Tokens that one message lists."""
+
+MOST_CHARS = 1 << 26
+"""Sum of squares of the characters of tokens with scores, each of which is cut at all places. Real
+ones of 262,144 have a quarter of it."""
+
+PHI3_KEEPING = {"<unk>", "<s>", "<|endoftext|>"}
+"""Tokens of Phi-3 that leave the spaces behind them."""
+
+
+class Words(NamedTuple):
+    """How byte-level BPE takes a text apart.
+
+    Attributes:
+        splits: regular expressions, each of which splits what those before it have left.
+        nfc: whether characters are composed first.
+        whole: whether a word that is a token is one, whatever merges say.
+        bos: whether texts begin with BOS where no key says so.
+    """
+
+    splits: Sequence[str]
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+APOSTROPHES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS = (r"\p{N}", GPT2)
+QWEN2 = APOSTROPHES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES
+QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+SEED = QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|"
+OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES
+TEKKEN = CASED % ("", "") + r"\p{N}" + OTHERS
+GPT4O = CASED % (f"{APOSTROPHES}?", f"{APOSTROPHES}?") + r"\p{N}{1,3}" + OTHERS
+HAN = "[一-龥\u0800-一가-\ud7ff]+"
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ\u30a0-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
+)
+CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")
+DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+
+WORDS = {
+    name: words
+    for names, words in (
+        ("gpt-2 phi-2 exaone4 trillion granite-docling", Words([GPT2])),
+        ("mpt olmo", Words([GPT2], nfc=True)),
+        ("smollm starcoder refact codeshell exaone", Words(DIGITS)),
+        ("command-r", Words(DIGITS, nfc=True)),
+        ("qwen2", Words([QWEN2], nfc=True)),
+        ("qwen35", Words([QWEN35], nfc=True)),
+        ("deepseek-r1-qwen", Words([QWEN2])),
+        ("llama3 llama-v3 llama-bpe falcon3 pixtral lfm2", Words([LLAMA3], whole=True, bos=True)),
+        ("dbrx smaug-bpe chatglm-bpe", Words([LLAMA3])),
+        ("glm4", Words([LLAMA3], whole=True)),
+        ("tekken", Words([TEKKEN], whole=True, bos=True)),
+        ("gpt-4o llama4 minimax-m2", Words([GPT4O])),
+        ("deepseek-coder", Words(CODER)),
+        ("deepseek-v3 hunyuan-dense", Words(DEEPSEEK3)),
+        ("seed-coder", Words([SEED])),
+        ("default", Words(DEFAULT)),
+    )
+    for name in names.split()
+}
+"""Of byte-level BPE, by the name in `tokenizer.ggml.pre`."""
+
+
+def read_tokenizer(path: Path) -> TokenizerFile:
+    """The tokenizer of a GGUF file.
+
+    Raises:
+        ConfigError: it has none that is known, or one that contradicts itself.
+        ModelError: the file can't be read.
+    """
+    from nanoengine.checkpoint.gguf import read_gguf
+
+    return make_tokenizer(read_gguf(path).metadata, path)
+
+
+def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
+    """The tokenizer that a file's metadata describe; `path` is for messages."""
+    said = _Said(metadata, path)
+    model = said.value("model", str)
+    if model not in MODELS:
+        said.refuse("model", f"is {shown(model)}; read are {' and '.join(MODELS)}")
+    raw, bos = MODELS[model](said)
+    # Source: Phi-3's tokenizer.json, most of whose tokens take up the spaces behind them.
+    strip = model == "llama" and metadata.get("general.architecture") == "phi3"
+    for add, kinds in (raw.add_special_tokens, (UNKNOWN, CONTROL)), (raw.add_tokens, USER_DEFINED):
+        found = [said.tokens[i] for i in np.flatnonzero(np.isin(said.types, kinds))]
+        strips = {token: strip and token not in PHI3_KEEPING for token in found if token}
+        add([AddedToken(token, normalized=False, rstrip=strips[token]) for token in strips])
+    ends = []
+    for role, default in (("bos", bos), ("eos", False)):
+        if said.value(f"add_{role}_token", bool, default):
+            if (token_id := said.token_id(role)) is None:
+                said.refuse(f"{role}_token_id", "is missing, though it is added to texts")
+            ends.append((role, token_id))
+    # Why such names: a template has a meaning for characters that a token may have.
+    single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
+    raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
+    return TokenizerFile(raw, functools.partial(_load_full, raw, said.templates(), said.names()))
+
+
+class _Said:
+    """What a file says of its tokenizer, checked as it is read.
+
+    Attributes:
+        vocab: id by token, of those that have a text and are in use.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
+        self.metadata, self.path = metadata, path
+        self.tokens: list[str] = self.value("tokens", list[str])
+        self.types = self.numbers("token_type")
+        if wrong := sorted(set(self.types.tolist()) - set(range(NORMAL, BYTE + 1))):
+            self.refuse("token_type", f"has {wrong[:MOST_NAMED]}; known are {NORMAL} to {BYTE}")
+        used = [i for i in np.flatnonzero(self.types != UNUSED).tolist() if self.tokens[i]]
+        self.vocab = {self.tokens[i]: i for i in used}
+        if len(self.vocab) < len(used):
+            twice = [self.tokens[i] for i in used if self.vocab[self.tokens[i]] != i]
+            self.refuse("tokens", f"has tokens of the same text: {shown(twice[:MOST_NAMED])}")
+
+    def refuse(self, name: str, problem: str) -> NoReturn:
+        raise ConfigError(
+            f"{self.path}: tokenizer.ggml.{name} {problem}\ngive tokenizer=... the directory or hub"
+            " id of the model's own tokenizer, or set skip_tokenizer_init=True and pass token ids"
+        )
+
+    def value(self, name: str, annotation: Any, *default: Any) -> Any:
+        """One value; without a default it must be there."""
+        key = f"tokenizer.ggml.{name}"
+        if key not in self.metadata:
+            return default[0] if default else self.refuse(name, "is missing")
+        return check_value(self.metadata[key], annotation, f"{self.path}: {key}", ConfigError)
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A finite number for each token."""
+        found = np.asarray(self.metadata.get(f"tokenizer.ggml.{name}", ()))
+        count = len(self.tokens)
+        if found.shape != (count,) or found.dtype.kind not in "iuf" or not count:
+            self.refuse(name, f"must have a number for each of {count} tokens, 1 or more")
+        if not np.isfinite(found).all():
+            self.refuse(name, "has a number that is not finite")
+        return found
+
+    def token_id(self, role: str, default: int = NO_ID) -> int | None:
+        """The id of the token with a role; None: the file has none."""
+        name = f"{role}_token_id"
+        found: int = self.value(name, int, default)
+        if found in (-1, NO_ID):
+            return None
+        if not 0 <= found < len(self.tokens):
+            self.refuse(name, f"is {found}; the vocabulary has 0 to {len(self.tokens) - 1}")
+        return found
+
+    def names(self) -> dict[str, str]:
+        """Tokens with a role, by their names in transformers.
+
+        Why not all: writers take what a config.json has for padding, which may be any token.
+        """
+        ids = {role: self.token_id(role) for role in ROLES}
+        return {
+            ROLES[role]: self.tokens[i]
+            for role, i in ids.items()
+            if i is not None and (role in ("bos", "eos") or self.types[i] in (UNKNOWN, CONTROL))
+        }
+
+    def templates(self) -> str | dict[str, str] | None:
+        """The chat template; by name, if there are several."""
+        found = {
+            key.removeprefix(TEMPLATE).removeprefix(".") or "default": source
+            for key, source in self.metadata.items()
+            if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")
+        }
+        check_value(found, dict[str, str], f"{self.path}: {TEMPLATE}", ConfigError)
+        return found if found.keys() - {"default"} else found.get("default")
+
+
+def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
+    """BPE over bytes, and whether its texts begin with BOS if nothing else is said."""
+    name = said.value("pre", str)
+    if name not in WORDS:
+        said.refuse("pre", f"is {shown(name)}; known are {', '.join(sorted(WORDS))}")
+    words = WORDS[name]
+    # Why the first of equal ones: so does llama.cpp, while the library takes the last.
+    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
+    if wrong := [merge for merge in merges if len(merge) != 2]:
+        said.refuse("merges", f"has {shown(wrong[0][0])}, which is no two tokens")
+    try:
+        raw = RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, ignore_merges=words.whole))
+    except Exception as error:  # Why: the library raises nothing more exact.
+        said.refuse("merges", f"do not fit the vocabulary: {error}")
+    if words.nfc:
+        raw.normalizer = normalizers.NFC()
+    raw.pre_tokenizer = pre_tokenizers.Sequence([
+        *(pre_tokenizers.Split(Regex(split), "isolated") for split in words.splits),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    raw.decoder = decoders.ByteLevel()
+    return raw, words.bos
+
+
+def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
+    """BPE as sentencepiece has it, and that its texts begin with BOS if nothing else is said.
+
+    What `pre` says has no meaning here: no text is split.
+    """
+    if said.value("remove_extra_whitespaces", bool, False):
+        said.refuse("remove_extra_whitespaces", "is True; with this model all spaces are kept")
+    unknown = said.token_id("unknown", 0)
+    if unknown is None or said.tokens[unknown] not in said.vocab:
+        said.refuse("unknown_token_id", f"is {unknown}, which is no token in use")
+    best = np.argsort(-said.numbers("scores").astype(np.float64), kind="stable")
+    merged = best[np.isin(said.types[best], (NORMAL, USER_DEFINED))]
+    by_score = [token for i in merged.tolist() if (token := said.tokens[i])]
+    if sum(len(token) ** 2 for token in by_score) > MOST_CHARS:
+        said.refuse("tokens", f"are too long: the squares of their lengths sum to > {MOST_CHARS}")
+    known = set(by_score)
+    merges = [
+        (token[:cut], token[cut:])
+        for token in by_score
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in known and token[cut:] in known
+    ]
+    raw = RawTokenizer(
+        models.BPE(
+            vocab=said.vocab,
+            merges=merges,
+            unk_token=said.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=bool((said.types == BYTE).any()),
+        )
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    if said.value("add_space_prefix", bool, True):
+        raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), raw.normalizer])
+        parts.append(decoders.Strip(" ", 1, 0))
+    raw.decoder = decoders.Sequence(parts)
+    return raw, True
+
+
+MODELS = {"gpt2": _byte_level, "llama": _by_scores}
+"""By the name in `tokenizer.ggml.model`."""
+
+
+def _load_full(
+    raw: RawTokenizer, templates: str | dict[str, str] | None, names: dict[str, str]
+) -> PreTrainedTokenizerBase:
+    """The same tokenizer as one of transformers, for chats and for who asks for it."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        chat_template=templates,
+        clean_up_tokenization_spaces=False,
+        **names,
+    )

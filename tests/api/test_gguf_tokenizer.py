@@ -1,0 +1,369 @@
+"""Tokenizers out of GGUF metadata: the ids and texts of what they were written from, or refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from nanoengine import SamplingParams
+from nanoengine.errors import ConfigError, RequestError
+from nanoengine.text.gguf_tokenizer import NO_ID, WORDS, make_tokenizer
+from nanoengine.text.stream import TextStream
+from nanoengine.text.token_bound import TokenBound
+from nanoengine.text.tokenizer import Tokenizer
+from tests.support.text_fixtures import CHAT_TEMPLATE, CORPUS, byte_fallback, byte_level
+
+Metadata = dict[str, Any]
+
+TALK = [{"role": "user", "content": "go home"}, {"role": "assistant", "content": "it is late"}]
+
+PIECES = [
+    "<s>", "</s>", "<|user|>", "<tool>", "<unk>", "<0x41>", " ", "  ", "▁", "the dog", "\r\n",
+    "\n\n", "I've", "we'LL", "3.141", "٣½", "e\u0301", "€🙂", "👩\u200d👩\u200d👧", "\x00",
+    "\ufffd", "\t",
+]  # fmt: skip
+
+TEXTS = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+
+
+def described(raw: RawTokenizer, **said: Any) -> Metadata:
+    """A tokenizer.json's vocabulary as metadata; two entries are left unused at its end."""
+    spec = json.loads(raw.to_str())
+    ids = raw.get_vocab(with_added_tokens=True)
+    tokens = [f"[PAD{i}]" for i in range(len(ids) + 2)]
+    for token, i in ids.items():
+        tokens[i] = token
+    added = {one["id"]: 2 if one["content"] == "<unk>" else 4 - one["special"] for one in
+             spec["added_tokens"]}  # fmt: skip
+    types = [6 if token[:3] == "<0x" else 1 for token in tokens[:-2]] + [5, 5]
+    for i, kind in added.items():
+        types[i] = kind
+    merges = [" ".join(pair) for pair in spec["model"]["merges"]]
+    values = {"tokens": tokens, "token_type": types, "merges": merges, **said}
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
+
+
+def bytes_said(**said: Any) -> Metadata:
+    raw = byte_level().backend.backend_tokenizer
+    return described(raw, **{"model": "gpt2", "pre": "gpt-2", "eos_token_id": 1, **said})
+
+
+def scores_said(**said: Any) -> Metadata:
+    raw = byte_fallback().backend.backend_tokenizer
+    scores = [-float(i) for i in range(raw.get_vocab_size() + 2)]
+    return described(
+        raw,
+        **{"model": "llama", "merges": None, "scores": scores, "add_bos_token": False, **said},
+    )
+
+
+def write(path: Path, metadata: Metadata) -> Path:
+    """A GGUF file of metadata alone."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+            add[type(value)](key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def made(metadata: Metadata) -> Tokenizer:
+    return Tokenizer(make_tokenizer(metadata, Path("m.gguf")))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
+    """Out of a file, and what it was written from."""
+    place = tmp_path_factory.mktemp("gguf")
+    return {
+        "byte_level": (
+            Tokenizer.load(str(write(place / "a.gguf", bytes_said(bos_token_id=0)))),
+            byte_level(),
+        ),
+        "byte_fallback": (
+            Tokenizer.load(str(write(place / "b.gguf", scores_said()))),
+            byte_fallback(),
+        ),
+    }
+
+
+kinds = pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+
+
+@kinds
+@given(text=TEXTS, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_ids_and_texts_equal_those_of_the_original(pairs, kind, text, data) -> None:  # type: ignore[no-untyped-def]
+    ours, original = pairs[kind]
+    ids = ours.encode(text)
+    assert ids == original.encode(text)
+    ids += data.draw(st.lists(st.integers(0, len(original.backend) - 1), max_size=8))
+    for skip in (True, False):
+        for anchored in (True, False):
+            options = {"skip_special_tokens": skip, "anchored": anchored}
+            assert ours.decode(ids, **options) == original.decode(ids, **options)
+    stream = TextStream(ours, SamplingParams())
+    for token_id in ids:
+        stream.append(token_id)
+    assert stream.finish() == original.output_text(ids, SamplingParams())
+    assert TokenBound(ours).at_least(text) <= len(ours.encode(text))
+
+
+@kinds
+def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[no-untyped-def]
+    ours, original = pairs[kind]
+    for name in ("special_ids", "byte_ids", "anchor"):
+        assert getattr(ours, name) == getattr(original, name), name
+    assert ours.special_ids
+    assert TokenBound(ours).at_least("a" * 1000) > 0
+    grammar, expected = (json.loads(one.definition()) for one in (ours, original))
+    assert (
+        grammar["model"]["vocab"].items()
+        <= expected["model"]["vocab"].items()
+        | {one["content"]: one["id"] for one in expected["added_tokens"]}.items()
+    )
+
+
+@pytest.mark.parametrize("pre", sorted(WORDS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
+def test_expressions_equal_those_that_transformers_has_for_the_same_name(pre: str) -> None:
+    assert list(WORDS[pre].splits) == [GGUF_PRE_TOKENIZER_SPLITS[pre]]
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", "I ' LL Ġsay Ġ Ġ12345 . xY 's ĊĊ ĉ x"),
+        ("smollm", "I ' LL Ġsay ĠĠ 1 2 3 4 5 . xY 's ĊĊ ĉ x"),
+        ("llama-bpe", "I 'LL Ġsay Ġ Ġ 123 45 .xY 's ĊĊ ĉx"),
+        ("gpt-4o", "I'LL Ġsay Ġ Ġ 123 45 .x Y's ĊĊ ĉx"),
+        ("tekken", "I 'LL Ġsay Ġ Ġ 1 2 3 4 5 .x Y 's ĊĊ ĉx"),
+        ("deepseek-coder", "I ' LL Ġsay ĠĠ 1 2 3 4 5 . xY ' s Ċ Ċ ĉx"),
+        ("deepseek-v3", "I 'LL Ġsay ĠĠ 123 45 .xY 's ĊĊ ĉx"),
+        ("seed-coder", "I 'LL Ġsay Ġ Ġ 1 2 3 4 5 .xY 's ĊĊ ĉx"),
+        ("default", "I ' LL Ġsay Ġ Ġ 123 45 . xY ' s ĊĊ ĉ x"),
+    ],
+)
+def test_words(pre: str, words: str) -> None:
+    """As llama.cpp takes this text apart, whose rules the names stand for."""
+    raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
+    found = raw.pre_tokenizer.pre_tokenize_str("I'LL say  12345.xY's\n\n\tx")
+    assert [word for word, _ in found] == words.split()
+
+
+@pytest.mark.parametrize("pre", sorted(WORDS))
+def test_all_rules_keep_all_of_a_text(pre: str) -> None:
+    tokenizer = made(bytes_said(pre=pre, add_bos_token=False))
+    text = "I'LL  say 1234567,\r\n\n \t½ naïve 你好 ไทย हिन्दी \U0001f642... x=f(y);  \n"
+    assert tokenizer.decode(tokenizer.encode(text), anchored=False) == text
+    composed = tokenizer.encode("e\u0301") == tokenizer.encode("é")
+    assert composed == WORDS[pre].nfc
+
+
+def test_a_word_that_is_a_token_is_one_whatever_merges_say() -> None:
+    said = bytes_said(merges=[], bos_token_id=0)
+    there = said["tokenizer.ggml.tokens"].index("Ġthe")
+    for pre, ids in (("gpt-2", 4), ("llama-bpe", 1)):
+        found = made(said | {"tokenizer.ggml.pre": pre}).encode(" the", add_special_tokens=False)
+        assert len(found) == ids and (ids > 1 or found == [there])
+
+
+def test_scores_say_what_merges_first() -> None:
+    raw = RawTokenizer(models.BPE())
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
+    raw.train_from_iterator(CORPUS * 3, trainer)
+    tokens = [raw.id_to_token(i) for i in range(raw.get_vocab_size())]
+    order = np.random.default_rng(0).permutation(len(tokens))  # ids that follow no score
+    shuffled = ["<unk>", *(tokens[i] for i in order if i)]
+    said = {
+        "model": "llama", "tokens": shuffled, "token_type": [2] + [1] * (len(tokens) - 1),
+        "scores": [-float(tokens.index(token)) for token in shuffled],
+        "add_space_prefix": False, "add_bos_token": False,
+    }  # fmt: skip
+    ours = made({f"tokenizer.ggml.{key}": value for key, value in said.items()})
+    ids = {token: i for i, token in enumerate(shuffled)}
+    for text in [*CORPUS[:4], "the theory of there and then", "    x   ", "aaaa", "\n\n\n"]:
+        parts = list(text.replace(" ", "▁"))
+        while True:  # what sentencepiece does: the best pair, the first of equal ones
+            both = enumerate(a + b for a, b in itertools.pairwise(parts))
+            pairs = [(-tokens.index(pair), -i) for i, pair in both if pair in ids]
+            if not pairs:
+                break
+            i = -max(pairs)[1]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        assert ours.encode(text) == [ids.get(part, 0) for part in parts], text
+
+
+def test_spaces_are_put_in_front_only_if_asked() -> None:
+    asked, plain = made(scores_said()), made(scores_said(add_space_prefix=False))
+    for text in ("the dog", " the dog", "<s>the dog"):
+        ids = asked.encode(text)
+        assert ids == byte_fallback().encode(text)
+        assert plain.encode(text.replace("the", " the", 1)) == ids
+        assert plain.decode(plain.encode(text), anchored=False) == text.removeprefix("<s>")
+
+
+def test_user_defined_spaces_are_taken_whole() -> None:
+    said = scores_said(add_space_prefix=False)
+    said["tokenizer.ggml.tokens"][-2:] = ["   ", "\n\n"]
+    said["tokenizer.ggml.token_type"][-2:] = [4, 4]
+    tokenizer, last = made(said), len(said["tokenizer.ggml.tokens"]) - 1
+    ids = tokenizer.encode("a   a\n\n")
+    assert ids[1] == last - 1 and ids[-1] == last
+    assert tokenizer.decode(ids) == "a   a\n\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "behind"),
+    [
+        ({"model": "gpt2", "bos_token_id": 0}, [], []),
+        ({"model": "gpt2", "bos_token_id": 0, "pre": "llama-bpe"}, [0], []),
+        ({"model": "gpt2", "bos_token_id": 0, "pre": "llama-bpe", "add_bos_token": False}, [], []),
+        ({"model": "gpt2", "bos_token_id": 0, "add_bos_token": True}, [0], []),
+        ({"model": "gpt2", "eos_token_id": 1, "add_eos_token": True}, [], [1]),
+        ({"model": "llama", "bos_token_id": 1, "add_bos_token": None}, [1], []),
+        ({"model": "llama", "bos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
+          "eos_token_id": 2}, [1], [2]),
+    ],
+)  # fmt: skip
+def test_bos_and_eos_are_added_as_the_file_or_its_kind_says(
+    said: dict[str, Any], before: list[int], behind: list[int]
+) -> None:
+    tokenizer = made(bytes_said(**said) if said["model"] == "gpt2" else scores_said(**said))
+    plain = tokenizer.encode("the dog", add_special_tokens=False)
+    assert tokenizer.encode("the dog") == [*before, *plain, *behind]
+
+
+def test_tokens_of_phi3_take_up_the_spaces_behind_them() -> None:
+    said = scores_said(add_space_prefix=False) | {"general.architecture": "phi3"}
+    tokenizer = made(said)
+    assert tokenizer.encode("</s> \n the") == tokenizer.encode("</s>the")
+    assert tokenizer.encode("<s> the") != tokenizer.encode("<s>the")
+
+
+def test_a_role_makes_no_plain_token_special() -> None:
+    said = bytes_said(bos_token_id=0, padding_token_id=5, unknown_token_id=6)
+    tokenizer = made(said)
+    assert 5 not in tokenizer.special_ids
+    assert tokenizer.backend.pad_token is None and tokenizer.backend.unk_token is None
+    assert made(bytes_said(bos_token_id=NO_ID)).backend.bos_token is None
+
+
+def test_unused_and_empty_tokens_have_no_text() -> None:
+    said = bytes_said()
+    said["tokenizer.ggml.tokens"][-2:] = ["", "Ġthe"]
+    said["tokenizer.ggml.token_type"][-2:] = [1, 5]
+    tokenizer, last = made(said), len(said["tokenizer.ggml.tokens"]) - 1
+    assert tokenizer.decode([last, last - 1]) == ""
+    assert last not in tokenizer.encode(" the the")
+
+
+def test_chats(tmp_path: Path) -> None:
+    key = "tokenizer.chat_template"
+    said = bytes_said(bos_token_id=0) | {key: "{{ bos_token }}" + CHAT_TEMPLATE}
+    said |= {f"{key}.tool_use": "{{ tools[0]['name'] }}", f"{key}s": ["tool_use"]}
+    tokenizer = Tokenizer.load(str(write(tmp_path / "m.gguf", said)))
+    talk = "<s><|user|>go home</s><|assistant|>it is late</s>"
+    assert tokenizer.render_chat(TALK, add_generation_prompt=False) == talk
+    assert tokenizer.render_chat(TALK, tools=[{"name": "clock"}]) == "clock"
+    for text in (talk, " naïve  café<tool>"):
+        assert tokenizer.backend(text)["input_ids"] == tokenizer.encode(text)
+    del said[f"{key}.tool_use"]
+    assert made(said).render_chat(TALK, add_generation_prompt=False) == talk
+    with pytest.raises(RequestError, match="no chat template"):
+        made(bytes_said()).render_chat(TALK)
+
+
+REFUSED: dict[str, tuple[Callable[[], Metadata], str]] = {
+    "no tokenizer": (lambda: {}, "tokenizer.ggml.tokens is missing"),
+    "no model": (lambda: bytes_said(model=None), "ggml.model is missing"),
+    "another model": (lambda: bytes_said(model="t5"), "is 't5'; read are gpt2 and llama"),
+    "no name of rules": (lambda: bytes_said(pre=None), "ggml.pre is missing"),
+    "unknown rules": (lambda: bytes_said(pre="viking"), "'viking'; known are .*llama-bpe.*qwen2"),
+    "no merges": (lambda: bytes_said(merges=None), "ggml.merges is missing"),
+    "half a merge": (lambda: bytes_said(merges=["Ġthe"]), "'Ġthe', which is no two tokens"),
+    "a merge of unknown tokens": (lambda: bytes_said(merges=["Ġq zz"]), "do not fit.*Ġq"),
+    "tokens that are numbers": (lambda: bytes_said(tokens=[1, 2]), "tokens.*a string"),
+    "no tokens": (lambda: bytes_said(tokens=[], token_type=[]), "for each of 0 tokens"),
+    "too few types": (lambda: bytes_said(token_type=[1]), "token_type must have a number for"),
+    "no types": (lambda: bytes_said(token_type=None), "token_type must have a number for"),
+    "an unknown type": (
+        lambda: bytes_said(tokens=["a", "b"], token_type=[1, 9]), "has \\[9\\]; known are 1 to 6",
+    ),
+    "two tokens of one text": (
+        lambda: bytes_said(tokens=["a", "b", "a"], token_type=[1, 1, 1]), "same text: \\['a'\\]",
+    ),
+    "an id behind the last": (
+        lambda: bytes_said(add_bos_token=True, bos_token_id=9999), "bos_token_id is 9999; .* 0 to",
+    ),
+    "a negative id": (lambda: bytes_said(eos_token_id=-2), "eos_token_id is -2"),
+    "an id that is text": (lambda: bytes_said(eos_token_id="</s>"), "must be an integer"),
+    "BOS that is added and missing": (
+        lambda: bytes_said(add_bos_token=True), "bos_token_id is missing, though it is added",
+    ),
+    "a template that is no text": (
+        lambda: bytes_said() | {"tokenizer.chat_template": 3}, "must be a string, got 3",
+    ),
+    "no scores": (lambda: scores_said(scores=None), "scores must have a number for each"),
+    "too many scores": (lambda: scores_said(scores=[0.0] * 9999), "scores must have a number"),
+    "a score that is no number": (
+        lambda: scores_said(scores=[*scores_said()["tokenizer.ggml.scores"][1:], float("nan")]),
+        "scores has a number that is not finite",
+    ),
+    "no unknown token": (lambda: scores_said(unknown_token_id=NO_ID), "no token in use"),
+    "an unknown token that is unused": (
+        lambda: scores_said(unknown_token_id=len(scores_said()["tokenizer.ggml.tokens"]) - 1),
+        "no token in use",
+    ),
+    "spaces taken away": (lambda: scores_said(remove_extra_whitespaces=True), "all spaces are"),
+    "a long token": (
+        lambda: scores_said(tokens=["<unk>", "a" * 9000], token_type=[2, 1], scores=[0.0, 1.0]),
+        "are too long",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_vocabulary_that_lies_or_is_unknown_is_refused(
+    said: Callable[[], Metadata], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(said())
+
+
+def test_a_folder_that_holds_one_gguf_needs_no_transformers(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", bytes_said())
+    code = (
+        "import sys; from nanoengine.text.tokenizer import Tokenizer;"
+        f"print(Tokenizer.load({str(tmp_path)!r}).encode('the dog'), 'transformers' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == f"{byte_level().encode('the dog')} False\n", run.stderr
+
+
+def test_a_folder_with_a_tokenizer_of_its_own_keeps_to_it(tmp_path: Path) -> None:
+    byte_fallback().backend.save_pretrained(tmp_path)
+    write(tmp_path / "m.gguf", bytes_said())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = Tokenizer.load(str(tmp_path))
+    assert loaded.encode("the dog") == byte_fallback().encode("the dog")
