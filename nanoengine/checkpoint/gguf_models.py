@@ -25,13 +25,13 @@ from nanoengine.checkpoint.families import FAMILIES
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, read_gguf, read_rows
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.readers import CONV, FULL, SLIDING
+from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import check_value, plain, shown
 
 if TYPE_CHECKING:
-    from nanoengine.checkpoint.plan import LayerPlan, MoEConfig
+    from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 
 
 class Metadata:
@@ -129,6 +129,11 @@ KEYS = {
 """Keys of all architectures -> what config.json calls them."""
 CAPS = {"final_logit_softcapping": "final_logit_softcapping"}
 EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+SHARED = EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+}
 SCALES = {
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
@@ -174,6 +179,20 @@ def _lfm2(given: Metadata) -> Json:
     }
 
 
+def _delta(given: Metadata) -> Json:
+    """Which layers have linear attention, and the sizes of its heads."""
+    every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
+    kinds = given.get("attention.recurrent_layers", list[bool])
+    kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
+    given.get("rope.dimension_sections", Any)  # of images: all positions of a text are the same
+    heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
+    main = layers - given.get("nextn_predict_layers", int, 0)
+    return {
+        "layer_types": [LINEAR if linear else FULL for linear in kinds[:main]],
+        "linear_num_value_heads": heads, "linear_value_head_dim": inner // (heads or 1),
+    }
+
+
 # --- names of tensors -----------------------------------------------------------------------------
 
 ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -201,6 +220,14 @@ NAMES = {
 }
 """A tensor's name, without the layer before it and mostly without ".weight" -> ours; {} is the
 number of an expert in a stack."""
+DELTA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
 BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 MERGED_GATE = {"ffn_up": "mlp.gate_up_proj"}
 
@@ -234,17 +261,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture("OlmoeForCausalLM"),
     "phi3": Architecture("Phi3ForCausalLM", names=MERGED_GATE),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe": Architecture(
-        "Qwen2MoeForCausalLM",
-        keys=EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-    ),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", keys=SHARED),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", keys=DELTA, more=_delta, names=DELTA_NAMES,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES,
+    ),
     "seed_oss": Architecture("SeedOssForCausalLM", names=BEFORE_MLP),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
 }
 # fmt: on
 """`general.architecture` -> its row."""
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Entry(NamedTuple):
@@ -258,7 +291,7 @@ class Entry(NamedTuple):
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    change: Change | None = None
 
 
 class GGUFModel:
@@ -286,9 +319,7 @@ class GGUFModel:
     def entries(self) -> dict[str, Entry]:
         """All tensors by our names. One that is nothing here keeps its part of the name, and is
         told as unexpected."""
-        found: dict[str, Entry] = {}
-        turned = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
-        unpaired = partial(_unpaired, head_dim=self.given.head_dim)
+        found, changes = dict[str, Entry](), self._changes()
         for name, tensor in self.tensors.items():
             if name in ROTATIONS:
                 continue
@@ -301,10 +332,25 @@ class GGUFModel:
                 continue
             if ours.endswith("shared_expert_gate.weight"):
                 shape = (1, prod(shape))
-            elif ours.endswith("conv.conv.weight"):
+            elif ours.endswith(("conv.conv.weight", "conv1d.weight")):
                 shape = (shape[0], 1, prod(shape[1:]))
-            is_paired = self.row.pairs and ours.endswith(turned)
-            found[ours] = Entry(tensor, shape, unpaired if is_paired else None)
+            found[ours] = Entry(tensor, shape, changes.get(ours.partition("_")[2]))
+        return found
+
+    def _changes(self) -> dict[str, Change]:
+        """What our names have behind their first "_" -> what rows become when they are read."""
+        given, found = self.given, dict[str, Change]()
+        if self.row.pairs:
+            unpaired = partial(_unpaired, head_dim=given.head_dim)
+            found |= {f"attn.{x}_proj.{end}": unpaired for x in "qk" for end in ("weight", "bias")}
+        key_heads, heads = (given.get(f"ssm.{n}", int) for n in ("group_count", "time_step_rank"))
+        if key_heads and heads:
+            grouped = partial(_grouped, key_heads=key_heads, each=max(1, heads // key_heads))
+            skipping = partial(grouped, skipped=2 * key_heads * given.get("ssm.state_size", int, 0))
+            names = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")
+            found |= {f"attn.{name}": grouped for name in names}
+            found |= dict.fromkeys(("attn.in_proj_qkv.weight", "attn.conv1d.weight"), skipping)
+            found["attn.A_log"] = lambda rows: grouped(-rows).log()
         return found
 
     def _our_name(self, name: str) -> str:
@@ -322,6 +368,13 @@ def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) -> torch.Tensor:
+    """Rows of value heads, in a file first the first of each key head, in the order of their key
+    heads; those that are skipped are of other heads."""
+    values = rows[skipped:].unflatten(0, (each, key_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat((rows[:skipped], values))
+
+
 # --- the config -----------------------------------------------------------------------------------
 
 
@@ -337,8 +390,14 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     return raw, _generation_json(model.metadata)
 
 
-def differences(model: GGUFModel, plan: LayerPlan, moe: MoEConfig | None, layers: int) -> Json:
-    """Fields of a ModelConfig, made of `config_json` with this plan, that are others in a file."""
+def differences(
+    model: GGUFModel,
+    plan: LayerPlan,
+    moe: MoEConfig | None,
+    states: StatePlan | None,
+    layers: int,
+) -> Json:
+    """Fields of a ModelConfig, made of `config_json` with these, that are others in a file."""
     here = model.entries()
     biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
     # Why wide: writers add the 1 that such norms leave out.
@@ -348,6 +407,7 @@ def differences(model: GGUFModel, plan: LayerPlan, moe: MoEConfig | None, layers
     return {
         "plan": replace(plan, norm=norm, **biases),
         "moe": None if moe is None else replace(moe, interleaved=False, inputs_first=False),
+        "states": None if states is None else replace(states, tiled=states.kind == "delta"),
         "tensor_names": {},
         "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
         "dtype": {"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),

@@ -38,6 +38,11 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Last part of a fused layer's name -> those of the matrices that checkpoints hold."""
+STATES = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""The same of layers that keep a state, in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,7 @@ class StoredQuantization:
         beside, _, last = name.rpartition(".")
         names = [f"{beside}.{part}" for part in FUSED[last]] if last in FUSED else [name]
         if self.format == "gguf":
+            names = [f"{beside}.{part}" for part in STATES[last]] if last in STATES else names
             # Why all: of those that are multiplied as one, a float can't be made blocks.
             return name in self.types or all(part in self.types for part in names)
         held = [not any(re.match(skipped, part) for skipped in self.skipped) for part in names]

@@ -55,6 +55,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {}),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, **PHI3}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
     "granite": ("granite", {}),
     "granitemoe": ("granitemoe", {}),
     "olmo2": ("olmo2", {}),
@@ -126,7 +128,7 @@ def test_every_row_has_a_case() -> None:
     known = {name for name, _ in CASES.values()}
     rows = {name.replace("-", "_") for name in ARCHITECTURES}
     named = {"command_r": "cohere", "gpt_oss": "gpt_oss", "qwen2moe": "qwen2_moe"}
-    named["qwen3moe"] = "qwen3_moe"
+    named |= {"qwen3moe": "qwen3_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
     assert {named.get(name, name) for name in rows} <= known
 
 
@@ -146,6 +148,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "phi3": ("phi3", {}, lambda name: "Q5_1"),
     "granite": ("granite", {}, lambda name: "Q8_0"),
     "lfm2": ("lfm2", {}, lambda name: "Q8_0"),
+    "qwen3_5": ("qwen3_5", {}, lambda name: "Q8_0"),
 }
 
 

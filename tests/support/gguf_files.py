@@ -44,6 +44,10 @@ NAMES = {
     "mlp.experts.down_proj": "ffn_down_exps",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
 }  # fmt: skip
@@ -58,24 +62,36 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, str]]] = {
     "gemma3": ("gemma3", BOTH), "glm4": ("glm4", GLM), "gpt_oss": ("gpt-oss", BEHIND),
     "granitemoe": ("granitemoe", {}), "mistral": ("llama", {}), "mixtral": ("llama", {}),
     "olmo2": ("olmo2", BOTH), "olmo3": ("olmo2", BOTH), "qwen2_moe": ("qwen2moe", {}),
+    "qwen3_5": ("qwen35", BEHIND), "qwen3_5_moe": ("qwen35moe", BEHIND),
     "qwen3_moe": ("qwen3moe", {}), "seed_oss": ("seed_oss", BEHIND),
 }  # fmt: skip
 """Family -> its `general.architecture`, where it has another name, and names of its own."""
 
 PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
 """Architectures whose queries and keys are stored so that neighbours turn together."""
-CENTERED = ("gemma2", "gemma3")
+CENTERED = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 """Those whose norms are stored plus 1."""
-EXACT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight")
+EXACT = (
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    "shortconv.conv.weight",
+    "ssm_conv1d.weight",
+)
 """Matrices that converters never quantize."""
+NORMS = ("attn_norm.weight", "ffn_norm.weight", "output_norm.weight", "attention_norm.weight",
+         "post_ffw_norm.weight", "q_norm.weight", "k_norm.weight")  # fmt: skip
 NO_HEAD_DIM = ("granite", "granitemoe", "phi3")
-TURNED = (*PAIRED, "phi3", "glm4", "cohere2")
+TURNED = (*PAIRED, "qwen35", "qwen35moe", "phi3", "glm4", "cohere2")
 """Those that say how many dimensions of a head turn."""
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2")
 PATTERNS = ("olmo2", "exaone4")
 SCALES = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
 }  # fmt: skip
 FURTHER = {
     "gemma2": {
@@ -85,6 +101,11 @@ FURTHER = {
     "gpt-oss": {"expert_feed_forward_length": "intermediate_size"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
     "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen35": DELTA,
+    "qwen35moe": DELTA | {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
@@ -134,7 +155,9 @@ def make_gguf(
         data = flat[place].numpy()
         is_matrix = place.dim() > 1 and not ours.endswith((*EXACT, ".bias"))
         kind = types(ours) if is_matrix else "F32"
-        if architecture in CENTERED and ours.endswith("norm.weight"):
+        if ours.endswith(".ssm_a"):
+            data = -np.exp(data)
+        elif architecture in CENTERED and ours.endswith(NORMS):
             data = data + 1
         elif kind != "F32":
             data = blocks(data, kind)
@@ -159,6 +182,8 @@ def gguf_name(name: str, names: Mapping[str, str]) -> str:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     rest = name[layer.end() :] if layer else name
     stem, _, end = rest.rpartition(".")
+    if stem == "linear_attn" and layer:  # two vectors of which this is no part
+        return f"blk.{layer[1]}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
     if end not in ("weight", "bias"):
         stem, end = rest, "weight"
     return f"blk.{layer[1]}.{names[stem]}.{end}" if layer else f"{names[stem]}.{end}"
@@ -173,14 +198,17 @@ def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tupl
             beside = re.sub(r"block_sparse_moe$", "mlp", where)
             part = NUMBERED.get(expert[2], expert[2])
             stacks[f"{beside}.experts.{part}.weight"][int(expert[1])] = tensor
-        elif name.endswith("experts.gate_up_proj"):  # gpt-oss: [E, inputs, outputs]
+        elif name.endswith("experts.gate_up_proj") and architecture != "gpt-oss":
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{where}.experts.{part}_proj.weight", half
+        elif name.endswith("experts.gate_up_proj"):  # [E, inputs, outputs]
             yield f"{where}.experts.gate_proj.weight", tensor.mT[:, ::2]
             yield f"{where}.experts.up_proj.weight", tensor.mT[:, 1::2]
         elif name.endswith("experts.gate_up_proj_bias"):
             yield f"{where}.experts.gate_proj.bias", tensor[:, ::2]
             yield f"{where}.experts.up_proj.bias", tensor[:, 1::2]
         elif name.endswith("experts.down_proj"):
-            yield f"{name}.weight", tensor.mT
+            yield f"{name}.weight", tensor.mT if architecture == "gpt-oss" else tensor
         elif name.endswith("experts.down_proj_bias"):
             yield f"{where}.experts.down_proj.bias", tensor
         elif name.endswith("input_linear.weight"):  # granitemoe: [E, 2 I, inputs]
@@ -190,6 +218,8 @@ def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tupl
         elif name.endswith("output_linear.weight"):
             ours = "mlp.experts.down_proj.weight"
             yield name.replace("block_sparse_moe.output_linear.weight", ours), tensor
+        elif ".linear_attn." in name and not name.endswith("linear_attn.norm.weight"):
+            yield name, tiled(name, tensor, config)
         elif name.endswith("conv.conv.weight"):
             yield name, tensor.squeeze(1)
         elif architecture in PAIRED and re.search(r"\.[qk]_proj\.", name):
@@ -203,6 +233,18 @@ def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tupl
         yield name, torch.stack([stack[n] for n in range(len(stack))])
 
 
+def tiled(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """Value heads one of each key head after the other, of a layer with linear attention."""
+    key_heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // key_heads
+    tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
+    if name.endswith("out_proj.weight"):
+        return tensor.unflatten(1, (key_heads, each, -1)).transpose(1, 2).flatten(1)
+    keys = 2 * key_heads * key_dim if "qkv" in name or "conv1d" in name else 0
+    values = tensor[keys:].unflatten(0, (key_heads, each, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat((tensor[:keys], values))
+
+
 def metadata(config: Any, architecture: str) -> dict[str, Any]:
     """The keys of a config, without the architecture before them; None: left out."""
     given, rope = config.to_dict(), dict(config.rope_parameters or {})
@@ -213,7 +255,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": given.get("intermediate_size"),
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
@@ -252,6 +294,11 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         inner = int(2 * config.intermediate_size / 3)
         multiple = config.block_multiple_of
         found["feed_forward_length"] = multiple * -(-inner // multiple)
+    if "ssm.state_size" in found:
+        found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+        found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
+        found["full_attention_interval"] = given.get("full_attention_interval", 4)
+        found["rope.dimension_sections"] = [11, 11, 10, 0]
     if architecture == "phi3":
         found["rope.scaling.original_context_length"] = given.get(
             "original_max_position_embeddings", 4096
