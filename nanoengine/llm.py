@@ -50,7 +50,7 @@ class LLM(OtherCalls):
     """A model loaded for offline inference.
 
     Args:
-        model: directory of a Hugging Face checkpoint, or a hub id.
+        model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id.
         options: the fields of `EngineConfig`, and arguments of vLLM's that docs/moving_from_vllm.md
             lists; an unknown name raises ConfigError.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.checkpoint.families import FAMILIES, OUTSIDE, TEXT_DEFAULTS, TEXT_PARTS, Family
+from nanoengine.checkpoint.files import GGUF
 from nanoengine.checkpoint.keys import MOST_POSITIONS, Json, Keys, checked
 from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
 from nanoengine.checkpoint.quantization import StoredQuantization, parse_quantization
@@ -94,7 +95,7 @@ class ModelConfig:
 
 
 def load_model_config(directory: str | Path) -> ModelConfig:
-    """Reads `config.json` and, where there is one, `generation_config.json`.
+    """Reads `config.json` and, where there is one, `generation_config.json`; or a GGUF file's keys.
 
     Raises:
         ConfigError: `directory` holds no config.json.
@@ -103,6 +104,13 @@ def load_model_config(directory: str | Path) -> ModelConfig:
             be; the message names file, key, value and what is allowed.
     """
     directory = Path(directory)
+    if directory.suffix == GGUF:
+        from nanoengine.checkpoint.gguf_models import GGUFModel, config_json, differences
+
+        model = GGUFModel(directory)
+        config = parse_model_config(*config_json(model))
+        parts = config.plan, config.moe, config.states, config.num_hidden_layers
+        return replace(config, **differences(model, *parts))
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)

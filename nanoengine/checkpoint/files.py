@@ -1,4 +1,6 @@
-"""A checkpoint's safetensors files: which there are, what their headers say, and their tensors.
+"""A checkpoint's files of weights: which there are, what their headers say, and their tensors.
+
+A GGUF file is left to `gguf_models.py`; what follows is about safetensors files.
 
 Streaming: one tensor at a time, and of a tensor only the part that is asked for. Pickled
 checkpoints are refused, because reading a pickle runs code. Called by `weights.py` and by whoever
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+GGUF = ".gguf"
+"""How the name of a checkpoint ends that is a GGUF file, and no directory."""
+
 MOST_NAMES = 10
 """Names that one error message lists."""
 
@@ -35,7 +40,8 @@ process's memory while it is open, so a whole file would double the peak."""
 
 
 class Stored(NamedTuple):
-    """Where a tensor is, its shape, and its dtype as safetensors names it, such as "BF16"."""
+    """Where a tensor is, its shape, and its dtype as safetensors names it, such as "BF16", or GGUF
+    its type."""
 
     file: Path
     shape: tuple[int, ...]
@@ -49,6 +55,13 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         WeightLoadError: see `checkpoint_files`; a file is damaged; a tensor is in two files, of
             which either may be meant.
     """
+    if directory.suffix == GGUF:
+        from nanoengine.checkpoint.gguf_models import GGUFModel
+
+        entries = GGUFModel(directory).entries()
+        return {
+            n: Stored(one.tensor.file, one.shape, one.tensor.type) for n, one in entries.items()
+        }
     found: dict[str, Stored] = {}
     for file in checkpoint_files(directory):
         for name, tensor in _headers(file).items():
@@ -62,7 +75,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+    """The files of a checkpoint's weights.
 
     An index may name files in directories below, and files may be links to anywhere, as they are in
     the hub's cache: links were made on this machine, an index came with the weights.
@@ -71,6 +84,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
         WeightLoadError: there are none, one that the index names is missing or outside of the
             checkpoint, or the index is no index.
     """
+    if directory.suffix == GGUF:
+        from nanoengine.checkpoint.gguf_models import files_of
+
+        return files_of(directory)
     index = directory / INDEX_NAME
     if os.path.lexists(index):
         where, raw = f"{index}: weight_map", read_object(index, WeightLoadError)
@@ -124,6 +141,11 @@ def read_tensors(
     Raises:
         WeightLoadError: the file is damaged, or can't be read.
     """
+    if file.suffix == GGUF:
+        from nanoengine.checkpoint.gguf_models import read_entries
+
+        yield from read_entries(file, parts)
+        return
     waiting = deque(parts)
     while waiting:
         read_bytes = 0

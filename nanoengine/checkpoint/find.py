@@ -5,43 +5,95 @@ Called by `build.py`, and by commands that look before they load.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 
+from nanoengine.checkpoint.files import GGUF, listed
 from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.vllm_names import warn_idle
 
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""Names of a repository's files that make a checkpoint."""
+
 
 def resolve_model(config: EngineConfig) -> Path:
-    """The directory of the checkpoint: a local one, or a hub id brought into the hub's cache.
+    """The directory of the checkpoint, or its GGUF file: a local one, or what a hub id names,
+    brought into the hub's cache. A folder without a config.json may hold one GGUF.
 
     Raises:
-        ConfigError: neither a directory, nor a repository that can be reached or is cached.
+        ConfigError: it is not there, or no repository that can be reached or is cached has it; or
+            several files may be meant, which the message lists.
     """
-    directory = Path(config.model).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise ConfigError(f"model must be a directory, got the file {config.model!r}")
-    if config.model.count("/") != 1 or config.model.startswith((".", "/", "~")):
-        raise ConfigError(f"model directory {config.model!r} does not exist")
-    from huggingface_hub import snapshot_download
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return path
+        from nanoengine.checkpoint.gguf import find_gguf
+
+        return find_gguf(path) or path
+    if path.exists():
+        if path.suffix == GGUF:
+            return path
+        raise ConfigError(
+            f"model must be a directory or a {GGUF} file, got the file {config.model!r}"
+        )
+    named = re.fullmatch(r"(?![./~])([^/:]+/[^/:]+)(?::([^/:]+)|/(.+\.gguf))?", config.model)
+    if named is None:
+        what = "file" if path.suffix == GGUF else "directory"
+        raise ConfigError(f"model {what} {config.model!r} does not exist")
+    repository, quantization, name = named.groups()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
-            config.model,
-            revision=config.revision,
-            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-        )
+        found = None if quantization or name else _from_hub(config, repository, PATTERNS)
+        if found is not None and (found / "config.json").exists():
+            return found
+        return _gguf_of_hub(config, repository, quantization, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {config.model!r} is no local directory, and the hub did not give it: {error}"
+            f"model {config.model!r} is no local directory or file, and the hub did not give it:"
+            f" {error}"
         ) from error
-    return Path(found)
+
+
+def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
+    """The folder in the hub's cache with the repository's files that have such names."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repository, revision=config.revision, allow_patterns=patterns))
+
+
+def _gguf_of_hub(
+    config: EngineConfig, repository: str, quantization: str | None, name: str | None
+) -> Path:
+    """The GGUF of this name, else the one whose name ends with the quantization, else the only one;
+    with the other parts of its set.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    from huggingface_hub import HfApi
+
+    sets: dict[str, list[str]] = {}
+    for file in sorted(HfApi().list_repo_files(repository, revision=config.revision)):
+        if file.endswith(GGUF) and not PurePath(file).name.startswith("mmproj"):
+            sets.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
+    end = re.compile(rf"(.*[-._/])?{re.escape(quantization or '')}\.gguf", re.IGNORECASE)
+    found = [
+        parts
+        for whole, parts in sets.items()
+        if (name in parts if name else quantization is None or end.fullmatch(whole))
+    ]
+    if len(found) != 1:
+        raise ConfigError(
+            f"model {config.model!r} names {len(found) or 'no'} GGUF files of {repository}, where"
+            f" one is wanted, such as {repository}:Q4_K_M; it has: {listed(list(sets)) or 'none'}"
+        )
+    return _from_hub(config, repository, found[0]) / found[0][0]
 
 
 def resolve_device(name: str) -> torch.device:

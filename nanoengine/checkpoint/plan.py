@@ -79,6 +79,8 @@ class StatePlan:
             serves as many neighbouring value heads as there are more of these.
         merged: the checkpoint holds queries, keys, values and gates as one tensor, key head by key
             head.
+        tiled: the inputs of the last projection are value heads in another order: first the first
+            of each key head, then the second.
         bias: the projections and the convolution of "conv" have biases.
     """
 
@@ -91,6 +93,7 @@ class StatePlan:
     key_dim: int = 0
     value_dim: int = 0
     merged: bool = False
+    tiled: bool = False
     bias: bool = False
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanoengine.errors import ConfigError, UnsupportedModelError
@@ -27,6 +27,9 @@ KINDS: dict[str, Any] = {
 }
 """Key that is read -> what its value is, wherever in `quantization_config` it stands."""
 
+GGUF_WEIGHT_ONLY = "gguf_weight_only"
+"""The option that runs a GGUF file with activations as they are."""
+
 MOST_REPEATS = 4
 """Quantifiers in an expression of `ignore`. Why: time grows with the power of their number."""
 
@@ -35,6 +38,11 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Last part of a fused layer's name -> those of the matrices that checkpoints hold."""
+STATES = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""The same of layers that keep a state, in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +50,19 @@ class StoredQuantization:
     """How a checkpoint's linear layers are stored.
 
     Attributes:
-        format: gptq, awq, pack-quantized or int-quantized; mxfp4 holds experts only.
-        bits: 4 or 8.
+        format: gptq, awq, pack-quantized or int-quantized; mxfp4 holds experts only; gguf: each
+            matrix in a type of its own.
+        bits: 4 or 8; of gguf the one that is nearer to what its types have.
         group_size: inputs that share a scale; None: a whole row does.
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
         zero_offset: what to add to stored zero points.
         scattered: GPTQ: the inputs of a group lie anywhere, so a matrix must say of each its group.
         activations: what the checkpoint was made for; "int8" are quantized token by token.
         skipped: regular expressions of the names of linear layers that are stored as floats.
+        types: gguf: the name of a matrix -> its type.
     """
 
-    format: Literal["gptq", "awq", "pack-quantized", "int-quantized", "mxfp4"]
+    format: Literal["gptq", "awq", "pack-quantized", "int-quantized", "mxfp4", "gguf"]
     bits: int
     group_size: int | None
     symmetric: bool = False
@@ -60,11 +70,12 @@ class StoredQuantization:
     scattered: bool = False
     activations: Literal["int8", "float"] = "float"
     skipped: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
         """The `quant_method` that stores so: a key of `METHODS`."""
-        return self.format if self.format in METHODS else "compressed-tensors"
+        return self.format if self.format in (*METHODS, "gguf") else "compressed-tensors"
 
     def holds(self, name: str) -> bool:
         """Whether the linear layer of this full name is stored quantized.
@@ -76,6 +87,10 @@ class StoredQuantization:
             return ".experts." in name
         beside, _, last = name.rpartition(".")
         names = [f"{beside}.{part}" for part in FUSED[last]] if last in FUSED else [name]
+        if self.format == "gguf":
+            names = [f"{beside}.{part}" for part in STATES[last]] if last in STATES else names
+            # Why all: of those that are multiplied as one, a float can't be made blocks.
+            return name in self.types or all(part in self.types for part in names)
         held = [not any(re.match(skipped, part) for skipped in self.skipped) for part in names]
         if any(held) and not all(held):
             raise UnsupportedModelError(
@@ -103,6 +118,9 @@ class Quantization:
     stored: StoredQuantization | None = None
 
     def __str__(self) -> str:
+        if self.stored and self.stored.format == "gguf":
+            types = ", ".join(sorted(set(self.stored.types.values())))
+            return f"GGUF weights ({types}), {self.activations} activations"
         source = f"stored as {self.stored.format}" if self.stored else "quantized at load"
         return f"int{self.bits} weights ({source}), {self.activations} activations"
 
@@ -119,14 +137,23 @@ def resolve_quantization(
         ConfigError: the option contradicts the checkpoint or can't be obeyed on this device.
         UnsupportedModelError: the checkpoint is quantized and can't be run.
     """
-    if option in METHODS:
+    asked = "gguf" if option == GGUF_WEIGHT_ONLY else option
+    if asked in (*METHODS, "gguf"):
         found = stored.method if stored else "floats"
-        if option != found:
+        if asked != found:
             raise ConfigError(
                 f"quantization={option!r} contradicts the checkpoint, which is stored as {found}:"
                 " leave the option out, or give a checkpoint of that format"
             )
+        if stored and option == GGUF_WEIGHT_ONLY:
+            stored = replace(stored, activations="float")
         option = None
+    if option is not None and stored and stored.format == "gguf":
+        raise ConfigError(
+            f"quantization={option!r} would quantize a GGUF file that is quantized already, in"
+            f" {', '.join(sorted(set(stored.types.values())))}: leave the option out, ask for"
+            f" {GGUF_WEIGHT_ONLY!r}, or give a file of floats"
+        )
     if option is not None:
         bits, floats = int(option[3]), option.endswith("weight_only")
         activations: Literal["int8", "float"] = "float" if floats else "int8"

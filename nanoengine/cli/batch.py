@@ -104,7 +104,7 @@ def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]
     """What gives all of model and engine that results depend on."""
     config = EngineConfig.from_kwargs(**options)
     directory = Path(config.model)
-    if not directory.is_dir():
+    if not (directory / "config.json").is_file():
         from nanoengine.checkpoint.find import resolve_model
 
         directory = resolve_model(config)

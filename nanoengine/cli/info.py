@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanoengine.checkpoint.config import ModelConfig
+    from nanoengine.checkpoint.gguf import GGUFTensor
 
 GIB = 2**30
 
@@ -40,6 +43,7 @@ def main(args: InfoArgs) -> None:
         ConfigError, ModelError: the model can't be found or read.
     """
     from nanoengine.checkpoint.config import load_model_config
+    from nanoengine.checkpoint.files import GGUF
     from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.numerics import use_isa
@@ -57,6 +61,8 @@ def main(args: InfoArgs) -> None:
         f"attention backends ({where})", backend_lines(device, dtype, model.head_dim, kv_dtype)
     )
     _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
+    if directory.suffix == GGUF:
+        _print_section("GGUF file", gguf_lines(directory))
     if args.load:
         _print_section("engine", engine_lines(config))
 
@@ -151,6 +157,32 @@ def model_lines(
             f" {size / token_bytes:,.0f} tokens"
         )
     return lines
+
+
+def gguf_lines(path: Path) -> Iterable[str]:
+    """What is stored in a GGUF file, part by part: how many numbers, in which types."""
+    from nanoengine.checkpoint.gguf import read_gguf
+
+    file, parts = read_gguf(path), dict[str, list[GGUFTensor]]()
+    for name, tensor in file.tensors.items():
+        part = next((part for part, names in GGUF_PARTS.items() if re.search(names, name)), "rest")
+        parts.setdefault(part, []).append(tensor)
+    title = file.metadata.get("general.name", path.stem)
+    template = "tokenizer.chat_template" in file.metadata
+    yield f"{title}, {'with' if template else 'without'} a chat template"
+    for part, tensors in {**parts, "all": list(file.tensors.values())}.items():
+        numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+        size = sum(tensor.num_rows * tensor.row_bytes for tensor in tensors)
+        types = ", ".join(sorted({tensor.type for tensor in tensors}))
+        bits, gib = 8 * size / numbers, size / GIB
+        yield f"{part}: {numbers:,} numbers of {bits:.2f} bits, {gib:.2f} GiB: {types}"
+
+
+GGUF_PARTS = {
+    "embedding": "^token_embd", "head": "^output\\.", "attention": "attn_|shortconv",
+    "experts": "_exps", "MLP": "ffn_",
+}  # fmt: skip
+"""Part of a model -> what the names of its tensors have in them."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -607,7 +607,7 @@ def tiered_cache(
     runner.tier_storage = {"host": storage}
     disk_files = None
     if disk is not None:
-        files = [directory / "config.json"]
+        files = [directory / "config.json"] if directory.is_dir() else []
         if config.load_format == "auto":
             files += checkpoint_files(directory)
         facts = {

@@ -69,12 +69,14 @@ def describe_engine(config: EngineConfig, directory: Path, name: str) -> dict[st
         "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
         "random_numbers": "by a row's id, else its number",
     }
-    if config.tokenizer is not None and os.path.isdir(config.tokenizer):
+    if config.tokenizer is not None and os.path.exists(config.tokenizer):
         facts["tokenizer"] = _digests(Path(config.tokenizer))
     return facts
 
 
 def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:
+    if directory.is_file():  # Why: a GGUF file has all of it; with its parts, if there are any.
+        return {path.name: file_digest(path).hex() for path in weights or [directory]}
     texts = (path for path in directory.iterdir() if path.suffix in TEXT_FILES and path.is_file())
     files = sorted({*texts, *weights})
     return {path.relative_to(directory).as_posix(): file_digest(path).hex() for path in files}

@@ -1,8 +1,7 @@
-"""Tiles of whole numbers: rows of int8 inputs times panels of int8 or int4 weights, exactly.
+"""Tiles of whole numbers: rows of int8 inputs times panels of int8 weights, exactly.
 
     a line of 64 bytes    16 outputs, for each
     int8                  4 inputs
-    int4                  8 inputs: the low halves of its 4 bytes, then the high halves
     int16                 4 inputs in two pairs, one after the other, for inputs of 16 bits
 
 What multiplies bytes and adds neighbours differs from CPU to CPU (`isa.py`):
@@ -10,7 +9,7 @@ What multiplies bytes and adds neighbours differs from CPU to CPU (`isa.py`):
     vpdpbusd     four unsigned by signed bytes, added to 32 bits. int8 weights + 128 are unsigned;
                  128 times the row's sum is taken off before
     vpmaddubsw   two, added in 16 bits: |w| times x with w's sign, at most 2 * 128 * 127, which
-                 fits. int4's w + 8 lies in 0..15, so eight such sums fit as well
+                 fits. Several such sums fit where codes have fewer bits (`grouped_tiles.py`)
     generic      the even and the odd bytes of words of 16 bits, each multiplied as such
 
 All sums are exact, so **results have the same bits under each of them**.
@@ -21,7 +20,6 @@ Source: `vpsignb` to feed `vpmaddubsw` with signed bytes, ggml's AVX2 dot produc
 from __future__ import annotations
 
 import functools
-import itertools
 
 from llvmlite import ir
 from numba import types
@@ -32,7 +30,6 @@ from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_call, tile_function
 
 UNIT = 32  # inputs: K is padded to a multiple, and a group holds a multiple
-OTHERS = 11  # registers that a tile of int4 needs beside its sums and results
 
 
 def most_rows(isa: ISA) -> int:
@@ -47,13 +44,6 @@ def shapes8(isa: ISA) -> list[tuple[int, int]]:
     panels = 2 if isa.byte_bits == 8 * LINE else 1
     rows = 6 if isa.byte_dots == "vpdpbusd" and panels == 1 else most_rows(isa)
     return [(r, p) for r in range(1, rows + 1) for p in sorted({1, panels})]
-
-
-def shapes4(isa: ISA) -> list[tuple[int, int]]:
-    """(rows, panels) of the tiles of int4 weights."""
-    # Why fewer on these: more sums than that wait in memory (`tests/kernels/test_assembly.py`).
-    most = {"avx512": 3, "neon": 2}.get(isa.name, most_rows(isa))
-    return [(rows, 1) for rows in range(1, most + 1)]
 
 
 def shapes16(isa: ISA) -> list[tuple[int, int]]:
@@ -118,13 +108,6 @@ class ByteTile(Emit):
         pairs = build.bitcast(pairs, self.words)
         return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
 
-    def nibbles(self, both):
-        """The low halves of bytes, each as a byte, then the high ones."""
-        low, words = self.every(15, self.bytes), self.builder.bitcast(both, self.pairs)
-        yield self.builder.and_(both, low)
-        high = self.builder.lshr(words, self.every(4, self.pairs))
-        yield self.builder.and_(self.builder.bitcast(high, self.bytes), low)
-
     def of_group(self, numbers):
         """The float16 numbers that a panel's outputs have of a group, as vectors of float32."""
         halves = ir.VectorType(I16, self.width)
@@ -134,30 +117,6 @@ class ByteTile(Emit):
     def start(self, offset):
         """What the sums of a row and a unit start from."""
         return self.splat(self.builder.load(offset), self.words)
-
-    def unit_sums(self, lines, inputs, offsets):
-        """Whole numbers [row][vector]: the offset of a row and unit plus the dot products of its
-        UNIT inputs with the weights of these lines, int4 plus 8."""
-        exact = self.isa.byte_dots == "vpdpbusd"
-        sums = [[self.start(offset) if exact else None] * self.vectors for offset in offsets]
-        for eight in range(UNIT // 8):
-            parts = range(eight * LINE, (eight + 1) * LINE, self.bytes.count)
-            both = [self.get(self.bytes, lines, part) for part in parts]
-            for k, weights in enumerate(zip(*map(self.nibbles, both), strict=True)):
-                for row, of_row in zip(inputs, sums, strict=True):
-                    value = self.four(row, 8 * eight + 4 * k)
-                    for i, weight in enumerate(weights):
-                        if exact:
-                            of_row[i] = self.dot(of_row[i], weight, value)
-                            continue
-                        more = self.pairs_of(weight, value)
-                        of_row[i] = more if of_row[i] is None else self.builder.add(of_row[i], more)
-        if exact:
-            return sums
-        return [
-            [self.builder.add(self.widen(total), self.start(offset)) for total in of_row]
-            for of_row, offset in zip(sums, offsets, strict=True)
-        ]
 
     def add16(self, total, weight, value):
         """total + neighbouring products of 16-bit numbers."""
@@ -239,62 +198,6 @@ def tile8(builder, isa: ISA, of, rows: int, panels: int):
     tile.finish(totals, of, outputs)
 
 
-@tile_function(
-    "byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units,"
-    " half* scales, half* zeros, units_a_group, float* w_scales, float* bias, float* out,"
-    " out_stride, ahead, ahead_stride"
-)
-def tile4(builder, isa: ISA, of, zeroed: bool, rows: int):
-    """A tile of a panel of int4 weights: out[r, j] = x_scales[r] * w_scales[j] * sum over groups of
-    scale[j] * (x . w - zero[j] * sum of x) + bias[j].
-
-    `offsets` holds -8 times the sum of each unit of 32 inputs: w is stored plus 8. All whole
-    numbers here are below 2^24, so exact as floats. Each eight inputs prefetch a line's
-    `ahead_stride` bytes, from `ahead` after a panel's first.
-    """
-    tile = ByteTile(builder, isa)
-    inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
-    of_inputs = tile.rows(of.offsets, of.offsets_stride, rows)
-    for line in outputs:
-        tile.prefetch(line, write=True)
-    place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
-    lanes = [I64(lane) for lane in range(0, PANEL, tile.width)]
-    results = [[tile.at(line, lane) for lane in lanes] for line in outputs]
-    # Why not where registers are few: LLVM would keep sums in memory, which are added to often.
-    if 2 * (rows + zeroed) * tile.vectors + OTHERS <= isa.registers:
-        results = [[tile.variable(tile.constant(0.0)) for _ in lanes] for _ in outputs]
-    for cell in itertools.chain(*results):
-        tile.store(tile.constant(0.0), cell)
-    # A group's place, and the units left in it: a division in this loop would cost as much as half
-    # of its work.
-    group, left = tile.variable(I64(0)), tile.variable(of.units_a_group)
-
-    def turn(unit):
-        for _ in range(UNIT // 8):
-            tile.prefetch(tile.moved(asked, of.ahead_stride), level=1 if rows > 1 else 0)
-        of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
-        starts = [tile.at(row, unit) for row in of_inputs]
-        sums = tile.unit_sums(tile.moved(place, I64(LINE * UNIT // 8)), of_unit, starts)
-        at = builder.load(group)
-        of_scales = tile.of_group(tile.at(of.scales, at))
-        of_zeros = tile.of_group(tile.at(of.zeros, at)) if zeroed else of_scales
-        for start, of_sums, of_row in zip(starts, sums, results, strict=True):
-            offset = builder.sitofp(tile.start(start), tile.vector)
-            for total, scale, zero, cell in zip(of_sums, of_scales, of_zeros, of_row, strict=True):
-                total = builder.sitofp(total, tile.vector)
-                if zeroed:
-                    total = tile.fma(offset, builder.fmul(zero, tile.constant(0.125)), total)
-                tile.store(tile.fma(total, scale, tile.load(cell)), cell)
-        remaining = builder.sub(builder.load(left), I64(1))
-        ended = builder.icmp_signed("==", remaining, I64(0))
-        builder.store(builder.select(ended, of.units_a_group, remaining), left)
-        builder.store(builder.add(at, builder.select(ended, I64(PANEL), I64(0))), group)
-
-    tile.loop(of.units, turn)
-    totals = [[tile.load(cell) for cell in of_row] for of_row in results]
-    tile.finish(totals, of, outputs)
-
-
 @tile_function("short* x, x_stride, byte* w, turns, float* out, out_stride, ahead, ahead_stride")
 def tile16(builder, isa: ISA, of, rows: int):
     """A tile of a panel of the screen's estimates: out[r, j] = x[r] . w[j] as floats over 4 * turns
@@ -330,14 +233,15 @@ def tile16(builder, isa: ISA, of, rows: int):
 
 
 @intrinsic
-def unit_sum(typing, values, at):
-    """The sum of UNIT bytes from a place. Why written out: LLVM would add them one by one."""
+def half_sum(typing, values, at):
+    """The sum of half a unit of bytes from a place. Why written out: LLVM would add them one by
+    one."""
 
     def codegen(context, builder, sig, args):
-        emit = Emit(context, builder)
-        numbers = emit.get(ir.VectorType(I8, UNIT), emit.pointer(values, args[0], args[1]))
-        wide = builder.sext(numbers, ir.VectorType(I32, UNIT))
-        return emit.call(f"llvm.vector.reduce.add.v{UNIT}i32", I32, wide)
+        emit, count = Emit(context, builder), UNIT // 2
+        numbers = emit.get(ir.VectorType(I8, count), emit.pointer(values, args[0], args[1]))
+        wide = builder.sext(numbers, ir.VectorType(I32, count))
+        return emit.call(f"llvm.vector.reduce.add.v{count}i32", I32, wide)
 
     return types.int32(values, at), codegen
 
@@ -347,17 +251,6 @@ def multiply8(x, x_at, x_stride, starts, row, x_scales, same_row, w, w_at, w_str
               w_scales, column, bias, same_column, out, out_at, out_stride, ahead, ahead_stride,
               rows, panels):  # fmt: skip
     """`tile8` for rows from `row` and outputs from `column`."""
-
-
-@tile_call(
-    shapes4,
-    lambda module, kinds, rows, _: tile4(module, CURRENT, kinds[13].dtype == types.uint16, rows),
-)
-def multiply4(x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w, w_at, units,
-              scales, scales_at, zeros, zeros_at, units_a_group, w_scales, column, bias,
-              same_column, out, out_at, out_stride, ahead, ahead_stride, rows, one):  # fmt: skip
-    """`tile4` for rows from `row` and the panel of outputs from `column`. There are zeros if they
-    are of 16 bits."""
 
 
 @tile_call(shapes16, lambda module, kinds, rows, _: tile16(module, CURRENT, rows))

@@ -12,11 +12,11 @@ readable form is `DecoderLayer.forward`, `tests/layers/test_cpu_decoder.py` comp
 
 What is the same at each step comes from a `Held`. A weight is a tuple, whose form says what it is:
 
-    (panels, bias)                                            floats: `cpu_linear.linear`, or of
-                                                              pairs `linear_of_rounded`
-    (values, scales, bias)                                    int8: `cpu_quantized.linear8`
-    (values, scales, group_scales, zeros, units, bias)        int4: `cpu_quantized.linear4`
-    (values, form, scales, zeros, group_size, bias)           weight-only: `linear_dequantized`
+    (panels, bias)                                     floats: `cpu_linear.linear`, or of pairs
+                                                       `linear_of_rounded`; bytes, in groups:
+                                                       `linear_grouped`, signed `linear_floats`
+    (values, scales, bias)                             int8: `cpu_quantized.linear8`
+    (values, form, scales, zeros, group_size, bias)    weight-only: `linear_dequantized`
 
 Perf: Python's share of a token of a model of 16 layers, one Zen 3 core: docs/experiments.md.
 
@@ -30,6 +30,7 @@ from numba import types
 
 from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.cpu_attention import ask_for_slots, attend, combine
+from nanoengine.kernels.cpu_grouped import linear_floats, linear_grouped
 from nanoengine.kernels.cpu_layers import (
     ADDS,
     ALONE,
@@ -40,7 +41,7 @@ from nanoengine.kernels.cpu_layers import (
     rotate_and_store,
 )
 from nanoengine.kernels.cpu_linear import linear, linear_dequantized, linear_of_rounded
-from nanoengine.kernels.cpu_quantized import linear4, linear8
+from nanoengine.kernels.cpu_quantized import linear8
 from nanoengine.kernels.held import of_place
 from nanoengine.kernels.jit import by_types, compiled
 
@@ -48,12 +49,13 @@ from nanoengine.kernels.jit import by_types, compiled
 @by_types()
 def multiply(x, weight, out, workers):
     """out[T, outputs] = x[T, inputs] times the weight, by the kernel for its form."""
+    of_panels = {
+        types.uint32: linear_of_rounded, types.uint8: linear_grouped, types.int8: linear_floats
+    }  # fmt: skip
     if len(weight) == 2:
-        kernel = linear_of_rounded if weight[0].dtype == types.uint32 else linear
-    elif len(weight) == 3:
-        kernel = linear8
+        kernel = of_panels.get(weight[0].dtype, linear)
     else:
-        kernel = linear4 if isinstance(weight[1], types.Array) else linear_dequantized
+        kernel = linear8 if len(weight) == 3 else linear_dequantized
     return lambda x, weight, out, workers: kernel(x, *weight, out, workers)
 
 

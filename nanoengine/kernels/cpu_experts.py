@@ -12,8 +12,8 @@ result has the same bits alone and in any batch**.
 
 Weights of a layer's experts lie at equal distances (`layers/placement.py`). A weight is a tuple, as
 in `cpu_decoder.py`, but that each array reaches from the first expert's to the last's, and is
-followed by the distance. The number of entries says which form it is: 4 floats, 6 int8, 11 int4, 10
-weight-only.
+followed by the distance. The number of entries says which form it is: 4 floats or, of bytes, in
+groups, 6 int8, 10 weight-only.
 
 The readable form is `layers/moe.py`; `tests/layers/test_cpu_experts.py` compares the two.
 
@@ -27,6 +27,7 @@ import numpy as np
 from numba import types
 
 from nanoengine.kernels.arrays import empty, zeros
+from nanoengine.kernels.cpu_grouped import grouped_float_panels, grouped_panels
 from nanoengine.kernels.cpu_layers import gate
 from nanoengine.kernels.cpu_linear import (
     as_read,
@@ -35,7 +36,7 @@ from nanoengine.kernels.cpu_linear import (
     linear_panels,
     rounded_rows,
 )
-from nanoengine.kernels.cpu_quantized import linear4_panels, linear8_panels, quantize_rows, sums8
+from nanoengine.kernels.cpu_quantized import linear8_panels, quantize_rows, sums8
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
@@ -62,7 +63,7 @@ def prepared(x, weight, num_workers):
             return values, scales, sums8(offsets)
 
         return of_bytes
-    if len(weight) == 11:
+    if weight[0].dtype == types.uint8:
         return lambda x, weight, num_workers: quantize_rows(x, num_workers)
     return lambda x, weight, num_workers: (x,)
 
@@ -85,10 +86,6 @@ def of_expert(weight, e):
         6: lambda weight, e: (
             weight[0][e * weight[1] :], weight[2][e * weight[3] :], weight[4][e * weight[5] :]
         ),
-        11: lambda weight, e: (
-            weight[0][e * weight[1] :], weight[2][e * weight[3] :], weight[4][e * weight[5] :],
-            weight[6][e * weight[7] :], weight[8], weight[9][e * weight[10] :],
-        ),
         10: lambda weight, e: (
             weight[0][e * weight[1] :], weight[2], weight[3][e * weight[4] :],
             weight[5][e * weight[6] :], weight[7], weight[8][e * weight[9] :],
@@ -97,13 +94,16 @@ def of_expert(weight, e):
     return forms[len(weight)]
 
 
-KERNELS = {4: linear_panels, 6: linear8_panels, 11: linear4_panels, 10: dequantized_panels}
+KERNELS = {4: linear_panels, 6: linear8_panels, 10: dequantized_panels}
+IN_GROUPS = {types.uint8: grouped_panels, types.int8: grouped_float_panels}
 
 
 @by_types()
 def panels_of_expert(inputs, weight, expert, first, last, lo, hi, out):
     """out[first : last] for panels lo ... hi - 1 of one expert's weight; inputs: of `prepared`."""
     kernel = KERNELS[len(weight)]
+    if len(weight) == 4:
+        kernel = IN_GROUPS.get(weight[0].dtype, kernel)
 
     def panels(inputs, weight, expert, first, last, lo, hi, out):
         rows, operands = rows_of(inputs, first, last), of_expert(weight, expert)

@@ -1,20 +1,17 @@
-"""Linear layers with int8 and int4 weights on a CPU: whole numbers times whole numbers.
+"""Linear layers with int8 weights on a CPU: whole numbers times whole numbers.
 
     x float32 ─ quantize each row to int8 ─┐
                                            ├─ exact int32 dot products ─ times scales ─ + bias
     weight ─ panels of 16 outputs ─────────┘
 
-    int8   a line holds 16 outputs x 4 inputs;  one scale an output
-    int4   the same for 8 inputs: the low halves of its bytes are the first four, the high halves
-           the other four; a scale, and a zero if the weights have them, an output and group
-
-`byte_tiles.py` multiplies, in whatever way the CPU has. Sums of whole numbers are exact, and groups
-are added in order: a row's result has the same bits alone, in any batch and on any CPU.
-`layers/quantized.py` is the readable form.
+A line holds 16 outputs x 4 inputs, and each output has one scale; weights in groups of inputs and
+of fewer bits are those of `cpu_grouped.py`. `byte_tiles.py` multiplies, in whatever way the CPU
+has. Sums of whole numbers are exact: a row's result has the same bits alone, in any batch and on
+any CPU. `layers/quantized.py` is the readable form.
 
 Perf: `benchmarks/cpu_kernels.py`; docs/experiments.md.
 
-Legend: T rows of x, N outputs, K inputs, a multiple of 32, G groups of inputs.
+Legend: T rows of x, N outputs, K inputs, a multiple of 32.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.byte_tiles import UNIT, multiply4, multiply8, shapes4, shapes8, unit_sum
+from nanoengine.kernels.byte_tiles import UNIT, half_sum, multiply8, shapes8
 from nanoengine.kernels.cpu_linear import keep_outputs
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import compiled
@@ -30,7 +27,6 @@ from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import LINE, PANEL
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
-ROWS4, _ = max(shapes4(CURRENT))
 OFFSET8 = 16 if CURRENT.byte_dots == "vpdpbusd" else 0  # of -8 times a sum: weights count 128 more
 ROW_BLOCK = 128  # rows that take turns on one panel
 FEW = 8  # rows quantized by the calling thread
@@ -56,7 +52,7 @@ def _largest(x):
 
 @compiled(fastmath=FASTMATH, part=True)
 def _quantize_row(x, values, offsets):
-    """values = x * 127 / max |x|, rounded half to even; -8 times the sum of each unit; returns the
+    """values = x * 127 / max |x|, rounded half to even; offsets of `quantize_rows`; returns the
     scale."""
     most = _largest(x)
     scale = most / np.float32(127)
@@ -68,8 +64,10 @@ def _quantize_row(x, values, offsets):
     row = values[: len(x)]
     for i in range(len(x)):
         row[i] = np.int8(np.rint(x[i] * inverse))
-    for unit in range(len(offsets)):
-        offsets[unit] = np.int32(-8) * unit_sum(values, unit * UNIT)
+    for at in range(0, len(offsets), 3):
+        first = np.int32(-8) * half_sum(values, at // 3 * UNIT)
+        second = np.int32(-8) * half_sum(values, at // 3 * UNIT + UNIT // 2)
+        offsets[at], offsets[at + 1], offsets[at + 2] = first + second, first, second
     return scale
 
 
@@ -82,11 +80,11 @@ def _quantize_rows(x, values, scales, offsets, lo, hi):
 @compiled(fastmath=FASTMATH)
 def quantize_rows(x, num_workers):
     """Each row of x [T, K] on its own: values [T, K padded] int8, scales [T] float32, and offsets
-    [T, units] int32, -8 times the sum of each unit's values."""
+    [T, 3 * units] int32, -8 times the sums of each unit's values and of those of its halves."""
     num_rows, padded = len(x), -(-x.shape[1] // UNIT) * UNIT
     values = empty((num_rows, padded), np.int8)
     scales = empty((num_rows,), np.float32)
-    offsets = empty((num_rows, padded // UNIT), np.int32)
+    offsets = empty((num_rows, 3 * padded // UNIT), np.int32)
     workers = 1 if num_rows <= FEW else num_workers
     parallel_for(_quantize_rows, num_rows, workers, (x, values, scales, offsets))
     return values, scales, offsets
@@ -97,7 +95,10 @@ def sums8(offsets):
     """What `linear8` starts the sums of each row from, [T] int32; offsets of `quantize_rows`."""
     starts = empty((len(offsets),), np.int32)
     for t in range(len(offsets)):
-        starts[t] = np.int32(OFFSET8) * np.sum(offsets[t])
+        total = np.int32(0)
+        for unit in range(0, offsets.shape[1], 3):
+            total += offsets[t, unit]
+        starts[t] = np.int32(OFFSET8) * total
     return starts
 
 
@@ -139,49 +140,5 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     operands = values, x_scales, starts, w, w_scales, bias, room
     parallel_for(linear8_panels, panels, num_workers, operands)
-    if out.shape[1] % PANEL:
-        keep_outputs(room, out)
-
-
-@compiled(fastmath=FASTMATH)
-def linear4_panels(
-    values, x_scales, offsets_of_rows, w, w_scales, scales, zeros, units_a_group, bias, out, lo, hi,
-):  # fmt: skip
-    """`linear4` of quantized rows for the outputs of panels lo ... hi - 1: what one worker does.
-    Tiles are as in `linear8_panels`."""
-    (num_rows, size), num_outputs = values.shape, out.shape[1]
-    units, step = size // UNIT, PANEL * size // 2
-    of_panel = -(-units // units_a_group) * PANEL  # scales
-    x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
-    ahead = AHEAD if num_rows <= ROWS4 else step
-    for row in range(0, num_rows, ROW_BLOCK):
-        rows = min(ROW_BLOCK, num_rows - row)
-        tiles = -(-rows // ROWS4)
-        share = -(-LINE // tiles)  # bytes for each eight inputs
-        for p in range(lo, hi):
-            for t in range(tiles):
-                first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
-                n, g = p * PANEL, p * of_panel
-                multiply4(x, first * size, size, offsets, first * units, units, x_scales, first,
-                          w, p * step, units, scales, g, zeros, g, units_a_group, w_scales, n,
-                          bias, n, flat, first * num_outputs + n, num_outputs,
-                          ahead + t * share * units * 4, share, last - first, 1)  # fmt: skip
-
-
-@compiled(fastmath=FASTMATH)
-def linear4(x, w, w_scales, scales, zeros, units_a_group, bias, out, num_workers):
-    """out[T, N] = quantized x[T, K] @ w^T * scales + bias.
-
-    w is packed int4; w_scales and the bias are padded to whole panels. What each group adds to its
-    output's scale: scales and zeros, flat uint16, the bits of float16 [panels, groups, 16]; no
-    zeros: an empty array of uint8.
-    """
-    values, x_scales, offsets = quantize_rows(x, num_workers)
-    panels = -(-out.shape[1] // PANEL)
-    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
-    parallel_for(
-        linear4_panels, panels, num_workers,
-        (values, x_scales, offsets, w, w_scales, scales, zeros, units_a_group, bias, room),
-    )  # fmt: skip
     if out.shape[1] % PANEL:
         keep_outputs(room, out)

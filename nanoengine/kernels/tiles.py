@@ -147,6 +147,7 @@ def tile_function(arguments: str):
                 builder.ret_void()
             return module.globals[name]
 
+        make.kinds = kinds
         return make
 
     return decorate

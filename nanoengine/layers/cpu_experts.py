@@ -28,10 +28,13 @@ class CPUExperts:
     @staticmethod
     def takes(router: Router, experts: Experts) -> bool:
         """Whether a kernel exists for each part: packed weights, whole panels of outputs."""
-        methods = [m for expert in experts.experts for m in (expert.gate_up, expert.down)]
+        gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
+        methods = (*gates, *downs)
         return (
             type(router.method) is PackedLinear
             and all(method.has_kernel for method in methods)
+            and _are_alike(gates)
+            and _are_alike(downs)
             and 2 * experts.local % PANEL == experts.shape[2] % PANEL == 0
         )
 
@@ -59,6 +62,13 @@ class CPUExperts:
         out = np.empty(x.shape, np.float32)
         mixture(x.contiguous().numpy(), *self.first, out, num_workers())
         return self.all_reduce(torch.from_numpy(out))
+
+
+def _are_alike(methods: Sequence[LinearMethod]) -> bool:
+    """Whether their packed weights have the same sizes, and whole panels."""
+    operands = (method.weight_operands() for method in methods)
+    sizes = {tuple(getattr(one, "size", one) for one in of_method) for of_method in operands}
+    return len(sizes) == 1 and all(getattr(method, "is_whole", True) for method in methods)
 
 
 def _over_all(

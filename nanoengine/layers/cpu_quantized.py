@@ -7,27 +7,31 @@ What they compute is `QuantizedLinear`, which packs and multiplies in plain torc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from nanoengine.checkpoint.quantization import Quantization
+from nanoengine.kernels import cpu_grouped as grouped
 from nanoengine.kernels import cpu_linear as floats
 from nanoengine.kernels import cpu_quantized as kernels
 from nanoengine.kernels import cpu_screen
 from nanoengine.kernels.byte_tiles import PANEL, UNIT
 from nanoengine.kernels.threads import num_workers
+from nanoengine.layers.grouped_panels import GroupedPanels, grouped_bias, layout_of
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS
 from nanoengine.layers.quantized import QuantizedLinear
-from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs, row_factors
+from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs
 
 
 def kind_for(quantization: Quantization) -> type[QuantizedLinear]:
     """The method whose kernels multiply activations as this says."""
-    return CPUWeightOnlyLinear if quantization.activations == "float" else CPUQuantizedLinear
+    is_gguf = quantization.stored is not None and quantization.stored.format == "gguf"
+    floats_alone = quantization.activations == "float" and not is_gguf
+    return CPUWeightOnlyLinear if floats_alone else CPUQuantizedLinear
 
 
 class PanelLinear(QuantizedLinear):
@@ -37,16 +41,21 @@ class PanelLinear(QuantizedLinear):
 
     @property
     def has_kernel(self) -> bool:
-        return self.is_packed and self.order is None
+        return self.is_packed and self.order is None and not self.pieces
 
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
         """What the kernel reads of this weight, and the bias, zeros if there is none."""
         if self._operands is None or self._bias is not bias:
-            padded = torch.zeros(self.out_features + -self.out_features % PANEL)
-            if bias is not None:
-                padded[: self.out_features] = bias
-            self._bias, self._operands = bias, (*self.weight_operands(), padded.numpy())
+            padded = self.padded_bias(bias).numpy()
+            self._bias, self._operands = bias, (*self.weight_operands(), padded)
         return self._operands
+
+    def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """A bias, zeros if there is none, of whole panels."""
+        padded = torch.zeros(self.out_features + -self.out_features % PANEL)
+        if bias is not None:
+            padded[: self.out_features] = bias
+        return padded
 
     def argmax(
         self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None
@@ -61,58 +70,80 @@ class PanelLinear(QuantizedLinear):
 
 class CPUQuantizedLinear(PanelLinear):
     """A quantized weight in panels. Activations are quantized row by row, so that a row's result
-    has the same bits alone and in any batch.
+    has the same bits alone and in any batch; or they are left as they are.
 
-    int8 weights have one scale an output; int4 ones a scale a group of inputs, in float16 relative
-    to the output's factor. What has another form (int8 in groups, groups that are no multiple of
-    32) is computed as `QuantizedLinear` does.
+    int8 weights have one scale an output, and a kernel of their own; all else is packed by
+    `GroupedPanels`. What that has no form for is computed as `QuantizedLinear` does.
     """
 
-    def pack(self, weight: QuantizedWeight) -> None:
-        self.group_size = weight.group_size
-        self.is_packed = self._fits(weight)
+    panels: GroupedPanels | None = None
+
+    def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().create(shape, dtype, device)
         self._operands: tuple[Any, ...] | None = None  # made at first use, in their last place
+        self.form: Literal["rows", "grouped"] | None = None
+
+    def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
+        is_first = self.panels is None and not self._parts
+        if is_first and not self._of_rows(weight) and layout_of(weight) is not None:
+            self.panels = GroupedPanels(self.out_features, self.in_features)
+            self.order = weight.order
+        if self.panels is None:
+            super().load_quantized(weight, first)
+            return
+        self.check_order(weight)
+        self.panels.add(weight, first)
+        if not self.panels.rows_left:
+            self.form, self.values, self.panels = "grouped", self.panels.finish(), None
+
+    def _of_rows(self, weight: QuantizedWeight) -> bool:
+        """Whether this is int8 with one scale an output, to be multiplied by int8."""
+        plain = weight.zeros is None and weight.mins is None and weight.factors is None
+        one_group = weight.group_size == weight.values.shape[1]
+        return self.activations == "int8" and weight.bits == 8 and plain and one_group
+
+    def pack(self, weight: QuantizedWeight) -> None:
+        self.is_packed = self._of_rows(weight)
         if not self.is_packed:
             super().pack(weight)
             return
-        if weight.bits == 8:
-            self.values = _panels(_padded(weight.values, UNIT), 4)
-            self.scales = _panels(_padded(weight.scales))
-            return
-        # A byte holds inputs i and i + 4 of their eight, plus 8.
-        eights = _padded(weight.values, UNIT).add(8).to(torch.uint8).unflatten(1, (-1, 2, 4))
-        self.values = _panels((eights[:, :, 0] | (eights[:, :, 1] << 4)).flatten(1), 4)
-        factors = row_factors(weight.scales).unsqueeze(1)
-        self.scales = _panels(_padded(factors))
-        self.register_buffer("group_scales", None)
-        self.group_scales = _float16(_panels(_padded(weight.scales / factors)))
-        self.zeros = torch.empty(0, dtype=torch.uint8)
-        if weight.zeros is not None:
-            self.zeros = _float16(_panels(_padded(weight.zeros)))
-
-    def _fits(self, weight: QuantizedWeight) -> bool:
-        if weight.table:
-            return False
-        one_group = weight.group_size == self.in_features
-        if weight.bits == 8:
-            return one_group and weight.zeros is None
-        return one_group or weight.group_size % UNIT == 0
+        self.form = "rows"
+        self.values = _panels(_padded(weight.values, UNIT), 4)
+        self.scales = _panels(_padded(weight.scales))
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if not self.is_packed:
+        if not self.is_packed or self.pieces:
             return super().multiply(x, bias)
         out = np.empty((x.shape[0], self.out_features), np.float32)
-        kernel = kernels.linear8 if self.bits == 8 else kernels.linear4
+        kernel = kernels.linear8
+        if self.form == "grouped":
+            kernel = grouped.linear_grouped if self.activations == "int8" else grouped.linear_floats
         kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
 
     def weight_operands(self) -> tuple[Any, ...]:
         """What the kernel reads of this weight."""
-        arrays = self.values.numpy(), self.scales.numpy()
-        if self.bits == 8:
-            return arrays
-        units = max(1, self.group_size // UNIT)
-        return *arrays, self.group_scales.numpy(), self.zeros.numpy(), units
+        if self.form == "rows":
+            return self.values.numpy(), self.scales.numpy()
+        # Why the sign: it tells those who choose a kernel by types what activations are.
+        return (self.values.numpy().view(np.uint8 if self.activations == "int8" else np.int8),)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no panel is padded but the last."""
+        return self.form == "rows" or bool(self.values.view(torch.int64)[grouped.IS_WHOLE])
+
+    def padded_bias(self, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.form != "grouped":
+            return super().padded_bias(bias)
+        return grouped_bias(self.values, bias)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.form != "grouped" or self.tied is not None:
+            return super().rows(ids)
+        out = np.empty((len(ids), self.in_features), np.float32)
+        grouped.grouped_rows(self.values.numpy(), ids.numpy(), out, num_workers())
+        return torch.from_numpy(out)
 
 
 class CPUWeightOnlyLinear(PanelLinear):
@@ -152,8 +183,3 @@ def _panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:
     """[N, K] -> flat [panels, K / inputs, 16 outputs, inputs]."""
     cut = matrix.unflatten(1, (-1, inputs)).unflatten(0, (-1, PANEL))
     return cut.transpose(1, 2).reshape(-1)
-
-
-def _float16(numbers: torch.Tensor) -> torch.Tensor:
-    """The bits of float16."""
-    return numbers.half().view(torch.uint16)

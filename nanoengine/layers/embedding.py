@@ -14,6 +14,9 @@ from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 
+NAME = "model.embed_tokens"
+"""The name by which the method of an embedding is asked for."""
+
 
 class Embedding(Layer):
     """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary.
@@ -21,6 +24,8 @@ class Embedding(Layer):
     Attributes:
         lookup: ids [T] -> rows of the weight; that of a tied head, which may store it in its own
             form.
+        method: holds the weight where the checkpoint stores it quantized; else None, and `weight`
+            does.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext) -> None:
@@ -29,9 +34,14 @@ class Embedding(Layer):
         self.all_reduce = context.all_reduce
         self.rows = self.shard.slice(vocab_size, "vocab_size")
         local = self.rows.stop - self.rows.start
+        self.dtype, self.method = context.dtype, context.kernels.linear(NAME)
+        if getattr(self.method, "stored", None) is not None:
+            self.method.create((local, hidden_size), context.stored_dtype, context.device)
+            self.lookup: Callable[[torch.Tensor], torch.Tensor] = self.method.rows
+            return
+        self.method = None
         self.weight = context.parameter(local, hidden_size, dtype=context.stored_dtype)
-        self.dtype = context.dtype
-        self.lookup: Callable[[torch.Tensor], torch.Tensor] = self._plain_lookup
+        self.lookup = self._plain_lookup
 
     def _plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
@@ -46,7 +56,10 @@ class Embedding(Layer):
         return self.all_reduce(rows * mine.unsqueeze(-1))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.weight.copy_)
+        if self.method is not None:
+            slot = self.method.weight_slot(path, MatrixPart(self.shape, (self.rows,)))
+        else:
+            slot = WeightSlot(shape=self.shape, part=(self.rows,), store=self.weight.copy_)
         return {f"{path}.weight": slot}
 
 
@@ -60,6 +73,9 @@ class OutputHead(Layer):
         super().__init__()
         self.shape, self.rows, self.tied = embedding.shape, embedding.rows, tied
         self.all_gather, self.ranks = context.all_gather, context.shard.world_size
+        if tied and embedding.method is not None:
+            self.method = embedding.method
+            return
         self.method = context.kernels.linear(name)
         if tied:
             self.method.hold(embedding.weight)

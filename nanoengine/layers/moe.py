@@ -184,9 +184,17 @@ class Experts(Layer):
         methods = [each.down for each in self.experts]
         slots |= self._stack(f"{path}.down_proj", methods, parts, (everything, self.part))
         if self.gate_up_bias is not None:
-            store = self.gate_up_bias.copy_
+            halves = self.gate_up_bias.split(self.local, dim=1)
+            store, part = self.gate_up_bias.copy_, (everything, self.part)
             slots[f"{path}.gate_up_proj_bias"] = WeightSlot(
-                shape=(num_experts, 2 * inner), store=lambda stacked: store(stacked[:, rows])
+                shape=(num_experts, 2 * inner),
+                store=lambda stacked: store(stacked[:, rows]),
+                pieces={
+                    f"{path}.{name}_bias": WeightSlot(
+                        shape=(num_experts, inner), part=part, store=half.copy_
+                    )
+                    for name, half in zip(("gate_proj", "up_proj"), halves, strict=True)
+                },
             )
         return slots | whole_slots(path, down_proj_bias=self.down_bias)
 

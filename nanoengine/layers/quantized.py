@@ -16,16 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, WeightLoadError
+from nanoengine.layers.embedding import NAME as EMBEDDING
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
-from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
+from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
     GROUP_SIZE,
     TENSORS,
@@ -54,6 +57,8 @@ def quantized_linears(
 
     def method(name: str) -> LinearMethod:
         if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
+            return exact(name)
+        if name == EMBEDDING and (stored is None or stored.format != "gguf"):
             return exact(name)
         if stored is not None:
             reader = FORMATS[stored.format](stored)
@@ -103,12 +108,13 @@ class QuantizedLinear(LinearMethod):
         bits: int,
         group_size: int | None,
         activations: Literal["int8", "float"],
-        stored: StoredFormat | None = None,
+        stored: StoredFormat | GGUF | None = None,
     ) -> None:
         super().__init__(name)
         self.name, self.bits, self.group_size = name, bits, group_size
         self.activations, self.stored = activations, stored
         self.tied: torch.Tensor | None = None
+        self.pieces = nn.ModuleList()
         for buffer in (*TENSORS, "order"):
             self.register_buffer(buffer, None)
 
@@ -133,14 +139,45 @@ class QuantizedLinear(LinearMethod):
             self.load_quantized(part, first + start)
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
-        """Takes rows from `first` on; with the last of them the whole is packed."""
-        self._parts[first] = weight
-        if sum(len(part.values) for part in self._parts.values()) == self.out_features:
-            parts = [self._parts[start] for start in sorted(self._parts)]
-            self._parts.clear()
-            whole = QuantizedWeight.stacked(parts, self.name)
-            self.order = whole.order
-            self.pack(replace(whole, order=None))
+        """Takes rows from `first` on; with the last of them the whole is packed. Rows of another
+        form than those before them are a method of their own.
+
+        Raises:
+            WeightLoadError: they have another order of inputs.
+        """
+        if not self._parts:
+            self.order = weight.order
+        self.check_order(weight)
+        self._parts[first] = replace(weight, order=None)
+        if sum(len(part.values) for part in self._parts.values()) < self.out_features:
+            return
+        parts = [self._parts[start] for start in sorted(self._parts)]
+        self._parts.clear()
+        runs = [
+            QuantizedWeight.stacked(list(alike), self.name)
+            for _, alike in groupby(parts, lambda part: part.form)
+        ]
+        if len(runs) == 1:
+            self.pack(runs[0])
+            return
+        for run in runs:
+            one = type(self)(
+                self.name, bits=run.bits, group_size=run.group_size, activations=self.activations
+            )
+            one.create(tuple(run.values.shape), torch.float32, run.values.device)
+            one.load_quantized(run)
+            self.pieces.append(one)
+
+    def check_order(self, weight: QuantizedWeight) -> None:
+        """Raises:
+        WeightLoadError: rows have another order of inputs than those before them.
+        """
+        orders = [None if order is None else order.tolist() for order in (self.order, weight.order)]
+        if orders[0] != orders[1]:
+            raise WeightLoadError(
+                f"the matrices fused in {self.name} are quantized differently (g_idx), so they"
+                " can't be multiplied as one"
+            )
 
     def finish(self) -> None:
         if self.tied is not None:
@@ -152,8 +189,9 @@ class QuantizedLinear(LinearMethod):
         return self.multiply(x if self.order is None else x.index_select(1, self.order), bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        assert self.tied is not None, self.name
-        return F.embedding(ids, self.tied)
+        if self.tied is not None:
+            return F.embedding(ids, self.tied)
+        return self.unpacked(ids).dequantized()
 
     def pack(self, weight: QuantizedWeight) -> None:
         """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
@@ -165,14 +203,23 @@ class QuantizedLinear(LinearMethod):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
-        parts = {name: getattr(self, name) for name in TENSORS}
-        if self.values.dtype == torch.uint8:
-            parts["values"] = unpack_pairs(self.values, self.rest.table or range(-8, 8))
-        weight: QuantizedWeight = replace(self.rest, **parts)
+        if self.pieces:
+            out = torch.cat([piece.multiply(x, None) for piece in self.pieces], 1)
+            return out if bias is None else out + bias
+        weight = self.unpacked()
         if self.activations == "float":
             return F.linear(x, weight.dequantized().to(x.dtype), bias)
         out = multiply_int8(x, weight)
         return out if bias is None else out + bias
+
+    def unpacked(self, rows: slice | torch.Tensor = slice(None)) -> QuantizedWeight:
+        """These rows of what was packed."""
+        kept = {name: getattr(self, name) for name in TENSORS}
+        parts = {name: None if part is None else part[rows] for name, part in kept.items()}
+        if self.values.dtype == torch.uint8:
+            parts["values"] = unpack_pairs(parts["values"], self.rest.table or range(-8, 8))
+        weight: QuantizedWeight = replace(self.rest, **parts)
+        return weight
 
     @property
     def num_weights(self) -> int:
@@ -183,14 +230,7 @@ class QuantizedLinear(LinearMethod):
         slot = super().weight_slot(name, matrix)
         if self.stored is None:
             return slot
-        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
-
-        def store(weight: QuantizedWeight) -> None:
-            cut = weight.part(rows, columns)
-            ordered = cut if matrix.order is None else cut.part(matrix.order)
-            self.load_quantized(ordered, matrix.first)
-
-        pieces = self.stored.slots(name, matrix.shape, store)
+        pieces = self.stored.matrix_slots(name, matrix, self.load_quantized)
         return replace(slot, pieces=pieces, pieces_only=True)
 
 

@@ -1,8 +1,8 @@
-"""How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors and MXFP4.
+"""How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors, MXFP4 and GGUF.
 
 A format says which tensors stand for one matrix [N, K] and reads them as a `QuantizedWeight`. All
-but MXFP4 pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they
-differ in what lies side by side in a word, in the zero points, and in names:
+but MXFP4 and GGUF pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest
+bits; they differ in what lies side by side in a word, in the zero points, and in names:
 
     GPTQ                     AWQ                      compressed-tensors, pack-quantized
     qweight  [K / p, N]      qweight  [K, N / p]      weight_packed      [N, K / p]
@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 
 from nanoengine.checkpoint.quantization import StoredQuantization
-from nanoengine.checkpoint.slots import WeightSlot
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.errors import WeightLoadError
+from nanoengine.layers.gguf_blocks import read_blocks
 from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight, unpack_pairs
 
 INT32 = (torch.int32,)
@@ -35,7 +36,11 @@ BYTES = (torch.uint8,)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within a block of eight, that each place of an AWQ word holds."""
 
+ROWS_AT_ONCE = 4096
+"""Rows that are unpacked together. Why: unpacked they take several times the memory."""
+
 Tensors = dict[str, torch.Tensor]
+Load = Callable[[QuantizedWeight, int], object]
 
 
 class StoredTensor(NamedTuple):
@@ -65,6 +70,16 @@ class StoredFormat(ABC):
     @abstractmethod
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         """The matrix [num_rows, num_columns] that these tensors stand for."""
+
+    def matrix_slots(self, name: str, matrix: MatrixPart, load: Load) -> dict[str, WeightSlot]:
+        """Slots of all tensors of the matrix `name`; `load` takes its part and the first row."""
+        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+
+        def store(weight: QuantizedWeight) -> None:
+            cut = weight.part(rows, columns)
+            load(cut if matrix.order is None else cut.part(matrix.order), matrix.first)
+
+        return self.slots(name, matrix.shape, store)
 
     def slots(
         self,
@@ -266,12 +281,49 @@ class MXFP4(StoredFormat):
         )
 
 
-FORMATS: dict[str, type[StoredFormat]] = {
+class GGUF:
+    """Blocks of ggml's types, in which a matrix is rows of bytes under its own name. Each matrix
+    has its type, and none waits for others, so rows become weights a few at a time."""
+
+    def __init__(self, stored: StoredQuantization) -> None:
+        self.types = stored.types
+
+    def matrix_slots(self, name: str, matrix: MatrixPart, load: Load) -> dict[str, WeightSlot]:
+        """The slot of the matrix `name`; see `StoredFormat.matrix_slots`."""
+        rows, columns = (*matrix.part, slice(None), slice(None))[:2]
+
+        def store(stored: torch.Tensor) -> None:
+            stored = ordered(stored, matrix.order)
+            for start in range(0, len(stored), ROWS_AT_ONCE):
+                weight = read_blocks(self.types[name], stored[start : start + ROWS_AT_ONCE])
+                load(weight.part(slice(None), columns), matrix.first + start)
+
+        slot = WeightSlot(shape=matrix.shape, part=(rows,), dtypes=BYTES, store=store)
+        return {f"{name}.weight": slot}
+
+
+def as_floats(slot: WeightSlot, type: str) -> WeightSlot:
+    """The slot of a tensor of floats, for one that a GGUF file has in blocks of this type."""
+    rows, *columns = slot.part or (slice(None),)
+    is_matrix = len(slot.shape) == 2
+
+    def store(stored: torch.Tensor) -> None:
+        parts = stored.split(ROWS_AT_ONCE)
+        floats = torch.empty(len(stored), slot.shape[-1])
+        for found, part in zip(floats.split(ROWS_AT_ONCE), parts, strict=True):
+            found.copy_(read_blocks(type, part).dequantized())
+        slot.store(floats[:, *columns] if is_matrix else floats.view(slot.shape)[slot.part])
+
+    return replace(slot, part=(rows,) if is_matrix else (), dtypes=BYTES, store=store)
+
+
+FORMATS: dict[str, type[StoredFormat] | type[GGUF]] = {
     "gptq": GPTQ,
     "awq": AWQ,
     "pack-quantized": PackQuantized,
     "int-quantized": IntQuantized,
     "mxfp4": MXFP4,
+    "gguf": GGUF,
 }
 """`StoredQuantization.format` -> its reader."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -43,7 +44,8 @@ def load_model(
     """Builds the model of `config` on `context.device` and fills it.
 
     Args:
-        load_format: "auto" reads the directory's safetensors files; "dummy" draws weights from
+        directory: of the checkpoint, or its GGUF file.
+        load_format: "auto" reads the checkpoint's files; "dummy" draws weights from
             `seed` and reads nothing.
 
     Raises:
@@ -81,13 +83,31 @@ def load_model(
     if load_format == "dummy":
         dummy_weights(names.of(slots), seed)
     else:
-        load_weights(names.of(slots), stored)
+        named = names.of(slots)
+        if config.quantization is not None and config.quantization.format == "gguf":
+            named = _taking_blocks(named, stored)
+        load_weights(named, stored)
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
     context.kernels.fuse(model)
     pin_attributes(model)
     return model
+
+
+def _taking_blocks(
+    slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]
+) -> dict[str, WeightSlot]:
+    """The slots, of which those of floats take blocks where a GGUF file has these."""
+    from nanoengine.layers.quantized_formats import as_floats
+
+    found: dict[str, WeightSlot] = {}
+    for name, slot in slots.items():
+        kind = stored[name].dtype if name in stored else "F32"
+        if kind not in FLOATS and not slot.dtypes and not slot.pieces_only:
+            slot = as_floats(slot, kind)
+        found[name] = replace(slot, pieces=_taking_blocks(slot.pieces, stored))
+    return found
 
 
 def model_class(config: ModelConfig) -> type[CausalLM]:

@@ -23,6 +23,7 @@ from nanoengine.attention.batch import Batch, Span
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.plan import StatePlan
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.errors import ConfigError
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.delta_rule import DeltaInputs, DeltaTokens, scan, step, through_chunks
@@ -109,6 +110,14 @@ class GatedDeltaNet(StateLayer):
         self.out_proj = RowParallelLinear(
             f"{path}.out_proj", whole.num_value_heads * plan.value_dim, hidden, context=context
         )
+        # Why after the norm: columns of quantized blocks can't be put in another order.
+        order = torch.arange(plan.num_value_heads).view(-1, heads).T.flatten()
+        self.out_order = order if whole.tiled and heads > 1 else None
+        if self.out_order is not None and shard.world_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={shard.world_size} does not divide this checkpoint, whose"
+                f" {path}.out_proj has its inputs in another order than its heads: use 1"
+            )
         self.states = self.rows = torch.empty(0)
         self.one_token_each, self.through_chunks = self.steps, through_chunks
 
@@ -152,6 +161,7 @@ class GatedDeltaNet(StateLayer):
         out = self.over_waves(batch, x.new_empty(shape, dtype=wide), one_each, one_span)
         gate = taken(z, rows).view(-1, plan.num_value_heads, plan.value_dim)
         normed = self.norm(taken(out, rows), gate, self.eps)
+        normed = normed if self.out_order is None else normed[:, self.out_order]
         return self.out_proj(normed.flatten(1))
 
     def steps(self, tokens: DeltaTokens) -> torch.Tensor:

@@ -43,7 +43,8 @@ class EngineConfig:
     """
 
     model: str
-    """Directory of a Hugging Face checkpoint, or a hub id."""
+    """Directory of a Hugging Face checkpoint, a GGUF file, or a hub id; of a GGUF on the hub, that
+    and its quantization, "owner/name:Q4_K_M", or its file, "owner/name/file.gguf"."""
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; None: the model's own."""
     skip_tokenizer_init: bool = False
@@ -61,13 +62,14 @@ class EngineConfig:
     quantization: (
         Literal[
             "int8", "int4", "int8_weight_only", "int4_weight_only",
-            "gptq", "awq", "compressed-tensors", "mxfp4",
+            "gptq", "awq", "compressed-tensors", "mxfp4", "gguf", "gguf_weight_only",
         ]
         | None
     ) = None  # fmt: skip
     """int8, int4: quantize linear layers while loading, and their activations while running; with
     _weight_only activations stay floats. None: as the checkpoint stores them. gptq, awq,
-    compressed-tensors and mxfp4: the same, but refused if the checkpoint has another format."""
+    compressed-tensors, mxfp4 and gguf: the same, but refused if the checkpoint has another format.
+    gguf_weight_only: a GGUF file's quantized layers with activations that stay floats."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1

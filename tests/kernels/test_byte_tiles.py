@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanoengine.kernels.byte_tiles import UNIT, shapes4, shapes8, shapes16, tile4, tile8, tile16
-from nanoengine.kernels.isa import ISA, ISAS
+from nanoengine.kernels.byte_tiles import shapes8, shapes16, tile8, tile16
+from nanoengine.kernels.isa import ISAS
 from nanoengine.kernels.tiles import PANEL
 from tests.support.tile_functions import Compiled, runnable
 
@@ -53,33 +53,6 @@ def test_int8(name):
         tile(X, INPUTS, starts, X_SCALES, w, w[0].nbytes, INPUTS // 4, W_SCALES, BIAS,
              out, panels * PANEL, 0, 0)  # fmt: skip
         np.testing.assert_array_equal(out, scaled(exact, rows, panels))
-
-
-@pytest.mark.parametrize("zeroed", [False, True])
-@pytest.mark.parametrize("name", DISTINCT.values())
-def test_int4(name, zeroed):
-    isa: ISA = runnable(name)
-    weight = RANDOM.integers(-8, 8, (PANELS * PANEL, INPUTS)).astype(np.int64)
-    weight[0], weight[1] = -8, 7
-    # Why powers of two: so that all is exact, in whatever order groups are added.
-    scales = (2.0 ** RANDOM.integers(-14, 0, (PANELS, 3, PANEL))).astype(np.float16)
-    scales[0, 0, 0], scales[0, 1, 0] = 2.0**-24, 0  # the smallest subnormal number, and none
-    zeros = RANDOM.integers(-8, 8, (PANELS, 3, PANEL)).astype(np.float16)
-    units = weight.reshape(PANELS * PANEL, 3, UNIT), X.reshape(ROWS, 3, UNIT).astype(np.int64)
-    exact = np.einsum("oui,rui->rou", units[0], units[1]).astype(np.float64)
-    sums = units[1].sum(2)
-    if zeroed:
-        exact -= sums[:, None] * zeros.transpose(0, 2, 1).reshape(-1, 3)
-    exact = (exact * scales.transpose(0, 2, 1).reshape(-1, 3)).sum(2)
-    eights = by_panel((weight + 8).astype(np.uint8), 8)
-    w = np.ascontiguousarray(eights[..., :4] | eights[..., 4:] << 4)
-    offsets = (-8 * sums).astype(np.int32)
-    for rows, _ in shapes4(isa):
-        out = np.zeros((rows, PANEL), np.float32)
-        tile = Compiled(lambda module, r=rows: tile4(module, isa, zeroed, r))
-        tile(X, INPUTS, offsets, 3, X_SCALES, w, 3, scales, zeros, 1, W_SCALES, BIAS, out, PANEL,
-             0, 0)  # fmt: skip
-        np.testing.assert_allclose(out, scaled(exact, rows, 1), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", DISTINCT.values())

@@ -1,0 +1,561 @@
+"""A GGUF file as a checkpoint: its metadata as a config.json, its tensors by our names.
+
+`ARCHITECTURES` is the table: a row says what an architecture of GGUF is here, which keys its files
+have besides those of all, and what they leave unsaid. What a family computes stays in
+`families.py`. Rows of queries and keys that a file stores in another order are put back while they
+are read, so that models and kernels are those of the original checkpoint. A key that changes the
+maths and is not implemented is refused by name and value. Called by `config.py` and `files.py`
+where a model is a GGUF file; knows neither layers nor how blocks of numbers are read.
+
+Source: what writes such files and what reads them, conversion/ and src/models/ of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from nanoengine.checkpoint.families import FAMILIES
+from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, read_gguf, read_rows
+from nanoengine.checkpoint.keys import Json
+from nanoengine.checkpoint.quantization import StoredQuantization
+from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
+from nanoengine.checkpoint.rope import ORIGINAL
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.settings.checks import check_value, plain, shown
+
+if TYPE_CHECKING:
+    from nanoengine.checkpoint.plan import LayerPlan, MoEConfig, StatePlan
+
+
+class Metadata:
+    """The keys of a file, read one by one so that none is ignored that would change the maths."""
+
+    def __init__(self, path: Path, raw: Json) -> None:
+        self.path, self.raw, self._read = path, raw, set[str]()
+        self.architecture = raw.get("general.architecture")
+
+    def get(self, name: str, kind: Any, default: Any = None) -> Any:
+        """The value of a key of the architecture, which is a `kind`: see `check_value`."""
+        key = f"{self.architecture}.{name}"
+        self._read.add(key)
+        if key not in self.raw:
+            return default
+        return check_value(self.raw[key], kind, f"{self.path}: {key}", UnsupportedModelError)
+
+    def one(self, name: str, kind: Any, default: Any = None) -> Any:
+        """A number that is the same in all layers."""
+        value = self.get(name, kind | list[kind], default)
+        if not isinstance(value, list):
+            return value
+        return value[0] if len(set(value)) == 1 else self.refuse(name, "one number for all layers")
+
+    @property
+    def layers(self) -> int:
+        """How many layers the file has, those for drafts included."""
+        found = self.get("block_count", int, 0)
+        return found if 1 <= found <= 10_000 else self.refuse("block_count", "1 to 10,000")
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a query's and a key's head."""
+        heads, width = self.one("attention.head_count", int), self.get("embedding_length", int)
+        return self.one("attention.key_length", int) or (width or 0) // (heads or 1)
+
+    def refuse(self, name: str, supported: str) -> NoReturn:
+        """Raises UnsupportedModelError for what a key says."""
+        key = f"{self.architecture}.{name}"
+        raise UnsupportedModelError(
+            f"{self.path}: {key}={shown(plain(self.raw.get(key)))} is not implemented; supported:"
+            f" {supported}"
+        )
+
+    def refuse_others(self) -> None:
+        """Raises UnsupportedModelError for a key of the architecture that nobody has read, unless
+        it is harmless, or asks for nothing."""
+        for key in self.raw.keys() - self._read:
+            name = key.removeprefix(f"{self.architecture}.")
+            if name != key and name not in HARMLESS and plain(self.raw[key]):
+                self.refuse(name, "files without this key")
+
+
+HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))
+"""Keys of an architecture that change no result, or say what the tensors show."""
+
+
+def _nothing(given: Metadata) -> Json:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What an architecture of GGUF is here.
+
+    Attributes:
+        name: a key of `FAMILIES`.
+        also: a key of the metadata -> the name in place of that, where the key asks for something.
+        keys: keys of its metadata, besides `KEYS` -> what config.json calls them.
+        fixed: keys of config.json that its files leave unsaid.
+        more: reads further keys.
+        names: parts of its tensors' names -> ours, where they are not those of `NAMES`.
+        pairs: rows of queries and keys lie so that neighbours turn together, which they do not in
+            the family's own checkpoints.
+        slides: where the file has a window, all layers but each n-th have it; 0: its family knows.
+    """
+
+    name: str
+    also: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Json = field(default_factory=dict)
+    more: Callable[[Metadata], Json] = _nothing
+    names: Mapping[str, str] = field(default_factory=dict)
+    pairs: bool = False
+    slides: int = 0
+
+
+# fmt: off
+# --- what files say, and leave unsaid -------------------------------------------------------------
+
+KEYS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+}
+"""Keys of all architectures -> what config.json calls them."""
+CAPS = {"final_logit_softcapping": "final_logit_softcapping"}
+EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+SHARED = EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+}
+SCALES = {
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+}
+YARN = {
+    "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys of `general.sampling` -> those of generation_config.json."""
+BIASES = {
+    "qkv_bias": (".q_proj.bias", ".qkv_proj.bias"), "output_bias": (".o_proj.bias",),
+    "mlp_bias": (".mlp.down_proj.bias",),
+}
+"""Field of `LayerPlan` -> ends of the names that show it. Why not a key: no file has one."""
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
+)
+"""Control tokens that end an answer whatever else does: files name one or two of those that a
+generation_config.json has. Source: `llama_vocab::impl::load` of llama.cpp."""
+CONTROL = 3
+"""The type of a control token."""
+
+
+def _gemma(given: Metadata) -> Json:
+    """By what scores are scaled: a head's size, but in the largest models, which their number of
+    layers shows, the hidden size a head."""
+    heads, width = given.one("attention.head_count", int, 1), given.get("embedding_length", int, 0)
+    wide = given.layers in (46, 62)
+    return {"query_pre_attn_scalar": width // max(1, heads) if wide else given.head_dim}
+
+
+def _lfm2(given: Metadata) -> Json:
+    """Layers without keys are convolutions."""
+    heads = given.get("attention.head_count_kv", list[int], [])
+    return {
+        "num_key_value_heads": max(heads, default=0), "block_auto_adjust_ff_dim": False,
+        "layer_types": [FULL if count else CONV for count in heads],
+    }
+
+
+def _delta(given: Metadata) -> Json:
+    """Which layers have linear attention, and the sizes of its heads."""
+    every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
+    kinds = given.get("attention.recurrent_layers", list[bool])
+    kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
+    given.get("rope.dimension_sections", Any)  # of images: all positions of a text are the same
+    heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
+    main = layers - given.get("nextn_predict_layers", int, 0)
+    return {
+        "layer_types": [LINEAR if linear else FULL for linear in kinds[:main]],
+        "linear_num_value_heads": heads, "linear_value_head_dim": inner // (heads or 1),
+    }
+
+
+# --- names of tensors -----------------------------------------------------------------------------
+
+ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are read with the config."""
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "attention_output_norm", "post_ffw_norm": "mlp_output_norm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
+}
+"""A tensor's name, without the layer before it and mostly without ".weight" -> ours; {} is the
+number of an expert in a stack."""
+DELTA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
+MERGED_GATE = {"ffn_up": "mlp.gate_up_proj"}
+
+# --- the table ------------------------------------------------------------------------------------
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "arcee": Architecture("ArceeForCausalLM", pairs=True, fixed={"hidden_act": "relu2"}),
+    "cohere2": Architecture("Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, slides=4),
+    "command-r": Architecture("CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "exaone4": Architecture("Exaone4ForCausalLM", slides=4),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", more=_gemma, slides=2,
+        keys=CAPS | {"attn_logit_softcapping": "attn_logit_softcapping"},
+    ),
+    "gemma3": Architecture("Gemma3ForCausalLM", keys=CAPS, more=_gemma, slides=6),
+    "glm4": Architecture("Glm4ForCausalLM", names=MERGED_GATE),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
+        names=BEFORE_MLP, slides=2,
+    ),
+    "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", keys=SCALES, pairs=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", keys={"shortconv.l_cache": "conv_L_cache"}, more=_lfm2),
+    "llama": Architecture(
+        "LlamaForCausalLM", also={"expert_count": "MixtralForCausalLM"}, pairs=True,
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM", also={"attention.sliding_window": "Olmo3ForCausalLM"}, slides=4,
+    ),
+    "olmoe": Architecture("OlmoeForCausalLM"),
+    "phi3": Architecture("Phi3ForCausalLM", names=MERGED_GATE),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", keys=SHARED),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", keys=DELTA, more=_delta, names=DELTA_NAMES,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES,
+    ),
+    "seed_oss": Architecture("SeedOssForCausalLM", names=BEFORE_MLP),
+    "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
+}
+# fmt: on
+"""`general.architecture` -> its row."""
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Entry(NamedTuple):
+    """One of our tensors in a file.
+
+    Attributes:
+        tensor: where it is; of a stack of experts, one expert's matrix.
+        shape: as layers have it.
+        change: what its rows become when they are read; None: they stay.
+    """
+
+    tensor: GGUFTensor
+    shape: tuple[int, ...]
+    change: Change | None = None
+
+
+class GGUFModel:
+    """One file, or set of files, of a known architecture.
+
+    Raises:
+        UnsupportedModelError: the architecture is unknown, or the file is no language model.
+        WeightLoadError: the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = read_gguf(path)
+        self.tensors, self.metadata = file.tensors, file.metadata
+        name, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+        if kind not in (None, "model") or name not in ARCHITECTURES:
+            what = "architecture" if kind in (None, "model") else "type"
+            raise UnsupportedModelError(
+                f"{path} has general.{what}={shown(file.metadata.get(f'general.{what}'))};"
+                f" supported are models of {', '.join(ARCHITECTURES)}"
+            )
+        row, self.given = ARCHITECTURES[name], Metadata(path, file.metadata)
+        asked = [other for key, other in row.also.items() if file.metadata.get(f"{name}.{key}")]
+        self.row = replace(row, name=asked[0]) if asked else row
+
+    def entries(self) -> dict[str, Entry]:
+        """All tensors by our names. One that is nothing here keeps its part of the name, and is
+        told as unexpected."""
+        found, changes = dict[str, Entry](), self._changes()
+        for name, tensor in self.tensors.items():
+            if name in ROTATIONS:
+                continue
+            ours, shape = self._our_name(name), tensor.shape
+            if "{}" in ours:
+                each = tensor.num_rows // shape[0] * tensor.row_bytes
+                for n in range(shape[0]):
+                    one = tensor._replace(shape=shape[1:], offset=tensor.offset + n * each)
+                    found[ours.format(n)] = Entry(one, one.shape)
+                continue
+            if ours.endswith("shared_expert_gate.weight"):
+                shape = (1, prod(shape))
+            elif ours.endswith(("conv.conv.weight", "conv1d.weight")):
+                shape = (shape[0], 1, prod(shape[1:]))
+            found[ours] = Entry(tensor, shape, changes.get(ours.partition("_")[2]))
+        return found
+
+    def _changes(self) -> dict[str, Change]:
+        """What our names have behind their first "_" -> what rows become when they are read."""
+        given, found = self.given, dict[str, Change]()
+        if self.row.pairs:
+            unpaired = partial(_unpaired, head_dim=given.head_dim)
+            found |= {f"attn.{x}_proj.{end}": unpaired for x in "qk" for end in ("weight", "bias")}
+        key_heads, heads = (given.get(f"ssm.{n}", int) for n in ("group_count", "time_step_rank"))
+        if key_heads and heads:
+            grouped = partial(_grouped, key_heads=key_heads, each=max(1, heads // key_heads))
+            skipping = partial(grouped, skipped=2 * key_heads * given.get("ssm.state_size", int, 0))
+            names = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")
+            found |= {f"attn.{name}": grouped for name in names}
+            found |= dict.fromkeys(("attn.in_proj_qkv.weight", "attn.conv1d.weight"), skipping)
+            found["attn.A_log"] = lambda rows: grouped(-rows).log()
+        return found
+
+    def _our_name(self, name: str) -> str:
+        begin, _, rest = name.partition(".")
+        layer, _, part = rest.partition(".") if begin == "blk" else ("", "", name)
+        stem, _, end = part.rpartition(".")
+        names = NAMES | self.row.names
+        ours = names.get(part) or f"{names.get(stem, stem)}.{end}"
+        return f"model.layers.{layer}.{ours}" if layer else ours
+
+
+def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of whole heads of which neighbours turn together, in the order in which the halves of a
+    head do."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) -> torch.Tensor:
+    """Rows of value heads, in a file first the first of each key head, in the order of their key
+    heads; those that are skipped are of other heads."""
+    values = rows[skipped:].unflatten(0, (each, key_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat((rows[:skipped], values))
+
+
+# --- the config -----------------------------------------------------------------------------------
+
+
+def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a config.json and a generation_config.json of the same model would say.
+
+    Raises:
+        UnsupportedModelError: a key that changes the maths is not implemented, or is of the wrong
+            type; the message names file, key, value and what is allowed.
+    """
+    raw = _config_json(model)
+    model.given.refuse_others()
+    return raw, _generation_json(model.metadata)
+
+
+def differences(
+    model: GGUFModel,
+    plan: LayerPlan,
+    moe: MoEConfig | None,
+    states: StatePlan | None,
+    layers: int,
+) -> Json:
+    """Fields of a ModelConfig, made of `config_json` with these, that are others in a file."""
+    here = model.entries()
+    biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
+    # Why wide: writers add the 1 that such norms leave out.
+    norm = "wide" if plan.norm == "centered" else plan.norm
+    drafting = range(layers, model.given.layers)
+    kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
+    return {
+        "plan": replace(plan, norm=norm, **biases),
+        "moe": None if moe is None else replace(moe, interleaved=False, inputs_first=False),
+        "states": None if states is None else replace(states, tiled=states.kind == "delta"),
+        "tensor_names": {},
+        "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
+        "dtype": {"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
+        "quantization": _quantization(here),
+    }
+
+
+def _config_json(model: GGUFModel) -> dict[str, Any]:
+    """What a config.json of the same model would say."""
+    given, row, tensors = model.given, model.row, model.tensors
+    family, more = FAMILIES[row.name], row.more(given)
+    raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
+    raw |= {key: given.one(name, float) for name, key in (KEYS | row.keys).items()}
+    raw["num_hidden_layers"] = given.layers - given.get("nextn_predict_layers", int, 0)
+    if "num_key_value_heads" not in more:
+        heads = raw["num_attention_heads"]
+        raw["num_key_value_heads"] = given.one("attention.head_count_kv", int, heads)
+    head_dim = raw["head_dim"] = given.head_dim
+    if given.one("attention.value_length", int, head_dim) != head_dim:
+        given.refuse("attention.value_length", f"{head_dim}, the size of keys")
+    epsilon, rms = (given.get(f"attention.layer_norm_{n}epsilon", float) for n in ("", "rms_"))
+    raw[family.eps] = epsilon if family.eps == "layer_norm_eps" else rms
+    if not given.get("attention.causal", bool, True):
+        given.refuse("attention.causal", "True")
+    turned = given.get("rope.dimension_count", int, head_dim)
+    if "partial_rotary_factor" in family.defaults:
+        raw["rotary_dim"] = turned
+    elif turned != head_dim:
+        given.refuse("rope.dimension_count", f"{head_dim}, the size of a head")
+    if family.moe is not None:
+        raw["num_local_experts"] = given.get("expert_count", int)
+        raw["num_experts_per_tok"] = given.one("expert_used_count", int)
+    if "token_embd.weight" in tensors:
+        raw["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    raw["tie_word_embeddings"] = "output.weight" not in tensors
+    raw |= _windows(given, row.slides, raw["num_hidden_layers"]) | _rotation(model) | more
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _windows(given: Metadata, every: int, layers: int) -> Json:
+    """Which layers have the window, and how large it is."""
+    window = given.get("attention.sliding_window", int) or None
+    if not every:
+        return {"sliding_window": window}
+    pattern = given.get("attention.sliding_window_pattern", int | list[bool | int], every)
+    if not isinstance(pattern, list):
+        pattern = [not pattern or (n + 1) % pattern != 0 for n in range(given.layers)]
+    kinds = [SLIDING if slides and window else FULL for slides in pattern[:layers]]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _rotation(model: GGUFModel) -> Json:
+    """How positions become angles. A tensor of factors slows each pair of dimensions by its own:
+    llama3's rule as numbers, or longrope's two lists."""
+    given, family = model.given, FAMILIES[model.row.name]
+    base = given.get("rope.freq_base", float, 1e4)
+    full, sliding = family.bases or ("rope_theta", "rope_theta")
+    other = given.get("rope.freq_base_swa", float, base if sliding == full else 1e4)
+    if sliding == full and other != base:
+        given.refuse("rope.freq_base_swa", f"{base}, as in layers without a window")
+    found: dict[str, Any] = {full: base, sliding: other}
+    kind = given.get("rope.scaling.type", str, "linear")
+    factor = given.get("rope.scaling.factor", float) or given.get("rope.scale_linear", float) or 1
+    magnitude = given.get("rope.scaling.attn_factor", float, 1.0)
+    stored = [model.tensors[name] for name in ROTATIONS if name in model.tensors]
+    factors = [read_rows(tensor).flatten().tolist() for tensor in stored]
+    scaling: dict[str, Any] = {}
+    if factors:
+        long, short = factors[0], factors[-1]
+        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        scaling["attention_factor"] = magnitude
+        if len(factors) > 2 or kind == "yarn" or factor != 1:
+            given.refuse("rope.scaling.type", f"none beside tensors such as {ROTATIONS[0]}")
+    elif kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor, "truncate": family.rope.get("truncate")}
+        scaling |= {key: given.get(f"rope.scaling.{name}", float) for name, key in YARN.items()}
+        if given.get("rope.scaling.yarn_ext_factor", float, 1.0) != 1:
+            given.refuse("rope.scaling.yarn_ext_factor", "1")
+    elif kind == "linear" and factor != 1:
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif kind not in ("none", "linear"):
+        given.refuse("rope.scaling.type", "none, linear, yarn, longrope with its tensors")
+    if magnitude != 1 and not factors:
+        given.refuse("rope.scaling.attn_factor", "1 without longrope's tensors")
+    original = given.get("rope.scaling.original_context_length", int)
+    if scaling:
+        found["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+        found[ORIGINAL] = original or given.get("context_length", int)
+    return found
+
+
+def _generation_json(metadata: Json) -> dict[str, Any]:
+    """What a generation_config.json of the same model would say."""
+    sampling = {
+        theirs: metadata.get(f"general.sampling.{name}") for name, theirs in SAMPLING.items()
+    }
+    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}", ()) for key in ("tokens", "token_type"))
+    ends = {
+        text: number
+        for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if text in ENDS and kind == CONTROL
+    }
+    if {"<|return|>", "<|call|>"} <= ends.keys():
+        ends.pop("<|end|>", None)  # Why: there it ends a message, and an answer has several.
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = dict.fromkeys([*(number for number in named if number is not None), *ends.values()])
+    return {key: value for key, value in sampling.items() if value is not None} | {
+        "eos_token_id": list(ids)
+    }
+
+
+def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
+    """How matrices are stored; None: as floats."""
+    stored = {name: entry.tensor.type for name, entry in here.items()}
+    types = {name.removesuffix(".weight"): it for name, it in stored.items() if it not in FLOATS}
+    if not types:
+        return None
+    blocks = [TYPES[it] for it in types.values()]
+    bits = sum(8 * block.bytes / block.inputs for block in blocks) / len(blocks)
+    return StoredQuantization(
+        format="gguf",
+        bits=8 if bits > 6.5 else 4,
+        group_size=None,
+        activations="int8",
+        types=types,
+    )
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def read_entries(
+    path: Path, parts: Mapping[str, tuple[slice, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """See `read_tensors`. Rows of a quantized tensor come whole, as bytes."""
+    here = GGUFModel(path).entries()
+    for name, part in parts.items():
+        tensor, shape, change = here[name]
+        first, last, columns = 0, tensor.num_rows, part
+        if part and shape == tensor.shape and len(shape) == 2:
+            (first, last, _), columns = part[0].indices(shape[0]), (slice(None), *part[1:])
+        found = read_rows(tensor, first, last)
+        if tensor.type in FLOATS and len(found) == tensor.num_rows:
+            found = found.view(shape)
+        found = found if change is None else change(found)
+        yield name, found[columns] if tensor.type in FLOATS else found
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or all parts of its set."""
+    return sorted({tensor.file for tensor in read_gguf(path).tensors.values()})

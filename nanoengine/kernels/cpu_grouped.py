@@ -1,0 +1,223 @@
+"""Linear layers with weights in groups of inputs on a CPU: codes of 2 to 8 bits, int8 activations.
+
+    x float32 ─ quantize each row to int8 ─┐
+                                           ├─ exact sums of groups ─ times scales ─ + bias
+    weight ─ panels of 16 outputs ─────────┘   `grouped_tiles.py`
+
+A weight is one array of bytes that says by itself what is in it. Rows of outputs that are stored
+alike are a *part*; q, k and v are up to three, since a checkpoint may give one of them more bits.
+
+    64 bytes          number of parts; panels; outputs; whether no panel is padded; inputs
+    192 a part        first panel; panels; byte where they begin; bytes of a panel; shift; header;
+                      rows of the largest tile; first output; outputs; addresses of the form's
+                      functions
+    panels            of all parts, one after the other
+
+The same panels serve float activations (`linear_floats`) and look-ups of rows (`grouped_rows`),
+with the numbers of `QuantizedWeight.dequantized` to the bit. `layers/quantized.py` is the readable
+form; `layers/cpu_quantized.py` packs.
+
+Legend: T rows of x, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.byte_tiles import UNIT
+from nanoengine.kernels.cpu_linear import ROW_BLOCK as ROW_BLOCK_OF_FLOATS
+from nanoengine.kernels.cpu_linear import _rows_of_panels
+from nanoengine.kernels.cpu_quantized import AHEAD, FASTMATH, ROW_BLOCK, quantize_rows
+from nanoengine.kernels.grouped_tiles import (
+    UNITS,
+    Form,
+    keep_addresses,
+    multiply_grouped,
+    panel_floats,
+)
+from nanoengine.kernels.jit import compiled
+from nanoengine.kernels.pool import parallel_for
+from nanoengine.kernels.tiles import LINE, PANEL, PANELS
+
+HEAD, RECORD = 8, 24  # words of 64 bits, see above
+PARTS, ALL_PANELS, OUTPUTS, IS_WHOLE, INPUTS = range(5)
+BEFORE, OF_PART, START, STEP, SHIFT, HEADER, ROWS, FIRST, COUNT, FUNCTIONS = range(10)
+
+
+@compiled(fastmath=FASTMATH)
+def addresses(form, out):
+    """out = the addresses of a form's functions; see `keep_addresses`."""
+    keep_addresses(form, out)
+
+
+@functools.cache
+def functions(form: Form) -> np.ndarray:
+    """The addresses of a form's functions, compiled if need be."""
+    out = np.zeros(RECORD - FUNCTIONS, np.int64)
+    addresses(tuple((0,) * number for number in form), out)
+    return out
+
+
+def header_bytes(form: Form, shift: int) -> int:
+    """Of a block: scales and what is taken off, in whole lines."""
+    lines = 2 if form.offset else 1
+    if form.levels == 1:
+        return -(-(UNITS >> shift) * lines * 2 * PANEL // LINE) * LINE
+    return lines * (LINE + UNITS * form.halves * PANEL)
+
+
+def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
+    """Of 16 outputs."""
+    units = -(-num_inputs // UNIT)
+    return LINE + -(-units // UNITS) * header_bytes(form, shift) + units * form.bits * LINE
+
+
+@compiled(fastmath=FASTMATH)
+def _pack_codes(codes, data, first, step, header, bits, flip, lo, hi):
+    words, units = data.view(np.uint32), codes.shape[1] // 8
+    for p in range(lo, hi):
+        for unit in range(units):
+            at = first + p * step + LINE + (unit // UNITS + 1) * header + unit * bits * LINE
+            for j in range(min(PANEL, len(codes) - p * PANEL)):
+                row = codes[p * PANEL + j, 8 * unit : 8 * unit + 8]
+                place, line = 0, at // 4 + j
+                while place < bits:
+                    width = min(bits - place, 8)
+                    if width < 8:
+                        width = 4 if width >= 4 else 2 if width >= 2 else 1
+                    fours = 8 // width
+                    mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
+                    for i in range(0, 8, fours):
+                        word = np.uint32(0)
+                        for k in range(fours):
+                            code = (row[i + k] ^ flip) >> np.uint32(place) & mask
+                            word |= code << np.uint32(k * width)
+                        words[line] = word
+                        line += PANEL
+                    place += width
+
+
+@compiled(fastmath=FASTMATH)
+def pack_codes(codes, data, first, step, header, bits, flip, num_workers):
+    """Writes codes, uint32 [N, K / 4] of bytes, into the panels that begin at byte `first` of data.
+    `flip`: bits that are turned over in each byte."""
+    panels = -(-len(codes) // PANEL)
+    operands = codes, data, first, step, header, bits, np.uint32(flip)
+    parallel_for(_pack_codes, panels, num_workers, operands)
+
+
+@compiled(fastmath=FASTMATH)
+def grouped_panels(values, x_scales, offsets_of_rows, data, bias, out, lo, hi):
+    """`linear_grouped` of quantized rows for the outputs of panels lo ... hi - 1: what one worker
+    does. Tiles are as in `linear8_panels`."""
+    (num_rows, size), num_outputs = values.shape, out.shape[1]
+    units, words = size // UNIT, data.view(np.int64)
+    x, offsets, flat = values.reshape(-1), offsets_of_rows.reshape(-1), out.reshape(-1)
+    for i in range(words[PARTS]):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
+        before, step, most = part[BEFORE], part[STEP], part[ROWS]
+        ahead, lines = AHEAD if num_rows <= most else step, step // LINE - 1
+        for row in range(0, num_rows, ROW_BLOCK):
+            rows = min(ROW_BLOCK, num_rows - row)
+            tiles = -(-rows // most)
+            share = -(-LINE // tiles)  # bytes for each line
+            for p in range(max(lo, before), min(hi, before + part[OF_PART])):
+                for t in range(tiles):
+                    first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
+                    n = p * PANEL
+                    multiply_grouped(
+                        part[FUNCTIONS + last - first], x, first * size, size, offsets,
+                        first * units * 3, units * 3, x_scales, first, data,
+                        part[START] + (p - before) * step, units, part[SHIFT], part[HEADER],
+                        bias, n, flat, first * num_outputs + n, num_outputs,
+                        ahead + t * share * lines, share,
+                    )  # fmt: skip
+
+
+@compiled(fastmath=FASTMATH)
+def _keep_parts(words, room, out):
+    """Copies to out [T, N] what was computed in a room for whole panels."""
+    for i in range(words[PARTS]):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
+        first, at = part[FIRST], part[BEFORE] * PANEL
+        for t in range(len(out)):
+            for n in range(part[COUNT]):
+                out[t, first + n] = room[t, at + n]
+
+
+@compiled(fastmath=FASTMATH)
+def linear_grouped(x, data, bias, out, num_workers):
+    """out[T, N] = quantized x[T, K] @ w^T + bias; the bias is padded as the panels are."""
+    values, x_scales, offsets = quantize_rows(x, num_workers)
+    words = data.view(np.int64)
+    panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
+    room = out if whole else empty((len(out), panels * PANEL), np.float32)
+    parallel_for(grouped_panels, panels, num_workers, (values, x_scales, offsets, data, bias, room))
+    if not whole:
+        _keep_parts(words, room, out)
+
+
+@compiled(fastmath=FASTMATH)
+def grouped_float_panels(x, data, bias, out, lo, hi):
+    """`linear_floats` for the outputs of panels lo ... hi - 1: what one worker does."""
+    (num_rows, size), num_outputs, words = x.shape, out.shape[1], data.view(np.int64)
+    inputs, outputs, units = x.reshape(-1), out.reshape(-1), -(-size // UNIT)
+    step = units * UNIT * PANEL
+    floats = empty((PANELS * step,), np.float32)
+    for i in range(words[PARTS]):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD]
+        before = part[BEFORE]
+        p, stop = max(lo, before), min(hi, before + part[OF_PART])
+        while p < stop:
+            panels, n = PANELS if p + PANELS <= stop else 1, p * PANEL
+            for k in range(panels):
+                at = part[START] + (p + k - before) * part[STEP]
+                panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], floats,
+                             k * step)  # fmt: skip
+            for row in range(0, num_rows, ROW_BLOCK_OF_FLOATS):
+                rows = min(ROW_BLOCK_OF_FLOATS, num_rows - row)
+                _rows_of_panels(rows, panels, inputs, row * size, size, floats, 0, step, size, bias,
+                                n, 0, outputs, row * num_outputs + n, num_outputs, 0)  # fmt: skip
+            p += panels
+
+
+@compiled(fastmath=FASTMATH)
+def linear_floats(x, data, bias, out, num_workers):
+    """out[T, N] = x[T, K] @ w^T + bias: each panel is made floats when it is read."""
+    if len(x) == 0:
+        return  # or each panel would be made floats for nobody
+    words = data.view(np.int64)
+    panels, whole = words[ALL_PANELS], words[IS_WHOLE] != 0
+    room = out if whole else empty((len(out), panels * PANEL), np.float32)
+    parallel_for(grouped_float_panels, panels, num_workers, (x, data, bias, room))
+    if not whole:
+        _keep_parts(words, room, out)
+
+
+@compiled(fastmath=FASTMATH)
+def _grouped_rows(data, ids, out, lo, hi):
+    words, units = data.view(np.int64), -(-out.shape[1] // UNIT)
+    panel = empty((units * UNIT * PANEL,), np.float32)
+    for i in range(lo, hi):
+        part = words[HEAD : HEAD + RECORD]
+        for number in range(1, words[PARTS]):
+            if words[HEAD + number * RECORD + FIRST] <= ids[i]:
+                part = words[HEAD + number * RECORD : HEAD + (number + 1) * RECORD]
+        place, row = ids[i] - part[FIRST], out[i]
+        at = part[START] + place // PANEL * part[STEP]
+        panel_floats(part[FUNCTIONS], data, at, units, part[SHIFT], part[HEADER], panel, 0)
+        for k in range(len(row)):
+            row[k] = panel[k * PANEL + place % PANEL]
+
+
+@compiled(fastmath=FASTMATH)
+def grouped_rows(data, ids, out, num_workers):
+    """out[i] = row ids[i] of the weight [N, K].
+
+    Why a whole panel for each: its numbers lie side by side, and 16 at a time they take a few
+    microseconds.
+    """
+    parallel_for(_grouped_rows, len(ids), num_workers, (data, ids, out))

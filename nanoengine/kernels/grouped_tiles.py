@@ -1,0 +1,387 @@
+"""Tiles of grouped weights: rows of int8 inputs times panels of codes of 2 to 8 bits with scales.
+
+    a panel, 16 outputs     64 bytes     float32: a factor of each output
+    a block, 256 inputs     a header     scales and what is taken off, of each group and output
+      8 units of 32         64 bytes a bit, in planes one after the other
+
+    plane of     a line of 64 bytes holds 16 outputs for
+    8 bits       4 inputs
+    4            8 inputs: the low halves of its 4 bytes, then the high halves
+    2            16 inputs: 4 at bits 0 and 1, 4 at bits 2 and 3, ...
+    1            32 inputs
+
+A code of 6 bits is one of 4 and above it one of 2; 5 bits are 4 and 1, 3 are 2 and 1. The last
+block of a panel has as many units as are left.
+
+    levels    header: lines of 16 numbers, one an output
+    1         of each group: scale (float16), zero or minimum (float16), if there are any
+    2         factor (float32), factor of minima (float32); of each group the scale (int8), then of
+              each the minimum (uint8)
+
+A group's sums are exact whole numbers, and groups are added in order. So **results have the same
+bits for any number of rows and under each instruction set**. What a code stands for is a `Form`.
+Each form has functions of its own, which are reached by their addresses: so weights of different
+forms have one type, and who multiplies by them is compiled once.
+
+Source: bit planes apart from each other, ggml's Q5_0 and Q6_K.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from nanoengine.kernels.byte_tiles import UNIT, ByteTile, most_rows
+from nanoengine.kernels.emit import Emit
+from nanoengine.kernels.isa import CURRENT, ISA
+from nanoengine.kernels.tiles import I8, I16, I64, LINE, PANEL, tile_function
+
+UNITS = 8  # of a block
+NONE, ZEROS, MINS = range(3)
+TABLES: tuple[tuple[int, ...], ...] = (
+    (),
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+)
+"""What codes of 4 bits stand for: themselves, IQ4_NL's numbers, twice those of e2m1. Source: ggml's
+IQ4_NL; OCP Microscaling Formats (MX) v1.0, section 5.3.3."""
+
+
+class Form(NamedTuple):
+    """What a code and the numbers of a group are.
+
+    Attributes:
+        bits: of a code: 2, 3, 4, 5, 6 or 8.
+        centered: codes count from -(2 ** (bits - 1)), else from 0; those of 8 bits are int8.
+        table: place in `TABLES`.
+        halves: groups in a unit: 2 of 16 inputs, or 1, which may go on in the units behind it.
+        levels: of scales: 1 float16, 2 whole numbers times a block's float32.
+        offset: NONE; ZEROS, in units of values, taken off before the scale; MINS, behind it.
+    """
+
+    bits: int
+    centered: int
+    table: int
+    halves: int
+    levels: int
+    offset: int
+
+    @property
+    def planes(self) -> list[tuple[int, int, int]]:
+        """(bits, lowest bit of the code, lines before it in a unit) of each plane."""
+        of_code = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[self.bits]
+        return [(bits, sum(of_code[:i]), sum(of_code[:i])) for i, bits in enumerate(of_code)]
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether tiles multiply by values of a whole signed byte, in place of codes."""
+        return self.bits == 8 or self.table > 0
+
+
+def most_grouped(isa: ISA) -> int:
+    """Rows of the largest tile."""
+    # Why fewer on these: more sums than that wait in memory (`tests/kernels/test_assembly.py`).
+    return {"avx512": 3, "neon": 2}.get(isa.name, most_rows(isa))
+
+
+class GroupedTile(ByteTile):
+    """Writes what a unit's codes and a group's numbers are."""
+
+    def __init__(self, builder, isa: ISA, form: Form):
+        super().__init__(builder, isa)
+        self.form = form
+        self.lanes = range(0, PANEL, self.width)
+
+    def values(self, lines, four: int, vector: int):
+        """The codes of four inputs of a unit, or their values where these are signed, for the
+        outputs of one vector: of each four bytes."""
+        build, code, at = self.builder, None, vector * self.bytes.count
+        for bits, place, before in self.form.planes:
+            fours = 8 // bits  # of a line
+            part = self.get(self.bytes, lines, LINE * (before + four // fours) + at)
+            if bits < 8:
+                shift, mask = place - bits * (four % fours), ((1 << bits) - 1) << place
+                part = build.and_(self.shifted(part, shift), self.every(mask, self.bytes))
+            code = part if code is None else build.or_(code, part)
+        return self.looked_up(code) if self.form.table else code
+
+    def shifted(self, numbers, left: int):
+        """Bits moved within words of 16, which mixes neighbouring bytes."""
+        if not left:
+            return numbers
+        words, count = self.builder.bitcast(numbers, self.pairs), self.every(abs(left), self.pairs)
+        moved = self.builder.shl(words, count) if left > 0 else self.builder.lshr(words, count)
+        return self.builder.bitcast(moved, self.bytes)
+
+    def looked_up(self, codes):
+        """The table's values for codes of 4 bits."""
+        table = TABLES[self.form.table]
+        names = {128: "ssse3.pshuf.b.128", 256: "avx2.pshuf.b", 512: "avx512.pshuf.b.512"}
+        if self.isa.byte_dots == "generic":
+            values = [self.every(value, self.bytes) for value in table]
+            for bit in range(4):
+                mask = self.builder.and_(codes, self.every(1 << bit, self.bytes))
+                is_set = self.builder.icmp_unsigned("!=", mask, self.every(0, self.bytes))
+                pairs = zip(values[::2], values[1::2], strict=True)
+                values = [self.builder.select(is_set, odd, even) for even, odd in pairs]
+            return values[0]
+        numbers = ir.Constant(self.bytes, [*table] * (self.bytes.count // 16))
+        name = f"llvm.x86.{names[self.isa.byte_bits]}"
+        return self.call(name, self.bytes, numbers, codes)
+
+    def sums(self, lines, fours: range, inputs, offsets):
+        """Whole numbers [row][vector]: dot products of a group's inputs with its values."""
+        zero, form = self.every(0), self.form
+        exact = self.isa.byte_dots == "vpdpbusd"
+        starts = [zero] * len(inputs)
+        if (form.is_signed and exact) or (not form.is_signed and form.centered):
+            # An offset is -8 times the sum of inputs, and codes count from -(2 ** (bits - 1)).
+            left = 4 if form.is_signed else form.bits - 4
+            starts = [self.splat(self.builder.load(offset), self.words) for offset in offsets]
+            if left:
+                move = self.builder.shl if left > 0 else self.builder.ashr
+                starts = [move(start, self.every(abs(left))) for start in starts]
+        totals = [[start] * self.vectors for start in starts]
+        most = 32767 // (2 * 127 * ((1 << form.bits) - 1))  # sums of pairs that fit 16 bits
+        waiting = [[None] * self.vectors for _ in inputs]
+        for count, four in enumerate(fours, 1):
+            codes = [self.values(lines, four, vector) for vector in range(self.vectors)]
+            if form.is_signed:
+                codes = [self.prepared(code) for code in codes]
+            for row, value in enumerate(self.four(each, 4 * four) for each in inputs):
+                for i, code in enumerate(codes):
+                    if form.is_signed or exact:
+                        add = self.add8 if form.is_signed else self.dot
+                        totals[row][i] = add(totals[row][i], code, value)
+                        continue
+                    more, before = self.pairs_of(code, value), waiting[row][i]
+                    more = more if before is None else self.builder.add(before, more)
+                    if count % most and four != fours[-1]:
+                        waiting[row][i] = more
+                        continue
+                    totals[row][i] = self.builder.add(totals[row][i], self.widen(more))
+                    waiting[row][i] = None
+        return totals
+
+    def header(self, head):
+        """What a block has for all of its groups: factors and factors of minima."""
+        if self.form.levels == 1:
+            return None, None
+        vectors = [[self.get(self.vector, head, at + 4 * lane) for lane in self.lanes]
+                   for at in (0, LINE)]  # fmt: skip
+        return vectors if self.form.offset else (vectors[0], None)
+
+    def of_groups(self, head, factors, unit, shift):
+        """The scales and what is taken off of each group of a unit: vectors of float32."""
+        form, found = self.form, []
+        if form.levels == 1:
+            lines = 2 if form.offset else 1
+            at = self.builder.mul(self.builder.lshr(unit, shift), I64(PANEL * lines))
+            group = self.at(self.builder.bitcast(head, I16.as_pointer()), at)
+            numbers = [self.of_group(self.at(group, I64(PANEL * i))) for i in range(lines)]
+            return [(numbers[0], numbers[1] if form.offset else None)]
+        start = LINE * (2 if form.offset else 1)
+        for half in range(form.halves):
+            at = self.builder.add(
+                self.builder.mul(unit, I64(form.halves * PANEL)), I64(start + half * PANEL)
+            )
+            scales = self.whole(self.at(head, at), factors[0], self.builder.sext)
+            mins = None
+            if form.offset:
+                beside = self.at(head, at, I64(UNITS * form.halves * PANEL))
+                mins = self.whole(beside, factors[1], self.builder.zext)
+            found.append((scales, mins))
+        return found
+
+    def whole(self, pointer, factors, widen):
+        """A group's whole numbers times the factors of its block."""
+        narrow, found = ir.VectorType(I8, self.width), []
+        for lane, factor in zip(self.lanes, factors, strict=True):
+            words = widen(self.get(narrow, pointer, lane), self.words)
+            found.append(self.builder.fmul(self.builder.sitofp(words, self.vector), factor))
+        return found
+
+    def blocks(self, of, write):
+        """Writes `write(lines, of its groups, unit of the panel)` for each unit."""
+        build = self.builder
+        place = self.variable(self.at(of.w, I64(LINE)))
+        asked = self.variable(self.at(of.w, of.ahead)) if hasattr(of, "ahead") else None
+
+        def ask(_):
+            if asked is not None:
+                self.prefetch(self.moved(asked, of.ahead_stride), level=of.level)
+
+        def block(index):
+            head = self.moved(place, of.header)
+            self.loop(build.udiv(of.header, I64(LINE)), ask)
+            factors, first = self.header(head), build.mul(index, I64(UNITS))
+            left = build.sub(of.units, first)
+            units = build.select(build.icmp_signed("<", left, I64(UNITS)), left, I64(UNITS))
+
+            def unit(index):
+                for _ in range(self.form.bits):
+                    ask(None)
+                lines = self.moved(place, I64(LINE * self.form.bits))
+                groups = self.of_groups(head, factors, index, of.shift)
+                write(lines, groups, build.add(first, index))
+
+            self.loop(units, unit)
+
+        self.loop(build.udiv(build.add(of.units, I64(UNITS - 1)), I64(UNITS)), block)
+
+
+@tile_function(
+    "byte* x, x_stride, int* offsets, offsets_stride, float* x_scales, byte* w, units, shift,"
+    " header, float* bias, float* out, out_stride, ahead, ahead_stride"
+)
+def grouped_tile(builder, isa: ISA, of, *numbers: int):
+    """A tile of a panel: out[r, j] = x_scales[r] * factor[j] * sum over groups of (scale[j] *
+    (x . w - zero[j] * sum of x) - min[j] * sum of x) + bias[j].
+
+    `numbers` are the form's and how many rows. `offsets` holds -8 times the sums of each unit of
+    inputs and of its halves, see `quantize_rows`. Groups of 1 << `shift` units share scales, where
+    these have one level; `header`: bytes of a block's. For each line that is read, a line's
+    `ahead_stride` bytes are prefetched, from `ahead` after the panel's first.
+    """
+    form, rows = Form(*numbers[:-1]), numbers[-1]
+    tile = GroupedTile(builder, isa, form)
+    inputs, outputs = tile.rows(of.x, of.x_stride, rows), tile.rows(of.out, of.out_stride, rows)
+    of_inputs = tile.rows(of.offsets, of.offsets_stride, rows)
+    for line in outputs:
+        tile.prefetch(line, write=True)
+    results = [[tile.at(line, I64(lane)) for lane in tile.lanes] for line in outputs]
+    # Why not where registers are few: LLVM would keep sums in memory, which are added to often.
+    if 2 * (rows + (form.offset > 0)) * tile.vectors + 11 <= isa.registers:
+        results = [[tile.variable(tile.constant(0.0)) for _ in tile.lanes] for _ in outputs]
+    for cell in itertools.chain(*results):
+        tile.store(tile.constant(0.0), cell)
+    eighth = tile.constant(0.125)
+
+    def write(lines, groups, unit):
+        of_unit = [tile.at(row, builder.mul(unit, I64(UNIT))) for row in inputs]
+        starts = [tile.at(row, builder.mul(unit, I64(3))) for row in of_inputs]
+        for half, (scales, offsets) in enumerate(groups):
+            fours = range(8) if form.halves == 1 else range(4 * half, 4 * half + 4)
+            if form.halves == 2:
+                starts_of_half = [tile.at(start, I64(1 + half)) for start in starts]
+            else:
+                starts_of_half = starts
+            sums = tile.sums(lines, fours, of_unit, starts_of_half)
+            if offsets:
+                offsets = [builder.fmul(offset, eighth) for offset in offsets]
+            for start, of_sums, of_row in zip(starts_of_half, sums, results, strict=True):
+                for i, (total, cell) in enumerate(zip(of_sums, of_row, strict=True)):
+                    total = builder.sitofp(total, tile.vector)
+                    if offsets:
+                        negative = builder.sitofp(tile.start(start), tile.vector)
+                    if form.offset == ZEROS:
+                        total = tile.fma(negative, offsets[i], total)
+                    result = tile.fma(total, scales[i], tile.load(cell))
+                    if form.offset == MINS:
+                        result = tile.fma(negative, offsets[i], result)
+                    tile.store(result, cell)
+
+    given = SimpleNamespace(**vars(of), level=1 if rows > 1 else 0)
+    tile.blocks(given, write)
+    totals = [[tile.load(cell) for cell in of_row] for of_row in results]
+    of.w_scales = builder.bitcast(of.w, ir.FloatType().as_pointer())
+    tile.finish(totals, of, outputs)
+
+
+@tile_function("byte* w, units, shift, header, float* out")
+def grouped_floats(builder, isa: ISA, of, *numbers: int):
+    """The weights of a panel: out[k, j] = (w[k, j] - zero[j]) * scale[j] - min[j], each step
+    rounded; the factor of the output is in the scale and the minimum."""
+    form = Form(*numbers)
+    tile = GroupedTile(builder, isa, form)
+    of_outputs = builder.bitcast(of.w, ir.FloatType().as_pointer())
+    factors = [tile.get(tile.vector, of_outputs, lane) for lane in tile.lanes]
+    low = 0 if form.is_signed or not form.centered else 1 << form.bits - 1
+
+    def times(vectors):
+        return [builder.fmul(v, f) for v, f in zip(vectors, factors, strict=True)]
+
+    def write(lines, groups, unit):
+        for four in range(UNIT // 4):
+            scales, offsets = groups[four // 4 if form.halves == 2 else 0]
+            scales = times(scales)
+            offsets = times(offsets) if form.offset == MINS else offsets
+            for lane in range(tile.vectors):
+                words = builder.bitcast(tile.values(lines, four, lane), tile.words)
+                for k in range(4):
+                    value = builder.shl(words, tile.every(24 - 8 * k))
+                    move = builder.ashr if form.is_signed else builder.lshr
+                    value = builder.sub(move(value, tile.every(24)), tile.every(low))
+                    value = builder.sitofp(value, tile.vector)
+                    if form.offset == ZEROS:
+                        value = builder.fsub(value, offsets[lane])
+                    value = builder.fmul(value, scales[lane])
+                    if form.offset == MINS:
+                        value = builder.fsub(value, offsets[lane])
+                    at = builder.add(builder.mul(unit, I64(UNIT)), I64(4 * four + k))
+                    at = builder.add(builder.mul(at, I64(PANEL)), I64(lane * tile.width))
+                    tile.store(value, tile.at(of.out, at))
+
+    tile.blocks(of, write)
+
+
+def functions_of(module, isa: ISA, form: Form) -> list[ir.Function]:
+    """`grouped_floats` of a form, and its tiles of 1, 2, ... rows."""
+    rows = range(1, most_grouped(isa) + 1)
+    return [
+        grouped_floats(module, isa, *form), *(grouped_tile(module, isa, *form, r) for r in rows)
+    ]  # fmt: skip
+
+
+@intrinsic
+def keep_addresses(typing, form, out):
+    """out[i] = the address of each of `functions_of` a form: a tuple whose parts are as long as the
+    form's numbers, so that its type says which."""
+
+    def codegen(context, builder, sig, args):
+        numbers = Form(*(len(part) for part in sig.args[0]))
+        emit = Emit(context, builder)
+        place = emit.pointer(sig.args[1], args[1], I64(0))
+        for i, function in enumerate(functions_of(builder.module, CURRENT, numbers)):
+            builder.store(builder.ptrtoint(function, I64), emit.at(place, I64(i)))
+        return context.get_dummy_value()
+
+    return types.void(form, out), codegen
+
+
+def _calls(kinds):
+    """An intrinsic that calls the function at an address, whose arguments are of these kinds."""
+
+    def codegen(context, builder, sig, args):
+        emit = Emit(context, builder)
+        operands = emit.operands(sig.args[1:], args[1:])
+        operands = [builder.bitcast(a, k) for a, k in zip(operands, kinds, strict=True)]
+        of = ir.FunctionType(ir.VoidType(), kinds)
+        builder.call(builder.inttoptr(args[0], of.as_pointer()), operands)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+@intrinsic
+def multiply_grouped(typing, address, x, x_at, x_stride, offsets, offsets_at, offsets_stride,
+                     x_scales, row, w, w_at, units, shift, header, bias, column, out, out_at,
+                     out_stride, ahead, ahead_stride):  # fmt: skip
+    """The `grouped_tile` at this address, for rows from `row` and the outputs from `column`."""
+    given = (
+        address, x, x_at, x_stride, offsets, offsets_at, offsets_stride, x_scales, row, w, w_at,
+        units, shift, header, bias, column, out, out_at, out_stride, ahead, ahead_stride,
+    )  # fmt: skip
+    return types.void(*given), _calls(grouped_tile.kinds)
+
+
+@intrinsic
+def panel_floats(typing, address, w, w_at, units, shift, header, out, out_at):
+    """The `grouped_floats` at this address."""
+    given = address, w, w_at, units, shift, header, out, out_at
+    return types.void(*given), _calls(grouped_floats.kinds)

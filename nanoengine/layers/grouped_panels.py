@@ -1,0 +1,233 @@
+"""GroupedPanels: packs rows of weights in groups into the array that `cpu_grouped.py` reads.
+
+Rows are packed as they come, so no whole matrix waits unpacked. Rows that are stored alike are a
+part; a matrix whose rows differ, as q, k and v of a checkpoint may, has several. Used by
+`CPUQuantizedLinear`.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanoengine.errors import WeightLoadError
+from nanoengine.kernels import cpu_grouped as kernels
+from nanoengine.kernels.byte_tiles import UNIT
+from nanoengine.kernels.cpu_grouped import HEAD, RECORD
+from nanoengine.kernels.grouped_tiles import MINS, NONE, TABLES, UNITS, ZEROS, Form, most_grouped
+from nanoengine.kernels.isa import CURRENT
+from nanoengine.kernels.threads import num_workers
+from nanoengine.kernels.tiles import LINE, PANEL
+from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, row_factors
+
+BLOCK = UNIT * UNITS
+
+
+class Layout(NamedTuple):
+    """How a part is packed: its form, and units that share a scale, as a power of two."""
+
+    form: Form
+    shift: int
+
+
+def layout_of(weight: QuantizedWeight) -> Layout | None:
+    """How this is packed; None: the kernels have no such form."""
+    bits, size, inputs = weight.bits, weight.group_size, weight.values.shape[1]
+    lowest = -(1 << bits - 1) if weight.lowest is None else weight.lowest
+    two_levels, centered = weight.factors is not None, int(lowest < 0)
+    if two_levels:
+        assert weight.factors is not None
+        fits = size in (16, 32) and inputs == weight.factors.shape[1] * BLOCK
+        fits &= weight.zeros is None
+        shift = 0
+    else:
+        fits = size == inputs or size % UNIT == 0
+        shift = 3 if size == inputs else (math.gcd(size // UNIT, UNITS) or 1).bit_length() - 1
+    fits &= weight.table in TABLES and bits in (2, 3, 4, 5, 6, 8)
+    fits &= bool(weight.table) or lowest == -centered << bits - 1
+    fits &= (bits, centered) != (8, 0) and (weight.zeros is None or weight.mins is None)
+    if not fits:
+        return None
+    offset = ZEROS if weight.zeros is not None else NONE if weight.mins is None else MINS
+    table, halves = TABLES.index(weight.table), 2 if size == 16 else 1
+    centered = 0 if table else centered
+    return Layout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
+
+
+class Run(NamedTuple):
+    """Rows that are packed: `count` from `first` on, whose panels begin at `panel` of `data`."""
+
+    first: int
+    count: int
+    layout: Layout
+    panel: int
+    data: torch.Tensor
+
+
+class GroupedPanels:
+    """Takes the rows of a matrix in parts, and gives the packed whole."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        self.outputs, self.inputs = outputs, inputs
+        self.rows_left = outputs
+        self._runs: list[Run] = []
+        self._loose: list[tuple[int, QuantizedWeight]] = []
+        self._whole: dict[Layout, torch.Tensor] = {}
+
+    def add(self, weight: QuantizedWeight, first: int) -> None:
+        """Takes rows from `first` on.
+
+        Raises:
+            WeightLoadError: rows before these have a kernel, and these have none.
+        """
+        count = len(weight.values)
+        self.rows_left -= count
+        layout = layout_of(weight)
+        if layout is None:
+            raise WeightLoadError(
+                f"rows {first} to {first + count} of a matrix are quantized in groups of"
+                f" {weight.group_size}, unlike those before them: give all rows groups of a"
+                f" multiple of {UNIT}"
+            )
+        if first % PANEL or (count % PANEL and first + count < self.outputs):
+            self._loose.append((first, weight))
+            return
+        # Why room for all rows: most matrices are stored alike, and need no copy then. What nobody
+        # writes takes no memory.
+        panels = -(-self.outputs // PANEL)
+        data = self._whole.setdefault(layout, self._room(panels * self._step(layout), 1))
+        pack(weight, layout, data, self._start(1) + first // PANEL * self._step(layout))
+        self._runs.append(Run(first, count, layout, first // PANEL, data))
+
+    def _step(self, layout: Layout) -> int:
+        """Bytes of a panel."""
+        return kernels.panel_bytes(*layout, self.inputs)
+
+    @staticmethod
+    def _start(parts: int) -> int:
+        return 8 * (HEAD + parts * RECORD)
+
+    def _room(self, size: int, parts: int) -> torch.Tensor:
+        return torch.empty(self._start(parts) + size, dtype=torch.uint8)
+
+    def _pack_loose(self) -> None:
+        """Packs rows that fill no whole panels, together with those beside them."""
+        in_order = sorted(self._loose, key=lambda it: it[0])
+        for layout, group in groupby(in_order, lambda it: layout_of(it[1])):
+            assert layout is not None
+            for following in _neighbours(list(group)):
+                whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
+                count = len(whole.values)
+                data = self._room(-(-count // PANEL) * self._step(layout), 1)
+                pack(whole, layout, data, self._start(1))
+                self._runs.append(Run(following[0][0], count, layout, 0, data))
+
+    def finish(self) -> torch.Tensor:
+        """All rows, [bytes] uint8."""
+        self._pack_loose()
+        parts: list[list[Run]] = []
+        for run in sorted(self._runs):
+            last = parts[-1][-1] if parts else None
+            beside = last is not None and last.data is run.data and last.layout == run.layout
+            if beside and last.panel + last.count // PANEL == run.panel:
+                parts[-1].append(run)
+            else:
+                parts.append([run])
+        sizes = [-(-sum(run.count for run in runs) // PANEL) for runs in parts]
+        if len(parts) == 1:
+            data = parts[0][0].data
+        else:
+            steps = [self._step(runs[0].layout) for runs in parts]
+            data = self._room(sum(map(int.__mul__, sizes, steps)), len(parts))
+        words, start, panel = data.view(torch.int64), self._start(len(parts)), 0
+        words[: HEAD + len(parts) * RECORD] = 0
+        for i, (runs, panels) in enumerate(zip(parts, sizes, strict=True)):
+            (first, _, layout, place, source), step = runs[0], self._step(runs[0].layout)
+            if len(parts) > 1:
+                at = self._start(1) + place * step
+                data[start : start + panels * step] = source[at : at + panels * step]
+            count = sum(run.count for run in runs)
+            numbers = [
+                panel, panels, start, step, layout.shift, kernels.header_bytes(*layout),
+                most_grouped(CURRENT), first, count, *kernels.functions(layout.form),
+            ]  # fmt: skip
+            at = HEAD + i * RECORD
+            words[at : at + RECORD] = torch.tensor(numbers, dtype=torch.int64)
+            panel, start = panel + panels, start + panels * step
+        whole = int(panel * PANEL == self.outputs)
+        words[:5] = torch.tensor([len(parts), panel, self.outputs, whole, self.inputs])
+        return data
+
+
+Rows = list[tuple[int, QuantizedWeight]]
+"""The first of some rows, and these."""
+
+
+def _neighbours(rows: Rows) -> list[Rows]:
+    """Runs of rows that follow each other without a gap."""
+    found: list[Rows] = []
+    stop = -1
+    for first, weight in rows:
+        if first != stop:
+            found.append([])
+        found[-1].append((first, weight))
+        stop = first + len(weight.values)
+    return found
+
+
+def pack(weight: QuantizedWeight, layout: Layout, data: torch.Tensor, start: int) -> None:
+    """Writes a weight's panels into `data` from byte `start` on."""
+    form, shift = layout
+    inputs = weight.values.shape[1]
+    panels, blocks = -(-len(weight.values) // PANEL), -(-inputs // BLOCK)
+    step, header = kernels.panel_bytes(form, shift, inputs), kernels.header_bytes(form, shift)
+    codes = codes_of(weight) if form.table else weight.values.view(torch.uint8)
+    codes = F.pad(codes, (0, -inputs % UNIT)).contiguous()
+    flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
+    kernels.pack_codes(
+        codes.numpy().view("u4"), data.numpy(), start, step, header, form.bits, flip, num_workers()
+    )
+
+    def of_panels(numbers: torch.Tensor, groups: int) -> torch.Tensor:
+        """[N, G] -> bytes [panels, blocks, groups of a block, those of 16 outputs]."""
+        padding = (0, blocks * groups - numbers.shape[1], 0, panels * PANEL - len(numbers))
+        cut = F.pad(numbers, padding).view(panels, PANEL, blocks, groups)
+        return cut.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
+
+    taken = weight.zeros if form.offset == ZEROS else weight.mins
+    if form.levels == 2:
+        groups = UNITS * form.halves
+        each = [(weight.factors, 1), (weight.min_factors, 1), (weight.scales, groups)]
+        lines = [of_panels(n, count) for n, count in (*each, (taken, groups)) if n is not None]
+        factors = torch.ones(len(weight.values), 1)
+    else:
+        numbers = [weight.scales] if taken is None else [weight.scales, taken]
+        relative = numbers[: 1 + (form.offset == MINS)]
+        exact = torch.stack([(n.half().float() == n).all(1) for n in relative]).all(0)
+        factors = torch.where(exact, 1.0, row_factors(torch.cat(relative, 1))).unsqueeze(1)
+        numbers[: len(relative)] = [n / factors for n in relative]
+        times = -(-weight.group_size // (UNIT << shift))  # a group that is longer has several
+        each = [of_panels(n.half().repeat_interleave(times, 1), UNITS >> shift) for n in numbers]
+        lines = [torch.cat(each, 3)]
+    head = torch.cat([line.flatten(2) for line in lines], 2)
+    at_blocks = data.as_strided(
+        head.shape, (step, header + UNITS * form.bits * LINE, 1), start + LINE
+    )
+    at_blocks.copy_(head)
+    of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % PANEL)).view(-1, PANEL).view(torch.uint8)
+    data.as_strided((panels, LINE), (step, 1), start).copy_(of_outputs)
+
+
+def grouped_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A bias, zeros if there is none, padded part by part as the panels are."""
+    words = data.view(torch.int64)
+    padded = torch.zeros(PANEL * int(words[kernels.ALL_PANELS]))
+    for i in range(int(words[kernels.PARTS]) if bias is not None else 0):
+        part = words[HEAD + i * RECORD : HEAD + (i + 1) * RECORD].tolist()
+        at, first, count = part[kernels.BEFORE] * PANEL, part[kernels.FIRST], part[kernels.COUNT]
+        padded[at : at + count] = bias[first : first + count]
+    return padded

@@ -1,0 +1,129 @@
+"""Linear layers with weights in groups, against the plain layer: all forms, rows and parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine.kernels.cpu_grouped import PARTS
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
+from nanoengine.layers.grouped_panels import layout_of
+from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized_weight import QuantizedWeight
+from tests.support.grouped_weights import FORMS, make_weight
+
+CPU = torch.device("cpu")
+
+
+def loaded(kind, weights: list[QuantizedWeight], activations: str = "int8", order=None):
+    """A layer of these rows, which come in this order, the last first if it is -1."""
+    outputs = sum(len(weight.values) for weight in weights)
+    method = kind(
+        "layer", bits=weights[0].bits, group_size=weights[0].group_size, activations=activations
+    )
+    method.create((outputs, weights[0].values.shape[1]), torch.float32, CPU)
+    first, given = 0, []
+    for weight in weights:
+        given.append((weight, first))
+        first += len(weight.values)
+    for weight, first in given[::order]:
+        method.load_quantized(weight, first)
+    return method
+
+
+def parts_of(method: CPUQuantizedLinear) -> int:
+    assert method.form == "grouped"
+    return int(method.values.view(torch.int64)[PARTS])
+
+
+def inputs_of(rows: int, size: int) -> torch.Tensor:
+    """Among them the largest sums that a 16-bit lane may see, and a row without a scale."""
+    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(4))
+    x[0], x[1] = 1.0, torch.where(torch.arange(size) % 2 == 0, -1.0, 1.0)
+    x[2] = 0
+    return x
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Output by output, since some have much larger scales."""
+    size = expected.abs().amax(0)
+    assert ((found - expected).abs() <= 1e-5 * size).all()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_gives_what_the_plain_layer_gives(name):
+    inputs = 288 if name == "groups of 96" else 512
+    weight = make_weight(name, 50, inputs)
+    plain, fast = (loaded(kind, [weight]) for kind in (QuantizedLinear, CPUQuantizedLinear))
+    x, bias = inputs_of(40, inputs), torch.randn(50)
+    whole = fast.apply(x, bias)
+    assert parts_of(fast) == 1
+    assert_close(whole, plain.apply(x, bias))
+    for rows in (0, 1, 2, 3, 5, 8, 9, 33):
+        assert torch.equal(fast.apply(x[:rows], bias), whole[:rows]), "other bits in a batch"
+    exact = loaded(CPUQuantizedLinear, [weight], "float")
+    ids = torch.tensor([49, 0, 16, 0])
+    assert torch.equal(exact.rows(ids), weight.dequantized()[ids])
+    assert torch.equal(plain.rows(ids), weight.dequantized()[ids])
+    assert_close(exact.apply(x, bias), F.linear(x, weight.dequantized(), bias))
+    assert torch.equal(exact.apply(x[3:4], bias), exact.apply(x, bias)[3:4])
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("Q8_0", 96), ("Q4_0", 896), ("Q4_0", 32)])
+def test_a_block_need_not_be_whole(name, inputs):
+    weight = make_weight(name, 32, inputs)
+    plain, fast = (loaded(kind, [weight]) for kind in (QuantizedLinear, CPUQuantizedLinear))
+    x = inputs_of(9, inputs)
+    assert_close(fast.apply(x, None), plain.apply(x, None))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("activations", ["int8", "float"])
+@pytest.mark.parametrize(
+    ("rows", "names", "parts"),
+    [
+        ((64, 32, 32), ("Q4_K", "Q4_K", "Q6_K"), 2),
+        ((64, 32, 32), ("Q4_K", "Q5_K", "Q6_K"), 3),
+        ((64, 32, 32), ("Q4_K", "Q6_K", "Q4_K"), 3),
+        ((64, 32, 16), ("Q8_0", "Q8_0", "Q8_0"), 1),
+        ((24, 8, 8), ("Q4_K", "Q4_K", "Q6_K"), 2),
+        ((24, 8, 8), ("Q4_K", "Q4_K", "Q4_K"), 2),
+        ((24, 8, 2), ("Q4_K", "Q4_K", "Q4_K"), 2),
+        ((8, 8, 8), ("Q4_K", "Q4_K", "Q4_K"), 2),
+        ((8, 4, 8), ("Q4_K", "Q4_K", "Q4_K"), 1),
+        ((48, 16, 5), ("Q5_0", "Q4_0", "Q4_0"), 2),
+    ],
+)
+def test_rows_may_differ_in_form(rows, names, parts, activations, order):
+    weights = [
+        make_weight(n, r, 256, seed=i) for i, (n, r) in enumerate(zip(names, rows, strict=True))
+    ]
+    plain, fast = (
+        loaded(kind, weights, activations, order) for kind in (QuantizedLinear, CPUQuantizedLinear)
+    )
+    assert parts_of(fast) == parts
+    x, bias = inputs_of(9, 256), torch.randn(sum(rows))
+    assert_close(fast.apply(x, bias), plain.apply(x, bias))
+    assert torch.equal(fast.apply(x[4:5], bias), fast.apply(x, bias)[4:5])
+    ids = torch.arange(sum(rows)).flip(0)
+    expected = torch.cat([weight.dequantized() for weight in weights])[ids]
+    assert torch.equal(fast.rows(ids), expected)
+
+
+def test_what_has_no_form_is_computed_in_plain_torch():
+    weight = make_weight("Q4_0", 32, 64, size=8)
+    assert layout_of(weight) is None
+    fast, plain = loaded(CPUQuantizedLinear, [weight]), loaded(QuantizedLinear, [weight])
+    assert not fast.has_kernel
+    x = inputs_of(4, 64)
+    assert torch.equal(fast.apply(x, None), plain.apply(x, None))
+
+
+def test_the_largest_output_is_found():
+    fast = loaded(CPUQuantizedLinear, [make_weight("Q6_K", 50, 256)])
+    x = inputs_of(5, 256)
+    ids, largest = fast.argmax(x)
+    out = fast.apply(x, None)
+    assert torch.equal(largest, out.amax(1))
+    assert torch.equal(ids, out.argmax(1))

@@ -1,0 +1,90 @@
+"""Tiles of grouped weights under every instruction set that this CPU can run: the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.kernels.cpu_grouped import header_bytes, panel_bytes
+from nanoengine.kernels.grouped_tiles import grouped_floats, grouped_tile, most_grouped
+from nanoengine.kernels.isa import ISAS
+from nanoengine.kernels.tiles import PANEL
+from nanoengine.layers.grouped_panels import layout_of, pack
+from nanoengine.layers.quantized_weight import of_groups
+from tests.support.grouped_weights import make_weight
+from tests.support.tile_functions import Compiled, runnable
+
+pytestmark = pytest.mark.guards(
+    "nanoengine/kernels/*tiles.py",
+    "nanoengine/kernels/emit.py",
+    "nanoengine/kernels/isa.py",
+    "nanoengine/kernels/cpu_grouped.py",
+    "nanoengine/layers/grouped_panels.py",
+    "tests/support/grouped_weights.py",
+    "tests/support/tile_functions.py",
+)
+
+INPUTS, ROWS = 512, 8
+RANDOM = np.random.default_rng(2)
+X = RANDOM.integers(-127, 128, (ROWS, INPUTS)).astype(np.int8)
+X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest sums there are
+X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in (ROWS, PANEL))
+DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
+# One of each number of bits, of levels, of halves, of offsets, and a table: what tiles differ in.
+NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "GPTQ 4", "GPTQ 8"]
+
+
+def offsets() -> np.ndarray:
+    """What `quantize_rows` gives of X."""
+    halves = X.reshape(ROWS, -1, 2, 16).astype(np.int32).sum(3)
+    found = np.stack((halves.sum(2), halves[:, :, 0], halves[:, :, 1]), 2)
+    return (-8 * found).reshape(ROWS, -1).astype(np.int32)
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_every_instruction_set_gives_the_same_bits(form):
+    weight = make_weight(form, PANEL, INPUTS)
+    layout = layout_of(weight)
+    assert layout is not None
+    data = torch.empty(panel_bytes(*layout, INPUTS), dtype=torch.uint8)
+    pack(weight, layout, data, 0)
+    units, header = INPUTS // 32, header_bytes(*layout)
+    of_inputs, place = offsets(), (units, layout.shift, header)
+
+    grouped = torch.from_numpy(X).double().unflatten(1, (-1, weight.group_size))
+    values = weight.values.double().unflatten(1, (-1, weight.group_size))
+    if weight.zeros is not None:
+        values = values - weight.zeros.double().unsqueeze(2)
+    sums = torch.einsum("rgi,ogi->rog", grouped, values)
+    exact = (sums * of_groups(weight.scales, weight.factors).double()).sum(2)
+    if weight.mins is not None:
+        mins = of_groups(weight.mins, weight.min_factors).double()
+        exact -= grouped.sum(2) @ mins.T
+    exact = exact.numpy() * X_SCALES[:, None] + BIAS
+
+    seen = None
+    for name in DISTINCT.values():
+        try:
+            isa = runnable(name)
+        except pytest.skip.Exception:
+            continue
+        floats = Compiled(lambda module, isa=isa: grouped_floats(module, isa, *layout.form))
+        found = np.zeros((INPUTS, PANEL), np.float32)
+        floats(data.numpy(), *place, found)
+        np.testing.assert_array_equal(found.T, weight.dequantized().numpy())
+        for rows in {1, most_grouped(isa)}:
+            tile = Compiled(
+                lambda module, r=rows, isa=isa: grouped_tile(module, isa, *layout.form, r)
+            )
+            out = np.zeros((rows, PANEL), np.float32)
+            tile(X, INPUTS, of_inputs, 3 * units, X_SCALES, data.numpy(), *place, BIAS, out,
+                 PANEL, 0, 0)  # fmt: skip
+            size = np.abs(exact).max(0)
+            assert (np.abs(out - exact[:rows]) <= 1e-5 * size).all(), name
+            if seen is None:
+                seen = out
+            np.testing.assert_array_equal(out[0], seen[0], name)
+            shared = min(len(out), len(seen))
+            np.testing.assert_array_equal(out[:shared], seen[:shared], name)
+            seen = out if len(out) > len(seen) else seen

@@ -1,0 +1,364 @@
+"""GGUF files of every architecture: logits are those of transformers on the numbers in the file.
+
+`tests/support/gguf_files.py` writes them as llama.cpp's converter does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.find import resolve_model
+from nanoengine.checkpoint.gguf_models import ARCHITECTURES
+from nanoengine.checkpoint.quantization import resolve_quantization
+from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
+from nanoengine.jobs.manifest import describe_engine
+from nanoengine.settings.config import EngineConfig
+from tests.support.engines import greedy, make_engine, run, tokens
+from tests.support.gguf_files import make_gguf
+from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts
+
+PROMPTS = random_prompts(21, 1, 40)
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1 + 0.1 * n for n in range(8)], "long_factor": [2 + 0.5 * n for n in range(8)],
+}  # fmt: skip
+PHI3 = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "gemma3": (
+        "gemma3",
+        {"query_pre_attn_scalar": 32, "num_hidden_layers": 7,
+         "layer_types": [SLIDING] * 5 + [FULL, SLIDING]},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, **PHI3}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "granite": ("granite", {}),
+    "granitemoe": ("granitemoe", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "olmoe": ("olmoe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 5, "no_rope_layers": None, "no_rope_layer_interval": 4},
+    ),
+    "exaone4": ("exaone4", {}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": False}),
+    "glm4": ("glm4", {}),
+    "lfm2": ("lfm2", {}),
+    "arcee": ("arcee", {"mlp_bias": False}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+}  # fmt: skip
+"""Name -> a family and what its config must say so that a GGUF file can hold it."""
+
+TYPES = [
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS",
+]  # fmt: skip
+
+
+def mixed(name: str) -> str:
+    """The types of a file in Q4_K_M, which differ within what is multiplied as one."""
+    if name.startswith(("token_embd", "output")) or name.endswith(("_v.weight", "ffn_down.weight")):
+        return "Q6_K"
+    return "Q4_K"
+
+
+def partly(name: str) -> str:
+    """A matrix of floats beside quantized ones with which it is multiplied."""
+    return "F16" if name.endswith(("attn_k.weight", "ffn_up.weight")) else "Q8_0"
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in PROMPTS])
+
+
+def found_logits(path: Path, option: str | None = None, **fields: Any) -> torch.Tensor:
+    config = load_model_config(path)
+    quantization = resolve_quantization(option, config.quantization, device="cpu")
+    kernels = cpu_kernels(torch.float32, quantization)
+    return all_logits(build(path, kernels=kernels, **fields), PROMPTS)
+
+
+def often(names: Iterable[str], *always: str) -> list[Any]:
+    """Names as parameters, of which all but `always` run where what reads a file has changed."""
+    rarely = pytest.mark.guards("nanoengine/checkpoint/*.py", "nanoengine/layers/*.py")
+    return [pytest.param(name, marks=() if name in always else rarely) for name in names]
+
+
+@pytest.mark.parametrize("case", often(CASES, "llama", "qwen3", "gemma3", "phi3 longrope"))
+def test_every_architecture(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    model = make_gguf(tmp_path / "m.gguf", family, **overrides)
+    expected = logits_of(model)
+    # Why 64: longrope's lists are chosen by the engine's length, in transformers by the prompt's.
+    fields = {"max_positions": 64} if case == "phi3 longrope" else {}
+    assert (found_logits(tmp_path / "m.gguf", **fields) - expected).abs().max() < 2e-4
+
+
+def test_every_row_has_a_case() -> None:
+    known = {name for name, _ in CASES.values()}
+    rows = {name.replace("-", "_") for name in ARCHITECTURES}
+    named = {"command_r": "cohere", "gpt_oss": "gpt_oss", "qwen2moe": "qwen2_moe"}
+    named |= {"qwen3moe": "qwen3_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+    assert {named.get(name, name) for name in rows} <= known
+
+
+@pytest.mark.parametrize("type", often(TYPES, "Q4_0"))
+def test_every_type_with_activations_as_they_are(type: str, tmp_path: Path) -> None:
+    model = make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: type, **WIDE)
+    found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
+    assert (found - logits_of(model)).abs().max() < 1e-4
+
+
+QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
+    "Q4_K_M": ("llama", {**WIDE, "tie_word_embeddings": True}, mixed),
+    "some floats": ("qwen2", {}, partly),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, lambda name: "Q8_0"),
+    "gpt_oss": ("gpt_oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0"),
+    "gemma3": CASES["gemma3"] + (lambda name: "Q4_0",),
+    "phi3": ("phi3", {}, lambda name: "Q5_1"),
+    "granite": ("granite", {}, lambda name: "Q8_0"),
+    "lfm2": ("lfm2", {}, lambda name: "Q8_0"),
+    "qwen3_5": ("qwen3_5", {}, lambda name: "Q8_0"),
+}
+
+
+@pytest.mark.parametrize("case", often(QUANTIZED, "Q4_K_M", "gpt_oss"))
+def test_files_of_several_types(case: str, tmp_path: Path) -> None:
+    family, overrides, types = QUANTIZED[case]
+    model = make_gguf(tmp_path / "m.gguf", family, types=types, **overrides)
+    expected = logits_of(model)
+    found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
+    assert (found - expected).abs().max() < 2e-4
+    # Activations in int8 are off by a part in 254 of a row's largest, a few per cent in the end.
+    rounded = found_logits(tmp_path / "m.gguf")
+    assert 1e-4 < (rounded - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_floats_of_16_bits_are_a_plain_checkpoint(kind: str, dtype: str, tmp_path: Path) -> None:
+    model = make_gguf(tmp_path / "m.gguf", "qwen3", types=lambda name: kind)
+    config = load_model_config(tmp_path / "m.gguf")
+    assert (config.dtype, config.quantization) == (dtype, None)
+    expected = logits_of(model)
+    assert (found_logits(tmp_path / "m.gguf") - expected).abs().max() < 1e-4
+    rounded = found_logits(tmp_path / "m.gguf", "int8")
+    assert 1e-4 < (rounded - expected).abs().mean() < 0.1
+
+
+def test_an_engine_takes_the_file_and_its_folder(tmp_path: Path) -> None:
+    model = make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: "Q8_0")
+    (tmp_path / "m.gguf").rename(tmp_path / "m" / "m.gguf")
+    (tmp_path / "m" / "config.json").unlink()
+    expected = model.generate(
+        torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )[0, len(PROMPTS[0]) :].tolist()
+    for name, backend in ((tmp_path / "m" / "m.gguf", "auto"), (tmp_path / "m", "naive")):
+        options = {"attention_backend": backend, "quantization": "gguf_weight_only"}
+        engine = make_engine(str(name), dtype="float32", **options)
+        assert tokens(run(engine, [PROMPTS[0]], greedy(8))) == [[expected]]
+        assert engine.info.quantization == "GGUF weights (Q8_0), float activations"
+
+
+# --- what a file says -----------------------------------------------------------------------------
+
+
+def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
+    make_gguf(tmp_path / "m.gguf", family, keys={k.replace("__", "."): v for k, v in keys.items()})
+    return load_model_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention__causal": False}, r"llama\.attention\.causal=False"),
+        ({"rope__scaling__type": "longrope"}, r"llama\.rope\.scaling\.type='longrope'"),
+        ({"rope__dimension_count": 8}, r"rope\.dimension_count=8.*supported: 16"),
+        ({"attention__value_length": 24}, r"attention\.value_length=24"),
+        ({"attention__clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv=8\.0"),
+        ({"rope__dimension_sections": [4, 4, 4, 4]}, r"rope\.dimension_sections"),
+        ({"attention__sliding_window": 8}, "sliding_window=8 is not implemented"),
+        ({"attention__head_count_kv": [2, 1]}, "one number for all layers"),
+        ({"block_count": 0}, r"llama\.block_count=0"),
+        ({"block_count": "two"}, "llama.block_count must be an integer, got 'two'"),
+        ({"embedding_length": None}, "needs hidden_size"),
+        ({"general__type": "mmproj"}, "general.type='mmproj'"),
+        ({"general__architecture": "mamba"}, r"general\.architecture='mamba'.*qwen3moe"),
+    ],
+)
+def test_what_changes_the_maths_is_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_with(tmp_path, **keys)
+
+
+def test_keys_that_ask_for_nothing_are_harmless(tmp_path: Path) -> None:
+    config = config_with(tmp_path, expert_count=0, pooling_type=0, rope__scaling__type="none")
+    assert config == config_with(tmp_path)
+    assert config.architecture == "LlamaForCausalLM"
+
+
+def test_linear_and_yarn_rotations(tmp_path: Path) -> None:
+    scaled = {"rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 128}
+    (rope, *_) = config_with(tmp_path, rope__scaling__type="linear", **scaled).ropes
+    assert (rope.type, rope.factor) == ("linear", 4)
+    (rope, *_) = config_with(tmp_path, rope__scaling__type="yarn", **scaled).ropes
+    assert (rope.type, rope.original_max_position_embeddings, rope.truncate) == ("yarn", 128, True)
+    assert rope.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:
+    words = [f"w{n}" for n in range(256)]
+    words[7], words[8], words[9] = "<|im_end|>", "<|end|>", "<|eot_id|>"
+    kinds = [1] * 256
+    kinds[7] = kinds[8] = 3
+    keys = {"tokenizer__ggml__tokens": words, "tokenizer__ggml__token_type": kinds}
+    keys |= {"tokenizer__ggml__eos_token_id": 2, "tokenizer__ggml__eot_token_id": 7}
+    config = config_with(tmp_path, general__sampling__temp=0.5, general__sampling__top_k=9, **keys)
+    assert config.eos_token_ids == (2, 7, 8)  # the 9th is a word of a text
+    assert config.generation_defaults == {"temperature": 0.5, "top_k": 9}
+    words[10], words[11] = "<|return|>", "<|call|>"
+    kinds[10] = kinds[11] = 3
+    config = config_with(tmp_path, **keys)
+    assert config.eos_token_ids == (2, 7, 10, 11)
+
+
+def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
+    config = config_with(tmp_path, family="qwen3", nextn_predict_layers=1)
+    assert (config.num_hidden_layers, config.left_out) == (1, r"model\.layers\.(1)\.")
+    assert len(build(tmp_path / "m.gguf").model.layers) == 1
+
+
+def test_tensors_that_do_not_match_are_named(tmp_path: Path) -> None:
+    config_with(tmp_path)
+    config = load_model_config(tmp_path / "m.gguf")
+    from nanoengine.models.loader import load_model
+    from tests.support.model_helpers import make_context
+
+    more = replace(config, num_hidden_layers=3, ropes=config.ropes * 2,
+                   sliding_windows=(None,) * 3)  # fmt: skip
+    with pytest.raises(WeightLoadError, match=r"missing: model\.layers\.2\."):
+        load_model(more, tmp_path / "m.gguf", context=make_context())
+
+
+# --- options and places ---------------------------------------------------------------------------
+
+
+def test_options_of_quantization(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: "Q4_0")
+    stored = load_model_config(tmp_path / "m.gguf").quantization
+    assert (stored.format, stored.bits) == ("gguf", 4)
+    plain = resolve_quantization(None, stored, device="cpu")
+    assert plain == resolve_quantization("gguf", stored, device="cpu")
+    assert (plain.activations, str(plain)) == ("int8", "GGUF weights (Q4_0), int8 activations")
+    exact = resolve_quantization("gguf_weight_only", stored, device="cpu")
+    assert exact.activations == "float"
+    for option in ("int8", "int4_weight_only"):
+        with pytest.raises(ConfigError, match=r"quantized already, in Q4_0.*gguf_weight_only"):
+            resolve_quantization(option, stored, device="cpu")
+    with pytest.raises(ConfigError, match="stored as gguf"):
+        resolve_quantization("awq", stored, device="cpu")
+    with pytest.raises(ConfigError, match="stored as floats"):
+        resolve_quantization("gguf", None, device="cpu")
+    with pytest.raises(ConfigError, match="runs on the CPU only"):
+        resolve_quantization(None, stored, device="cuda")
+
+
+def test_a_batch_knows_its_file(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf", "llama")
+    config = EngineConfig(model=str(tmp_path / "m.gguf"))
+    before = describe_engine(config, resolve_model(config), "m")["model"]["files"]
+    assert list(before) == ["m.gguf"]
+    make_gguf(tmp_path / "m.gguf", "llama", seed=1)
+    assert describe_engine(config, resolve_model(config), "m")["model"]["files"] != before
+
+
+FILES = [
+    "README.md", "a-Q4_K_M.gguf", "a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf",
+    "a-IQ4_XS.gguf", "a-UD-IQ4_XS.gguf", "mmproj-a-Q8_0.gguf", "BF16/a-BF16.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("me/a:Q4_K_M", ["a-Q4_K_M.gguf"]),
+        ("me/a:q8_0", ["a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"]),
+        ("me/a/a-IQ4_XS.gguf", ["a-IQ4_XS.gguf"]),
+        ("me/a/BF16/a-BF16.gguf", ["BF16/a-BF16.gguf"]),
+        ("me/a:UD-IQ4_XS", ["a-UD-IQ4_XS.gguf"]),
+    ],
+)
+def test_a_file_of_the_hub(
+    model: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = mock_hub(tmp_path, monkeypatch, FILES)
+    assert resolve_model(EngineConfig(model=model, revision="r")) == tmp_path / wanted[0]
+    assert asked == [("me/a", "r", wanted)]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("me/a:IQ4_XS", "names 2 GGUF files of me/a.*it has: BF16/a-BF16.gguf, a-IQ4_XS.gguf"),
+        ("me/a:Q5_K", "names no GGUF files"),
+        ("me/a", "names 5 GGUF files of me/a, where one is wanted, such as me/a:Q4_K_M"),
+        ("me/a/b.gguf", "names no GGUF files"),
+        ("./me/a.gguf", "model file './me/a.gguf' does not exist"),
+    ],
+)
+def test_which_file_of_the_hub_is_not_guessed(
+    model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mock_hub(tmp_path, monkeypatch, FILES)
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(EngineConfig(model=model))
+
+
+def mock_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, files: list[str]
+) -> list[tuple[str, str | None, list[str]]]:
+    """A hub with one repository; what was downloaded of it."""
+    import huggingface_hub
+
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "list_repo_files", lambda self, name, revision: files
+    )
+    return asked

@@ -1,0 +1,371 @@
+"""Tiny GGUF files, made of tiny checkpoints of transformers by the `gguf` package.
+
+Tensors and keys are those that llama.cpp's converter writes for the same checkpoint; rows of
+queries and keys, norms and experts change as they do there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.checkpoints import make_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.embedding_norm": "token_embd_norm",
+    "input_layernorm": "attn_norm", "operator_norm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
+BEHIND = {"post_attention_layernorm": "post_attention_norm"}
+BOTH = BEHIND | {
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+GLM = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, str]]] = {
+    "cohere": ("command-r", {}), "exaone4": ("exaone4", BOTH), "gemma2": ("gemma2", BOTH),
+    "gemma3": ("gemma3", BOTH), "glm4": ("glm4", GLM), "gpt_oss": ("gpt-oss", BEHIND),
+    "granitemoe": ("granitemoe", {}), "mistral": ("llama", {}), "mixtral": ("llama", {}),
+    "olmo2": ("olmo2", BOTH), "olmo3": ("olmo2", BOTH), "qwen2_moe": ("qwen2moe", {}),
+    "qwen3_5": ("qwen35", BEHIND), "qwen3_5_moe": ("qwen35moe", BEHIND),
+    "qwen3_moe": ("qwen3moe", {}), "seed_oss": ("seed_oss", BEHIND),
+}  # fmt: skip
+"""Family -> its `general.architecture`, where it has another name, and names of its own."""
+
+PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
+"""Architectures whose queries and keys are stored so that neighbours turn together."""
+CENTERED = ("gemma2", "gemma3", "qwen35", "qwen35moe")
+"""Those whose norms are stored plus 1."""
+EXACT = (
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    "shortconv.conv.weight",
+    "ssm_conv1d.weight",
+)
+"""Matrices that converters never quantize."""
+NORMS = ("attn_norm.weight", "ffn_norm.weight", "output_norm.weight", "attention_norm.weight",
+         "post_ffw_norm.weight", "q_norm.weight", "k_norm.weight")  # fmt: skip
+NO_HEAD_DIM = ("granite", "granitemoe", "phi3")
+TURNED = (*PAIRED, "qwen35", "qwen35moe", "phi3", "glm4", "cohere2")
+"""Those that say how many dimensions of a head turn."""
+WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2")
+PATTERNS = ("olmo2", "exaone4")
+SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+}  # fmt: skip
+FURTHER = {
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gpt-oss": {"expert_feed_forward_length": "intermediate_size"},
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen35": DELTA,
+    "qwen35moe": DELTA | {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "lfm2": {"shortconv.l_cache": "conv_L_cache"},
+    "command-r": {"logit_scale": "logit_scale"},
+    "cohere2": {"logit_scale": "logit_scale"},
+    "granite": SCALES,
+    "granitemoe": SCALES,
+}  # fmt: skip
+"""Architecture -> further keys, and what they are called in the config."""
+NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def make_gguf(
+    path: Path,
+    family: str,
+    *,
+    types: Callable[[str], str] = lambda name: "F32",
+    keys: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Writes a random model of `family` to `path`, and returns it with the numbers that are there.
+
+    Args:
+        types: a matrix's name in the file -> its type; vectors and routers stay F32.
+        keys: of the metadata, in place of others or besides; None: left out.
+        overrides: see `make_checkpoint`.
+    """
+    directory = path.with_suffix("")
+    model = make_checkpoint(directory, family, **overrides)
+    architecture, names = ARCHITECTURES.get(family, (family, {}))
+    stored = load_file(directory / "model.safetensors")
+    # Where each number goes: the same changes, made to places.
+    places, flat = Tensors(), torch.cat([tensor.flatten() for tensor in stored.values()]).float()
+    for name, tensor in stored.items():
+        first = sum(place.numel() for place in places.values())
+        places[name] = torch.arange(first, first + tensor.numel()).view(tensor.shape)
+    writer = gguf.GGUFWriter(path, architecture)
+    written = {f"{architecture}.{k}": v for k, v in metadata(model.config, architecture).items()}
+    written |= {k if "general." in k or "tokenizer." in k else f"{architecture}.{k}": v
+                for k, v in (keys or {}).items()}  # fmt: skip
+    for key, value in written.items():
+        if value is not None:
+            write_key(writer, key, value)
+    for name, place in converted(places, architecture, model.config):
+        ours = gguf_name(name, NAMES | names)
+        data = flat[place].numpy()
+        is_matrix = place.dim() > 1 and not ours.endswith((*EXACT, ".bias"))
+        kind = types(ours) if is_matrix else "F32"
+        if ours.endswith(".ssm_a"):
+            data = -np.exp(data)
+        elif architecture in CENTERED and ours.endswith(NORMS):
+            data = data + 1
+        elif kind != "F32":
+            data = blocks(data, kind)
+            flat[place] = torch.from_numpy(gguf.quants.dequantize(data, Type[kind]).copy())
+        writer.add_tensor(ours, data, raw_dtype=None if kind == "F32" else Type[kind])
+    for name, factors in rotations(model.config).items():
+        writer.add_tensor(name, factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = {name: flat[place].clone() for name, place in places.items()}
+    save_file(read, directory / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation=model.config._attn_implementation,
+        experts_implementation="eager",
+    ).eval()  # fmt: skip
+
+
+def gguf_name(name: str, names: Mapping[str, str]) -> str:
+    """What a checkpoint's tensor is called in a GGUF file."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    rest = name[layer.end() :] if layer else name
+    stem, _, end = rest.rpartition(".")
+    if stem == "linear_attn" and layer:  # two vectors of which this is no part
+        return f"blk.{layer[1]}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
+    if end not in ("weight", "bias"):
+        stem, end = rest, "weight"
+    return f"blk.{layer[1]}.{names[stem]}.{end}" if layer else f"{names[stem]}.{end}"
+
+
+def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors that a file holds in place of a checkpoint's; norms are as they were."""
+    stacks: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        where = name.rpartition(".experts.")[0] or name.rpartition(".")[0]
+        if expert := re.search(r"\.experts\.(\d+)\.(\w+)\.weight", name):
+            beside = re.sub(r"block_sparse_moe$", "mlp", where)
+            part = NUMBERED.get(expert[2], expert[2])
+            stacks[f"{beside}.experts.{part}.weight"][int(expert[1])] = tensor
+        elif name.endswith("experts.gate_up_proj") and architecture != "gpt-oss":
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{where}.experts.{part}_proj.weight", half
+        elif name.endswith("experts.gate_up_proj"):  # [E, inputs, outputs]
+            yield f"{where}.experts.gate_proj.weight", tensor.mT[:, ::2]
+            yield f"{where}.experts.up_proj.weight", tensor.mT[:, 1::2]
+        elif name.endswith("experts.gate_up_proj_bias"):
+            yield f"{where}.experts.gate_proj.bias", tensor[:, ::2]
+            yield f"{where}.experts.up_proj.bias", tensor[:, 1::2]
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", tensor.mT if architecture == "gpt-oss" else tensor
+        elif name.endswith("experts.down_proj_bias"):
+            yield f"{where}.experts.down_proj.bias", tensor
+        elif name.endswith("input_linear.weight"):  # granitemoe: [E, 2 I, inputs]
+            mlp = name.replace("block_sparse_moe.input_linear.weight", "mlp.experts")
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{mlp}.{part}_proj.weight", half
+        elif name.endswith("output_linear.weight"):
+            ours = "mlp.experts.down_proj.weight"
+            yield name.replace("block_sparse_moe.output_linear.weight", ours), tensor
+        elif ".linear_attn." in name and not name.endswith("linear_attn.norm.weight"):
+            yield name, tiled(name, tensor, config)
+        elif name.endswith("conv.conv.weight"):
+            yield name, tensor.squeeze(1)
+        elif architecture in PAIRED and re.search(r"\.[qk]_proj\.", name):
+            heads = config.num_attention_heads
+            if ".k_proj." in name:
+                heads = config.num_key_value_heads
+            yield name, tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        else:
+            yield name, tensor
+    for name, stack in stacks.items():
+        yield name, torch.stack([stack[n] for n in range(len(stack))])
+
+
+def tiled(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """Value heads one of each key head after the other, of a layer with linear attention."""
+    key_heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // key_heads
+    tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
+    if name.endswith("out_proj.weight"):
+        return tensor.unflatten(1, (key_heads, each, -1)).transpose(1, 2).flatten(1)
+    keys = 2 * key_heads * key_dim if "qkv" in name or "conv1d" in name else 0
+    values = tensor[keys:].unflatten(0, (key_heads, each, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat((tensor[:keys], values))
+
+
+def metadata(config: Any, architecture: str) -> dict[str, Any]:
+    """The keys of a config, without the architecture before them; None: left out."""
+    given, rope = config.to_dict(), dict(config.rope_parameters or {})
+    sliding = rope.get("sliding_attention", {}).get("rope_theta")
+    rope = rope.get("full_attention", rope)
+    head_dim = given.get("head_dim")
+    found = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": given.get("intermediate_size"),
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": None if architecture in NO_HEAD_DIM else head_dim,
+        "attention.value_length": None if architecture in NO_HEAD_DIM else head_dim,
+        "attention.layer_norm_rms_epsilon": given.get("norm_eps", given.get("rms_norm_eps")),
+        "attention.layer_norm_epsilon": given.get("layer_norm_eps"),
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.freq_base_swa": sliding,
+        "expert_count": given.get("num_local_experts", given.get("num_experts")),
+        "expert_used_count": given.get("num_experts_per_tok"),
+    }
+    if architecture in TURNED:
+        size = head_dim or config.hidden_size // config.num_attention_heads
+        found["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        kind = {
+            "type": rope["rope_type"],
+            "factor": rope["factor"],
+            "original_context_length": rope.get("original_max_position_embeddings"),
+            "yarn_beta_fast": rope.get("beta_fast"),
+            "yarn_beta_slow": rope.get("beta_slow"),
+        }
+        found |= {f"rope.scaling.{key}": value for key, value in kind.items()}  # fmt: skip
+    window, kinds = given.get("sliding_window"), given.get("layer_types")
+    if window is not None and architecture in WINDOWS:
+        found["attention.sliding_window"] = window
+        if architecture in PATTERNS:
+            pattern = [kind == "sliding_attention" for kind in kinds]
+            found["attention.sliding_window_pattern"] = pattern
+    for key, name in FURTHER.get(architecture, {}).items():
+        found[key] = given[name]
+    if architecture == "lfm2":
+        kv_heads = found["attention.head_count_kv"]
+        found["attention.head_count_kv"] = [kv_heads * (kind != "conv") for kind in kinds]
+        inner = int(2 * config.intermediate_size / 3)
+        multiple = config.block_multiple_of
+        found["feed_forward_length"] = multiple * -(-inner // multiple)
+    if "ssm.state_size" in found:
+        found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+        found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
+        found["full_attention_interval"] = given.get("full_attention_interval", 4)
+        found["rope.dimension_sections"] = [11, 11, 10, 0]
+    if architecture == "phi3":
+        found["rope.scaling.original_context_length"] = given.get(
+            "original_max_position_embeddings", 4096
+        )
+    if "long_factor" in rope:
+        scale = config.max_position_embeddings / rope["original_max_position_embeddings"]
+        grown = math.log(scale) / math.log(rope["original_max_position_embeddings"])
+        found["rope.scaling.attn_factor"] = math.sqrt(1 + grown)
+    return found
+
+
+def rotations(config: Any) -> dict[str, np.ndarray]:
+    """Tensors that slow the rotation."""
+    rope = config.rope_parameters or {}
+    if "long_factor" in rope:
+        factors = {"long": rope["long_factor"], "short": rope["short_factor"]}
+        return {
+            f"rope_factors_{name}.weight": np.array(each, np.float32)
+            for name, each in factors.items()
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
+    original = rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((original / waves - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+
+
+def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks of a type: of the numbers, or where the package has no writer for the type, of
+    random ones of mean 0 and about the same size."""
+    if kind not in RANDOM:
+        return gguf.quants.quantize(numbers, Type[kind])
+    place, ratio = RANDOM[kind]
+    inputs, size = gguf.constants.GGML_QUANT_SIZES[Type[kind]]
+    random = np.random.default_rng(numbers.size)
+    shape = (*numbers.shape[:-1], numbers.shape[-1] // inputs)
+    raw = random.integers(0, 256, (*shape, size), np.uint8)
+    scale = 1.0
+    for _ in range(2):  # the second time with the size that was found
+        for part, number in ((place, scale), (place + 2, scale * (ratio or 0))):
+            if ratio or part == place:
+                raw[..., part : part + 2] = np.array([number], "<f2").view(np.uint8)
+        read = gguf.quants.dequantize(raw.reshape(*shape[:-1], -1), Type[kind])
+        scale = numbers.std() / read.std()
+    return raw.reshape(*shape[:-1], -1)
+
+
+RANDOM: dict[str, tuple[int, float | None]] = {
+    "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
+    "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
+}  # fmt: skip
+"""Type without a writer -> where the float16 scale of a block is, and how much larger the scale of
+its mins must be, which is behind it, so that the mean is 0."""
+
+
+def write_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A value as the kind that llama.cpp's converter gives it."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
