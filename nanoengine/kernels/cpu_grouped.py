@@ -75,29 +75,41 @@ def panel_bytes(form: Form, shift: int, num_inputs: int) -> int:
     return LINE + -(-units // UNITS) * header_bytes(form, shift) + units * form.bits * LINE
 
 
+@compiled(fastmath=FASTMATH, part=True)
+def _pack_plane(codes, words, line, place, width):
+    """One plane of a unit of an output: `width` bits of its codes from bit `place` on. Callers give
+    constants, with which the loops are written out."""
+    fours = 8 // width
+    mask = np.uint32(0x01010101 * ((1 << width) - 1))
+    for i in range(width):
+        word = np.uint32(0)
+        for k in range(fours):
+            word |= (codes[fours * i + k] >> np.uint32(place) & mask) << np.uint32(k * width)
+        words[line + (place + i) * PANEL] = word
+
+
 @compiled(fastmath=FASTMATH)
 def _pack_codes(codes, data, first, step, header, bits, flip, lo, hi):
-    words, units = data.view(np.uint32), codes.shape[1] // 8
+    words, units, row = data.view(np.uint32), codes.shape[1] // 8, empty((8,), np.uint32)
     for p in range(lo, hi):
-        for unit in range(units):
-            at = first + p * step + LINE + (unit // UNITS + 1) * header + unit * bits * LINE
-            for j in range(min(PANEL, len(codes) - p * PANEL)):
-                row = codes[p * PANEL + j, 8 * unit : 8 * unit + 8]
-                place, line = 0, at // 4 + j
-                while place < bits:
-                    width = min(bits - place, 8)
-                    if width < 8:
-                        width = 4 if width >= 4 else 2 if width >= 2 else 1
-                    fours = 8 // width
-                    mask = np.uint32(0x01010101) * np.uint32((1 << width) - 1)
-                    for i in range(0, 8, fours):
-                        word = np.uint32(0)
-                        for k in range(fours):
-                            code = (row[i + k] ^ flip) >> np.uint32(place) & mask
-                            word |= code << np.uint32(k * width)
-                        words[line] = word
-                        line += PANEL
-                    place += width
+        for j in range(min(PANEL, len(codes) - p * PANEL)):
+            for unit in range(units):
+                at = first + p * step + LINE + (unit // UNITS + 1) * header + unit * bits * LINE
+                line = at // 4 + j
+                for i in range(8):
+                    row[i] = codes[p * PANEL + j, 8 * unit + i] ^ flip
+                if bits == 8:
+                    _pack_plane(row, words, line, 0, 8)
+                elif bits >= 4:
+                    _pack_plane(row, words, line, 0, 4)
+                else:
+                    _pack_plane(row, words, line, 0, 2)
+                if bits == 6:
+                    _pack_plane(row, words, line, 4, 2)
+                elif bits == 5:
+                    _pack_plane(row, words, line, 4, 1)
+                elif bits == 3:
+                    _pack_plane(row, words, line, 2, 1)
 
 
 @compiled(fastmath=FASTMATH)

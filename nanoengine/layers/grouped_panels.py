@@ -27,14 +27,14 @@ from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, row_fa
 BLOCK = UNIT * UNITS
 
 
-class Layout(NamedTuple):
+class PanelLayout(NamedTuple):
     """How a part is packed: its form, and units that share a scale, as a power of two."""
 
     form: Form
     shift: int
 
 
-def layout_of(weight: QuantizedWeight) -> Layout | None:
+def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     """How this is packed; None: the kernels have no such form."""
     bits, size, inputs = weight.bits, weight.group_size, weight.values.shape[1]
     lowest = -(1 << bits - 1) if weight.lowest is None else weight.lowest
@@ -55,15 +55,15 @@ def layout_of(weight: QuantizedWeight) -> Layout | None:
     offset = ZEROS if weight.zeros is not None else NONE if weight.mins is None else MINS
     table, halves = TABLES.index(weight.table), 2 if size == 16 else 1
     centered = 0 if table else centered
-    return Layout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
+    return PanelLayout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
 
 
-class Run(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows that are packed: `count` from `first` on, whose panels begin at `panel` of `data`."""
 
     first: int
     count: int
-    layout: Layout
+    layout: PanelLayout
     panel: int
     data: torch.Tensor
 
@@ -74,9 +74,9 @@ class GroupedPanels:
     def __init__(self, outputs: int, inputs: int) -> None:
         self.outputs, self.inputs = outputs, inputs
         self.rows_left = outputs
-        self._runs: list[Run] = []
+        self._runs: list[PackedRows] = []
         self._loose: list[tuple[int, QuantizedWeight]] = []
-        self._whole: dict[Layout, torch.Tensor] = {}
+        self._whole: dict[PanelLayout, torch.Tensor] = {}
 
     def add(self, weight: QuantizedWeight, first: int) -> None:
         """Takes rows from `first` on.
@@ -101,9 +101,9 @@ class GroupedPanels:
         panels = -(-self.outputs // PANEL)
         data = self._whole.setdefault(layout, self._room(panels * self._step(layout), 1))
         pack(weight, layout, data, self._start(1) + first // PANEL * self._step(layout))
-        self._runs.append(Run(first, count, layout, first // PANEL, data))
+        self._runs.append(PackedRows(first, count, layout, first // PANEL, data))
 
-    def _step(self, layout: Layout) -> int:
+    def _step(self, layout: PanelLayout) -> int:
         """Bytes of a panel."""
         return kernels.panel_bytes(*layout, self.inputs)
 
@@ -124,12 +124,12 @@ class GroupedPanels:
                 count = len(whole.values)
                 data = self._room(-(-count // PANEL) * self._step(layout), 1)
                 pack(whole, layout, data, self._start(1))
-                self._runs.append(Run(following[0][0], count, layout, 0, data))
+                self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
 
     def finish(self) -> torch.Tensor:
         """All rows, [bytes] uint8."""
         self._pack_loose()
-        parts: list[list[Run]] = []
+        parts: list[list[PackedRows]] = []
         for run in sorted(self._runs):
             last = parts[-1][-1] if parts else None
             beside = last is not None and last.data is run.data and last.layout == run.layout
@@ -179,7 +179,7 @@ def _neighbours(rows: Rows) -> list[Rows]:
     return found
 
 
-def pack(weight: QuantizedWeight, layout: Layout, data: torch.Tensor, start: int) -> None:
+def pack(weight: QuantizedWeight, layout: PanelLayout, data: torch.Tensor, start: int) -> None:
     """Writes a weight's panels into `data` from byte `start` on."""
     form, shift = layout
     inputs = weight.values.shape[1]
