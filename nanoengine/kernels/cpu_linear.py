@@ -41,7 +41,9 @@ AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the
 MOST_FEW = max(FEW)
 DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 ROUNDED = np.uint32 if DOTS else np.float32
-E2M1 = 2  # the form of 4-bit floats, see `linear_dequantized`
+E2M1, E4M3 = 2, 3  # forms of small floats, see `linear_dequantized`
+E4M3_BITS = np.uint32(0x87F00000)  # of an e4m3 float whose fraction ends at bit 20 of a float32,
+E4M3_SCALE = np.float32(2.0**120)  # which is then too small by what the exponents' middles differ
 PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 
 # Why no "reassoc": a result is one chain, whose order gives a row its bits. No "nnan" and "ninf": a
@@ -188,16 +190,24 @@ def _e2m1(code):
 @compiled(fastmath=FASTMATH, part=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
-    groups = size // group_size
+    groups, words = size // group_size, panel.view(np.uint32)
     for g in range(groups):
         at = (p * groups + g) * PANEL
         scale = scales[at : at + PANEL]
         for k in range(g * group_size, (g + 1) * group_size):
             row = panel[k * PANEL : k * PANEL + PANEL]
-            if form == 8:
+            if form == 8 or form == E4M3:
                 line = w[(p * size + k) * PANEL : (p * size + k) * PANEL + PANEL]
-                for j in range(PANEL):
-                    row[j] = np.float32(line[j])
+                if form == 8:
+                    for j in range(PANEL):
+                        row[j] = np.float32(line[j])
+                else:
+                    bits = words[k * PANEL : k * PANEL + PANEL]
+                    for j in range(PANEL):
+                        # The sign, which fills what is left of the byte, and the other seven bits.
+                        bits[j] = np.uint32(np.int32(line[j]) << np.int32(20)) & E4M3_BITS
+                    for j in range(PANEL):
+                        row[j] *= E4M3_SCALE
             else:  # inputs 2 i and 2 i + 1 are the halves of a byte
                 pair = (p * (size // 2) + k // 2) * PANEL
                 line, shift = w[pair : pair + PANEL], np.int8(4 * (k % 2))
@@ -243,10 +253,10 @@ def keep_outputs(room, out):
 
 @compiled(fastmath=FASTMATH)
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
-    """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
+    """`linear` over small numbers with scales, made floats panel by panel: T rows share the work.
 
-    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
-    8) or E2M1; scales, zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias:
+    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, E4M3 (the
+    bits of floats, none of them NaN), 4 (plus 8) or E2M1; scales, zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias:
     padded to panels.
     """
     if len(x) == 0:

@@ -61,13 +61,13 @@ class EngineConfig:
     quantization: (
         Literal[
             "int8", "int4", "int8_weight_only", "int4_weight_only",
-            "gptq", "awq", "compressed-tensors", "mxfp4",
+            "gptq", "awq", "compressed-tensors", "fp8", "mxfp4",
         ]
         | None
     ) = None  # fmt: skip
     """int8, int4: quantize linear layers while loading, and their activations while running; with
     _weight_only activations stay floats. None: as the checkpoint stores them. gptq, awq,
-    compressed-tensors and mxfp4: the same, but refused if the checkpoint has another format."""
+    compressed-tensors, fp8 and mxfp4: the same, but refused if the checkpoint has another format."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
