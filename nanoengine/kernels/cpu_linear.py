@@ -34,6 +34,7 @@ from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
+from nanoengine.kernels.widen import widen_e2m1, widen_e4m3, widen_pairs, widen_whole
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
@@ -42,8 +43,6 @@ MOST_FEW = max(FEW)
 DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 ROUNDED = np.uint32 if DOTS else np.float32
 E2M1, E4M3 = 2, 3  # forms of small floats, see `linear_dequantized`
-E4M3_BITS = np.uint32(0x87F00000)  # of an e4m3 float whose fraction ends at bit 20 of a float32,
-E4M3_SCALE = np.float32(2.0**120)  # which is then too small by what the exponents' middles differ
 PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 
 # Why no "reassoc": a result is one chain, whose order gives a row its bits. No "nnan" and "ninf": a
@@ -177,52 +176,26 @@ def rounded(bits):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _e2m1(code):
-    """Twice the small float that 4 bits stand for: a sign, two bits of exponent, one of fraction.
-
-    Why not a table: this becomes a few instructions for many numbers at once.
-    """
-    size = code & np.int8(7)
-    size += np.int8(size > 4) + np.int8(size > 5) + np.int8(3) * np.int8(size > 6)
-    return -size if code & np.int8(8) else size
-
-
-@compiled(fastmath=FASTMATH, part=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
-    groups, words = size // group_size, panel.view(np.uint32)
+    groups, none = size // group_size, np.zeros(PANEL, np.float32)
+    has_zeros = len(zeros) > 0
+    zeros = zeros if has_zeros else none
     for g in range(groups):
         at = (p * groups + g) * PANEL
-        scale = scales[at : at + PANEL]
+        z = at if has_zeros else 0
         for k in range(g * group_size, (g + 1) * group_size):
-            row = panel[k * PANEL : k * PANEL + PANEL]
-            if form == 8 or form == E4M3:
-                line = w[(p * size + k) * PANEL : (p * size + k) * PANEL + PANEL]
-                if form == 8:
-                    for j in range(PANEL):
-                        row[j] = np.float32(line[j])
-                else:
-                    bits = words[k * PANEL : k * PANEL + PANEL]
-                    for j in range(PANEL):
-                        # The sign, which fills what is left of the byte, and the other seven bits.
-                        bits[j] = np.uint32(np.int32(line[j]) << np.int32(20)) & E4M3_BITS
-                    for j in range(PANEL):
-                        row[j] *= E4M3_SCALE
-            else:  # inputs 2 i and 2 i + 1 are the halves of a byte
-                pair = (p * (size // 2) + k // 2) * PANEL
-                line, shift = w[pair : pair + PANEL], np.int8(4 * (k % 2))
-                if form == 4:
-                    for j in range(PANEL):
-                        row[j] = np.float32(((line[j] >> shift) & np.int8(15)) - np.int8(8))
-                else:
-                    for j in range(PANEL):
-                        row[j] = np.float32(_e2m1((line[j] >> shift) & np.int8(15)))
-            if len(zeros):
-                zero = zeros[at : at + PANEL]
-                for j in range(PANEL):
-                    row[j] -= zero[j]
-            for j in range(PANEL):
-                row[j] *= scale[j]
+            line, to = (p * size + k) * PANEL, k * PANEL
+            # Inputs 2 i and 2 i + 1 of 4 bits are the halves of a byte.
+            pair, shift = (p * (size // 2) + k // 2) * PANEL, k % 2 * 4
+            if form == 8:
+                widen_whole(w, line, 0, zeros, z, scales, at, panel, to)
+            elif form == E4M3:
+                widen_e4m3(w, line, 0, zeros, z, scales, at, panel, to)
+            elif form == 4:
+                widen_pairs(w, pair, shift, zeros, z, scales, at, panel, to)
+            else:
+                widen_e2m1(w, pair, shift, zeros, z, scales, at, panel, to)
 
 
 @compiled(fastmath=FASTMATH)
