@@ -30,6 +30,7 @@ import numpy as np
 from numba import types
 
 from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.arrays import zeros as new_zeros
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
@@ -178,9 +179,9 @@ def rounded(bits):
 @compiled(fastmath=FASTMATH, part=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
-    groups, none = size // group_size, np.zeros(PANEL, np.float32)
-    has_zeros = len(zeros) > 0
-    zeros = zeros if has_zeros else none
+    groups, has_zeros = size // group_size, len(zeros) > 0
+    if not has_zeros:
+        zeros = new_zeros((PANEL,), np.float32)
     for g in range(groups):
         at = (p * groups + g) * PANEL
         z = at if has_zeros else 0
@@ -228,9 +229,9 @@ def keep_outputs(room, out):
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
     """`linear` over small numbers with scales, made floats panel by panel: T rows share the work.
 
-    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, E4M3 (the
-    bits of floats, none of them NaN), 4 (plus 8) or E2M1; scales, zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias:
-    padded to panels.
+    w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
+    8), E4M3 (the bits of floats, none of them NaN) or E2M1; scales, zeros: flat float32 [panels,
+    groups, 16], no zeros: an empty array; bias: padded to panels.
     """
     if len(x) == 0:
         return  # or each panel would be made floats for nobody

@@ -377,10 +377,10 @@ def test_an_option_may_name_the_format_that_the_checkpoint_has() -> None:
             resolve(option, other)
 
 
-def test_a_gpu_is_refused() -> None:
-    for option, stored in itertools.product(("int8", None), (None, STORED)):
-        if (option is None) == (stored is None):
-            continue
+def test_a_gpu_holds_what_is_stored_as_floats_and_refuses_options() -> None:
+    assert resolve_quantization(None, STORED, device="cuda") is None
+    assert resolve_quantization("awq", STORED, device="cuda") is None
+    for option, stored in (("int8", None), ("int4", STORED)):
         with pytest.raises(ConfigError, match="runs on the CPU only, got device='cuda'"):
             resolve_quantization(option, stored, device="cuda")
 
