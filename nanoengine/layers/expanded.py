@@ -13,7 +13,7 @@ from functools import partial
 
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
-from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, StoredFormat
 from nanoengine.layers.quantized_weight import QuantizedWeight
 
@@ -28,7 +28,8 @@ def expanded_linears(
     """
 
     def method(name: str) -> LinearMethod:
-        made, own = exact(name), stored.of(name)
+        made = exact(name)
+        own = None if name.endswith(ROUTERS) else stored.of(name)
         if own is not None:
             slot = partial(_slot, made, made.weight_slot, FORMATS[own.format](own))
             object.__setattr__(made, "weight_slot", slot)

@@ -67,7 +67,7 @@ class EngineConfig:
     ) = None  # fmt: skip
     """int8, int4: quantize linear layers while loading, and their activations while running; with
     _weight_only activations stay floats. None: as the checkpoint stores them. gptq, awq,
-    compressed-tensors, fp8 and mxfp4: the same, but refused if the checkpoint has another format."""
+    compressed-tensors, fp8, mxfp4: the same, but refused if the checkpoint has another format."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     tensor_parallel_size: int = 1
