@@ -266,20 +266,19 @@ def _fp8(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     _allow("fp8", "activation_scheme", raw.get("activation_scheme", "dynamic"), *SCHEMES)
     _allow("fp8", "expert_dtype", raw.get("expert_dtype", "fp8"), "fp8")
     _allow("fp8", "modules_to_convert", raw.get("modules_to_convert") or [], [])
-    names = raw.get("modules_to_not_convert", raw.get("ignored_layers", []))
-    patterns = (
-        rf"(?:{_pattern(f're:{name}', 'modules_to_not_convert')})(?:(?<=\.)|(?=\.|$))"
-        rf"|.*{re.escape(name)}$"
-        for name in names
-        if name != "lm_head"
-    )
+    given = raw.get("modules_to_not_convert", raw.get("ignored_layers", []))
+    names = [name for name in given if name != "lm_head"]
+    starts = "|".join(_pattern(f"re:{name}", "modules_to_not_convert") for name in names)
+    ends = "|".join(map(re.escape, names))
+    # Perf: one expression of all 144 names of Qwen3-30B-A3B-FP8 takes a fifth of theirs, 0.5 s.
+    kept = rf"(?:{starts})(?:(?<=\.)|(?=\.|$))|.*(?:{ends})$"
     return StoredQuantization(
         format="fp8",
         bits=8,
         group_size=group_size,
         group_rows=group_rows,
         symmetric=True,
-        skipped=(*skipped, "lm_head$", *patterns),
+        skipped=(*skipped, "lm_head$", *([kept] if names else [])),
     )
 
 
