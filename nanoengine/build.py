@@ -118,8 +118,9 @@ def _build_engine(config: EngineConfig) -> LLMEngine:
         logger.info("quantization: %s", quantization)
     elif model_config.quantization is not None:
         logger.warning(
-            "experts are stored in 4 bits and held as %s, since only a CPU multiplies 4 bits:"
-            " %.1f GiB of weights", dtype, runner.weight_bytes / 2**30,
+            "weights are stored in %s and held as %s, since only a CPU multiplies the stored form:"
+            " %.1f GiB of weights",
+            model_config.quantization.kind, dtype, runner.weight_bytes / 2**30,
         )  # fmt: skip
     logger.info("%s", runner.memory)
     return engine

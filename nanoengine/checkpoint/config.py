@@ -296,7 +296,8 @@ def _quantization(
             " multimodal checkpoint; supported: checkpoints of floats"
         )
     # Why: exceptions are written in the checkpoint's names, and layers ask by ours.
-    skipped = [pattern for pattern in stored.skipped if pattern != "lm_head$"]
+    patterns = *stored.skipped, *stored.targets
+    skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
     if skipped and (family.names or plan.merged or plan.merged_gate):
         raise UnsupportedModelError(
             f"quantization_config leaves layers out, which is not implemented for"

@@ -1,8 +1,8 @@
 """Quantization as a config says it: what a checkpoint stores, and what the engine makes of it.
 
 `parse_quantization` reads the `quantization_config` of a config.json in the dialects of GPTQ, AWQ,
-compressed-tensors and MXFP4; `resolve_quantization` joins it with the user's option. Plain json, no
-torch. Called by `load_model_config` and by `build_engine`.
+compressed-tensors, fp8 and MXFP4; `resolve_quantization` joins it with the user's option. Plain
+json, no torch. Called by `load_model_config` and by `build_engine`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("bits", "w_bit", "num_bits", "group_size", "q_group_size"), int),
     **dict.fromkeys(("desc_act", "lm_head", "symmetric"), bool),
     **dict.fromkeys(("quant_method", "format", "checkpoint_format", "version", "strategy"), str),
-    **dict.fromkeys(("modules_to_not_convert", "ignore"), list[str]),
+    **dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore", "targets"), list[str]),
+    **dict.fromkeys(("weight_block_size", "block_structure"), list[int]),
     **dict.fromkeys(("weights", "input_activations", "sparsity_config"), dict[str, Any]),
+    "kv_cache_scheme": dict[str, Any],
     "config_groups": dict[str, dict[str, Any]],
 }
 """Key that is read -> what its value is, wherever in `quantization_config` it stands."""
@@ -50,55 +52,93 @@ class StoredQuantization:
     """How a checkpoint's linear layers are stored.
 
     Attributes:
-        format: gptq, awq, pack-quantized or int-quantized; mxfp4 holds experts only; gguf: each
-            matrix in a type of its own.
+        format: how its tensors lie (`layers/quantized_formats.py`); mxfp4 holds experts only; gguf:
+            each matrix in a type of its own.
         bits: 4 or 8; of gguf the one that is nearer to what its types have.
         group_size: inputs that share a scale; None: a whole row does.
+        group_rows: outputs that share a scale; None: all do. The last group of a matrix may be
+            smaller where these are more than one.
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
         zero_offset: what to add to stored zero points.
         scattered: GPTQ: the inputs of a group lie anywhere, so a matrix must say of each its group.
         activations: what the checkpoint was made for; "int8" are quantized token by token.
         skipped: regular expressions of the names of linear layers that are stored as floats.
         types: gguf: the name of a matrix -> its type.
+        targets: those of the names that are stored so, where they are not skipped.
+        schemes: the ways of storing that the checkpoint has, each with its targets, where there are
+            several; the fields above are those of the first.
     """
 
-    format: Literal["gptq", "awq", "pack-quantized", "int-quantized", "mxfp4", "gguf"]
+    format: Literal[
+        "gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized",
+        "fp8", "mxfp4", "gguf",
+    ]  # fmt: skip
     bits: int
     group_size: int | None
+    group_rows: int | None = 1
     symmetric: bool = False
     zero_offset: int = 0
     scattered: bool = False
     activations: Literal["int8", "float"] = "float"
     skipped: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
+    targets: tuple[str, ...] = ("",)
+    schemes: tuple[StoredQuantization, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What its weights are, say "int4" or "fp8"."""
+        kinds = {f"{'fp' if s.format in FLOATS else 'int'}{s.bits}" for s in self.ways}
+        return ", ".join(sorted(set(self.types.values()) or kinds))
+
+    @property
+    def ways(self) -> tuple[StoredQuantization, ...]:
+        """The ways of storing, one or more."""
+        return self.schemes or (self,)
 
     @property
     def method(self) -> str:
         """The `quant_method` that stores so: a key of `METHODS`."""
         return self.format if self.format in (*METHODS, "gguf") else "compressed-tensors"
 
-    def holds(self, name: str) -> bool:
-        """Whether the linear layer of this full name is stored quantized.
+    def of(self, name: str) -> StoredQuantization | None:
+        """How the linear layer of this full name is stored; None: as floats.
 
         Raises:
-            UnsupportedModelError: of matrices that are fused here, some are and some are not.
+            UnsupportedModelError: matrices that are fused here are stored in different ways, or one
+                has several.
         """
         if self.format == "mxfp4":
-            return ".experts." in name
+            return self if ".experts." in name else None
         beside, _, last = name.rpartition(".")
         names = [f"{beside}.{part}" for part in FUSED[last]] if last in FUSED else [name]
         if self.format == "gguf":
             names = [f"{beside}.{part}" for part in STATES[last]] if last in STATES else names
             # Why all: of those that are multiplied as one, a float can't be made blocks.
-            return name in self.types or all(part in self.types for part in names)
-        held = [not any(re.match(skipped, part) for skipped in self.skipped) for part in names]
-        if any(held) and not all(held):
+            held = name in self.types or all(part in self.types for part in names)
+            return self if held else None
+        found = [self._of_matrix(part) for part in names]
+        if any(scheme is not found[0] for scheme in found):
             raise UnsupportedModelError(
                 f"quantization_config quantizes only some of {', '.join(names)}, which are"
-                " multiplied as one; supported: all or none of them"
+                " multiplied as one, or not all in one way; supported: all or none of them"
             )
-        return held[0]
+        return found[0]
 
+    def _of_matrix(self, name: str) -> StoredQuantization | None:
+        if any(re.match(skipped, name) for skipped in self.skipped):
+            return None
+        found = [s for s in self.ways if any(re.match(target, name) for target in s.targets)]
+        if len(found) > 1:
+            raise UnsupportedModelError(
+                f"quantization_config has {len(found)} config_groups for {name}; supported: one for"
+                " each layer"
+            )
+        return found[0] if found else None
+
+
+FLOATS = ("fp8", "float-quantized", "nvfp4-pack-quantized", "mxfp4")
+"""Formats whose weights are small floats."""
 
 IN_MXFP4 = StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=True)
 
@@ -118,20 +158,22 @@ class Quantization:
     stored: StoredQuantization | None = None
 
     def __str__(self) -> str:
-        if self.stored and self.stored.format == "gguf":
-            types = ", ".join(sorted(set(self.stored.types.values())))
-            return f"GGUF weights ({types}), {self.activations} activations"
-        source = f"stored as {self.stored.format}" if self.stored else "quantized at load"
-        return f"int{self.bits} weights ({source}), {self.activations} activations"
+        if self.stored is None:
+            return f"int{self.bits} weights (quantized at load), {self.activations} activations"
+        formats = " and ".join(dict.fromkeys(way.format for way in self.stored.ways))
+        kind = self.stored.kind
+        return f"{kind} weights (stored as {formats}), {self.activations} activations"
 
 
 def resolve_quantization(
     option: str | None, stored: StoredQuantization | None, *, device: str
 ) -> Quantization | None:
-    """What `EngineConfig.quantization` means for this checkpoint; None: plain floats.
+    """What `EngineConfig.quantization` means for this checkpoint; None: the model is held as plain
+    floats, and what is stored quantized becomes floats while it loads.
 
-    A checkpoint that is stored quantized is run as it was made; an option of the same number of
-    bits may still choose how activations are taken, and one that names its format changes nothing.
+    On a CPU, a checkpoint that is stored quantized is run as it was made; an option of the same
+    number of bits may still choose how activations are taken, and one that names its format changes
+    nothing.
 
     Raises:
         ConfigError: the option contradicts the checkpoint or can't be obeyed on this device.
@@ -157,23 +199,22 @@ def resolve_quantization(
     if option is not None:
         bits, floats = int(option[3]), option.endswith("weight_only")
         activations: Literal["int8", "float"] = "float" if floats else "int8"
-    elif stored is None:
+    elif stored is None or device != "cpu":
         return None
-    elif stored.format == "mxfp4" and device != "cpu":
-        return None  # held as floats: layers read the stored form into what they hold
     else:
         bits, activations = stored.bits, stored.activations
-    what = f"quantization={option!r}" if option else "a quantized checkpoint"
-    if stored and bits != stored.bits:
+    # Why: whole numbers of 8 bits are no floats of 8 bits.
+    fixed = stored is not None and (bool(stored.schemes) or stored.kind == "fp8")
+    if stored and (fixed or bits != stored.bits) and option is not None:
+        other = f", or ask for 'int{stored.bits}' or 'int{stored.bits}_weight_only'"
         raise ConfigError(
-            f"{what} contradicts the checkpoint, which is stored in int{stored.bits}"
-            f" ({stored.format}): leave the option out, or ask for 'int{stored.bits}' or"
-            f" 'int{stored.bits}_weight_only'"
+            f"quantization={option!r} contradicts the checkpoint, which is stored in {stored.kind}"
+            f" ({stored.format}): leave the option out{'' if fixed else other}"
         )
     if device != "cpu":
         raise ConfigError(
-            f"{what} runs on the CPU only, got device={device!r}: use device='cpu', or a"
-            " checkpoint and options without quantization"
+            f"quantization={option!r} runs on the CPU only, got device={device!r}: use"
+            " device='cpu', or leave the option out"
         )
     return Quantization(bits=bits, activations=activations, stored=stored)
 
@@ -239,44 +280,98 @@ def _awq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     )
 
 
+def _fp8(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
+    """Blocks, or whole matrices, of e4m3 floats share a scale. Activations, which vendors run in 8
+    bits too, stay floats. A head is not converted.
+
+    Source: transformers' `FineGrainedFP8Config` and `should_convert_module`; AutoFP8 and vLLM's
+    `Fp8Config` for whole matrices.
+    """
+    block = raw.get("weight_block_size")
+    group_rows, group_size = _block("fp8", "weight_block_size", block) if block else (None, None)
+    _allow("fp8", "activation_scheme", raw.get("activation_scheme", "dynamic"), *SCHEMES)
+    _allow("fp8", "expert_dtype", raw.get("expert_dtype", "fp8"), "fp8")
+    _allow("fp8", "modules_to_convert", raw.get("modules_to_convert") or [], [])
+    given = raw.get("modules_to_not_convert", raw.get("ignored_layers", []))
+    names = [name for name in given if name != "lm_head"]
+    starts = "|".join(_pattern(f"re:{name}", "modules_to_not_convert") for name in names)
+    ends = "|".join(map(re.escape, names))
+    # Perf: one expression of all 144 names of Qwen3-30B-A3B-FP8 takes a fifth of theirs, 0.5 s.
+    kept = rf"(?:{starts})(?:(?<=\.)|(?=\.|$))|.*(?:{ends})$"
+    return StoredQuantization(
+        format="fp8",
+        bits=8,
+        group_size=group_size,
+        group_rows=group_rows,
+        symmetric=True,
+        skipped=(*skipped, "lm_head$", *([kept] if names else [])),
+    )
+
+
 def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     """Source: compressed-tensors' `QuantizationConfig`, `QuantizationScheme`,
     `QuantizationArgs`."""
     method = "compressed-tensors"
-    groups = list((raw.get("config_groups") or {}).values())
-    if len(groups) != 1:
-        raise UnsupportedModelError(
-            f"quantization_config has {len(groups)} config_groups; supported: one, of all layers"
-        )
-    group = _checked(groups[0])
-    layout = group.get("format") or raw.get("format")
-    weights, inputs = _checked(group.get("weights", {})), group.get("input_activations")
-    packed = layout == "pack-quantized"
     sparsity = (raw.get("sparsity_config") or {}).get("format") or "dense"
-    _allow(method, "format", layout, "pack-quantized", "int-quantized")
-    _allow(method, "targets", group.get("targets"), ["Linear"])
-    _allow(method, "kv_cache_scheme", raw.get("kv_cache_scheme"), None)
     _allow(method, "sparsity_config.format", sparsity, "dense")
     _allow(method, "transform_config", raw.get("transform_config") or {}, {})
+    if (cache := raw.get("kv_cache_scheme")) is not None:
+        # Scales of keys and values are read with the weights; an option makes the cache fp8.
+        given = {key: cache.get(key, default) for key, default in CACHE.items()}
+        _allow(method, "kv_cache_scheme", {**cache, **given}, {**cache, **CACHE})
+    skipped = (*skipped, *(_pattern(name, "ignore") for name in raw.get("ignore") or []))
+    groups = list((raw.get("config_groups") or {}).values())
+    schemes = tuple(
+        replace(_scheme(method, _checked({"format": raw.get("format"), **group})), skipped=skipped)
+        for group in map(_checked, groups)
+    )
+    if not schemes or len({scheme.activations for scheme in schemes}) > 1:
+        raise UnsupportedModelError(
+            f"quantization_config has {len(groups)} config_groups; supported: one or more, with"
+            " activations in 8-bit integers for all or none"
+        )
+    return replace(schemes[0], schemes=schemes) if len(schemes) > 1 else schemes[0]
+
+
+def _scheme(method: str, group: Json) -> StoredQuantization:
+    """One of the `config_groups`."""
+    layout = group.get("format")
+    _allow(method, "format", layout, *LAYOUTS)
+    kind, bits, strategies = LAYOUTS[layout]
+    weights, inputs = _checked(group.get("weights", {})), group.get("input_activations")
     _allow(method, "output_activations", group.get("output_activations"), None)
-    _allow(method, "weights.type", weights.get("type", "int"), "int")
-    _allow(method, "weights.num_bits", weights.get("num_bits"), *((4, 8) if packed else (8,)))
+    _allow(method, "weights.type", weights.get("type", "int"), kind)
+    _allow(method, "weights.num_bits", weights.get("num_bits"), *bits)
     strategy = weights.get("strategy")
-    _allow(method, "weights.strategy", strategy, "channel", *(["group"] if packed else []))
+    _allow(method, "weights.strategy", strategy, *strategies)
     symmetric = weights.get("symmetric", True)
-    if packed:
-        _allow(method, "input_activations", inputs, None)
-    else:
+    if layout != "pack-quantized":
         _allow(method, "weights.symmetric", symmetric, True)
+    if layout == "int-quantized":
         given = {key: (inputs or {}).get(key) for key in TOKEN_ACTIVATIONS}
         _allow(method, "input_activations", given, TOKEN_ACTIVATIONS)
+    elif inputs is not None:
+        is_float = kind == "float" and inputs.get("type") == "float"
+        _allow(method, "input_activations", None if is_float else inputs, None)
+    group_size, group_rows = weights.get("group_size"), 1 if strategy != "tensor" else None
+    if strategy == "block":
+        structure = weights.get("block_structure") or []
+        group_rows, group_size = _block(method, "weights.block_structure", structure)
+    elif strategy == "tensor_group":
+        _allow(method, "weights.group_size", group_size, 16)
+    elif strategy != "group":
+        group_size = None
     return StoredQuantization(
         format=layout,
         bits=weights["num_bits"],
-        group_size=_group_size(weights.get("group_size")) if strategy == "group" else None,
+        group_size=_group_size(group_size),
+        group_rows=group_rows,
         symmetric=symmetric,
-        activations="float" if packed else "int8",
-        skipped=(*skipped, *(_ignored(name) for name in raw.get("ignore") or [])),
+        activations="int8" if layout == "int-quantized" else "float",
+        targets=tuple(
+            "" if name == "Linear" else _pattern(name, "targets")
+            for name in group.get("targets") or ["Linear"]
+        ),
     )
 
 
@@ -292,6 +387,20 @@ def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     return IN_MXFP4
 
 
+SCHEMES = ("dynamic", "static")
+"""How a checkpoint of 8-bit floats was made to scale activations, which are not scaled here."""
+
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""The scheme of compressed-tensors whose scales are those of an fp8 cache."""
+
+LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {
+    "pack-quantized": ("int", (4, 8), ("channel", "group")),
+    "int-quantized": ("int", (8,), ("channel",)),
+    "float-quantized": ("float", (8,), ("tensor", "channel", "group", "block")),
+    "nvfp4-pack-quantized": ("float", (4,), ("tensor_group",)),
+}
+"""Formats of compressed-tensors -> type, bits and strategies of their weights."""
+
 TOKEN_ACTIVATIONS = {
     "num_bits": 8,
     "type": "int",
@@ -305,13 +414,15 @@ METHODS = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "mxfp4": _mxfp4,
 }
 """`quant_method` -> its reader."""
 
 
-def _ignored(name: str) -> str:
-    """compressed-tensors: a full name, or "re:" and an expression that matches from the start.
+def _pattern(name: str, key: str) -> str:
+    """compressed-tensors: a full name, or "re:" and an expression that matches from the start;
+    `key` is where it stands.
 
     Raises:
         UnsupportedModelError: the expression is none, or one that may take for ever.
@@ -324,11 +435,11 @@ def _ignored(name: str) -> str:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedModelError(
-            f"quantization_config: ignore has {shown(name)}, which is no expression: {error}"
+            f"quantization_config: {key} has {shown(name)}, which is no expression: {error}"
         ) from error
     if repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
         raise UnsupportedModelError(
-            f"quantization_config: ignore has {shown(name)}; supported: expressions with up to"
+            f"quantization_config: {key} has {shown(name)}; supported: expressions with up to"
             f" {MOST_REPEATS} repeats, and none of a group"
         )
     return pattern
@@ -340,6 +451,16 @@ def _allow(method: str, key: str, value: Any, *allowed: Any) -> None:
             f"quantization_config of {method} has {key}={shown(value)}; supported:"
             f" {' or '.join(map(repr, allowed))}"
         )
+
+
+def _block(method: str, key: str, value: list[int]) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    if len(value) != 2 or min(value) < 1:
+        raise UnsupportedModelError(
+            f"quantization_config of {method} has {key}={shown(value)}; supported: two positive"
+            " integers"
+        )
+    return value[0], value[1]
 
 
 def _group_size(value: Any) -> int | None:

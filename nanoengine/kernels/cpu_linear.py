@@ -30,10 +30,12 @@ import numpy as np
 from numba import types
 
 from nanoengine.kernels.arrays import empty
+from nanoengine.kernels.arrays import zeros as new_zeros
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.jit import by_types, compiled
 from nanoengine.kernels.pool import parallel_for
 from nanoengine.kernels.tiles import FEW, LINE, PANEL, PANELS, ROWS, inputs_in, number, place, tile
+from nanoengine.kernels.widen import widen_e2m1, widen_e4m3, widen_pairs, widen_whole
 
 INPUTS = 2048  # inputs that a tile walks at a time: its panels (128 KiB each) stay in the L2 cache
 ROW_BLOCK = 96  # rows that take turns on one panel: with 2,048 inputs 768 KiB, read in order
@@ -41,7 +43,7 @@ AHEAD = 80 * LINE  # bytes: few rows prefetch weights 5 KiB ahead, past what the
 MOST_FEW = max(FEW)
 DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 ROUNDED = np.uint32 if DOTS else np.float32
-E2M1 = 2  # the form of 4-bit floats, see `linear_dequantized`
+E2M1, E4M3 = 2, 3  # forms of small floats, see `linear_dequantized`
 PANELS_OF_FEW = tuple(FEW.get(rows, 1) for rows in range(MOST_FEW + 1))
 
 # Why no "reassoc": a result is one chain, whose order gives a row its bits. No "nnan" and "ninf": a
@@ -175,44 +177,26 @@ def rounded(bits):
 
 
 @compiled(fastmath=FASTMATH, part=True)
-def _e2m1(code):
-    """Twice the small float that 4 bits stand for: a sign, two bits of exponent, one of fraction.
-
-    Why not a table: this becomes a few instructions for many numbers at once.
-    """
-    size = code & np.int8(7)
-    size += np.int8(size > 4) + np.int8(size > 5) + np.int8(3) * np.int8(size > 6)
-    return -size if code & np.int8(8) else size
-
-
-@compiled(fastmath=FASTMATH, part=True)
 def _dequantize(w, p, form, scales, zeros, group_size, size, panel):
     """panel[k, j] = (value - zero) * scale of panel p, whose inputs share scales in groups."""
-    groups = size // group_size
+    groups, has_zeros = size // group_size, len(zeros) > 0
+    if not has_zeros:
+        zeros = new_zeros((PANEL,), np.float32)
     for g in range(groups):
         at = (p * groups + g) * PANEL
-        scale = scales[at : at + PANEL]
+        z = at if has_zeros else 0
         for k in range(g * group_size, (g + 1) * group_size):
-            row = panel[k * PANEL : k * PANEL + PANEL]
+            line, to = (p * size + k) * PANEL, k * PANEL
+            # Inputs 2 i and 2 i + 1 of 4 bits are the halves of a byte.
+            pair, shift = (p * (size // 2) + k // 2) * PANEL, k % 2 * 4
             if form == 8:
-                line = w[(p * size + k) * PANEL : (p * size + k) * PANEL + PANEL]
-                for j in range(PANEL):
-                    row[j] = np.float32(line[j])
-            else:  # inputs 2 i and 2 i + 1 are the halves of a byte
-                pair = (p * (size // 2) + k // 2) * PANEL
-                line, shift = w[pair : pair + PANEL], np.int8(4 * (k % 2))
-                if form == 4:
-                    for j in range(PANEL):
-                        row[j] = np.float32(((line[j] >> shift) & np.int8(15)) - np.int8(8))
-                else:
-                    for j in range(PANEL):
-                        row[j] = np.float32(_e2m1((line[j] >> shift) & np.int8(15)))
-            if len(zeros):
-                zero = zeros[at : at + PANEL]
-                for j in range(PANEL):
-                    row[j] -= zero[j]
-            for j in range(PANEL):
-                row[j] *= scale[j]
+                widen_whole(w, line, 0, zeros, z, scales, at, panel, to)
+            elif form == E4M3:
+                widen_e4m3(w, line, 0, zeros, z, scales, at, panel, to)
+            elif form == 4:
+                widen_pairs(w, pair, shift, zeros, z, scales, at, panel, to)
+            else:
+                widen_e2m1(w, pair, shift, zeros, z, scales, at, panel, to)
 
 
 @compiled(fastmath=FASTMATH)
@@ -243,11 +227,11 @@ def keep_outputs(room, out):
 
 @compiled(fastmath=FASTMATH)
 def linear_dequantized(x, w, form, scales, zeros, group_size, bias, out, num_workers):
-    """`linear` over whole numbers with scales, made floats panel by panel: T rows share the work.
+    """`linear` over small numbers with scales, made floats panel by panel: T rows share the work.
 
     w: flat int8, [panels, K, 16] values, or [panels, K / 2, 16] pairs of 4 bits; form: 8, 4 (plus
-    8) or E2M1; scales, zeros: flat float32 [panels, groups, 16], no zeros: an empty array; bias:
-    padded to panels.
+    8), E4M3 (the bits of floats, none of them NaN) or E2M1; scales, zeros: flat float32 [panels,
+    groups, 16], no zeros: an empty array; bias: padded to panels.
     """
     if len(x) == 0:
         return  # or each panel would be made floats for nobody

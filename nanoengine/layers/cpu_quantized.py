@@ -155,7 +155,8 @@ class CPUWeightOnlyLinear(PanelLinear):
 
     def pack(self, weight: QuantizedWeight) -> None:
         self.group_size = weight.group_size
-        self.form = floats.E2M1 if weight.table else weight.bits
+        small = floats.E4M3 if weight.floats else floats.E2M1
+        self.form = small if weight.floats or weight.table else weight.bits
         values = pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
         self.values = _panels(_padded(values))
         self.scales = _panels(_padded(weight.scales))

@@ -56,13 +56,17 @@ def quantized_linears(
     quantized = partial(kind, activations=quantization.activations)
 
     def method(name: str) -> LinearMethod:
-        if name.endswith(ROUTERS) or (stored is not None and not stored.holds(name)):
+        if name.endswith(ROUTERS):
             return exact(name)
         if name == EMBEDDING and (stored is None or stored.format != "gguf"):
             return exact(name)
         if stored is not None:
-            reader = FORMATS[stored.format](stored)
-            return quantized(name, bits=stored.bits, group_size=stored.group_size, stored=reader)
+            own = stored.of(name)
+            if own is None:
+                return exact(name)
+            reader = FORMATS[own.format](own)
+            group_size = own.group_size if reader.whole_groups else None
+            return quantized(name, bits=own.bits, group_size=group_size, stored=reader)
         # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
         bits = 8 if name == "lm_head" else quantization.bits
         return quantized(name, bits=bits, group_size=GROUP_SIZE if bits == 4 else None)

@@ -1,8 +1,8 @@
-"""How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors, MXFP4 and GGUF.
+"""How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors, fp8, MXFP4 and GGUF.
 
-A format says which tensors stand for one matrix [N, K] and reads them as a `QuantizedWeight`. All
-but MXFP4 and GGUF pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest
-bits; they differ in what lies side by side in a word, in the zero points, and in names:
+A format says which tensors stand for one matrix [N, K] and reads them as a `QuantizedWeight`. These
+pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they differ in
+what lies side by side in a word, in the zero points, and in names:
 
     GPTQ                     AWQ                      compressed-tensors, pack-quantized
     qweight  [K / p, N]      qweight  [K, N / p]      weight_packed      [N, K / p]
@@ -11,11 +11,14 @@ bits; they differ in what lies side by side in a word, in the zero points, and i
     g_idx    [K]                                      weight_g_idx       [K]
                                                       weight_shape       [2]
 
+The others hold a value or two a byte, and fp8 a scale for each block of outputs and inputs.
+
 Legend: N outputs, K inputs, G groups of inputs that share a scale, p = 32 / bits values a word.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +36,7 @@ from nanoengine.layers.quantized_weight import E2M1, QuantizedWeight, unpack_pai
 INT32 = (torch.int32,)
 INTEGERS = (torch.int32, torch.int64)
 BYTES = (torch.uint8,)
+E4M3 = (torch.float8_e4m3fn,)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within a block of eight, that each place of an AWQ word holds."""
 
@@ -48,7 +52,8 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         dims: a letter for each dimension: N, K and G of the legend, n and k for the words that hold
-            so many values; or a number.
+            so many values, B and C for blocks of outputs and of inputs, h for half of K; or a
+            number.
         dtypes: the allowed ones; () is any floating one.
     """
 
@@ -58,7 +63,13 @@ class StoredTensor(NamedTuple):
 
 
 class StoredFormat(ABC):
-    """The base of all formats; a subclass says which tensors there are and reads them."""
+    """The base of all formats; a subclass says which tensors there are and reads them.
+
+    Attributes:
+        whole_groups: the inputs of a matrix are whole groups.
+    """
+
+    whole_groups = True
 
     def __init__(self, stored: StoredQuantization) -> None:
         self.stored, self.bits = stored, stored.bits
@@ -122,11 +133,14 @@ class StoredFormat(ABC):
         }
 
     def _shape(self, dims: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
-        words = 32 // self.bits
+        words, group_size = 32 // self.bits, self.stored.group_size or num_columns
         sizes = {
             "N": num_rows,
             "K": num_columns,
-            "G": num_columns // (self.stored.group_size or num_columns),
+            "G": num_columns // group_size,
+            "B": -(-num_rows // (self.stored.group_rows or num_rows)),
+            "C": -(-num_columns // group_size),
+            "h": num_columns // 2,
             "n": -(-num_rows // words),
             "k": -(-num_columns // words),
         }
@@ -251,6 +265,90 @@ class IntQuantized(StoredFormat):
         )
 
 
+class FP8(StoredFormat):
+    """e4m3 floats as they are; a scale for each block, those at the ends being smaller, or one for
+    the whole matrix, which older writers call `weight_scale`. Scales of activations are left out.
+
+    Source: transformers' `FP8Linear`; AutoFP8's `FP8StaticLinear` for the older names.
+    """
+
+    whole_groups = False
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        tensors = {"weight": StoredTensor("N K", E4M3)}
+        if self.stored.group_rows is not None:
+            return tensors | {
+                "weight_scale_inv": StoredTensor("B C"),
+                "activation_scale": StoredTensor("", optional=True),
+            }
+        names = "weight_scale_inv", "weight_scale", "activation_scale", "input_scale"
+        return tensors | dict.fromkeys(names, StoredTensor("", optional=True))
+
+    def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
+        found = [tensors[name] for name in SCALES if name in tensors]
+        if len(found) != 1:
+            raise WeightLoadError(f"it has {len(found)} of {' and '.join(SCALES)}, not one")
+        # Why a copy: what is read may still be the mapped file.
+        values, scales = tensors["weight"].clone().view(torch.int8), finite(found[0])
+        if ((values & 127) == 127).any():
+            raise WeightLoadError("a weight is 0x7f or 0xff, which stand for no number")
+        rows = self.stored.group_rows or num_rows
+        size = min(self.stored.group_size or num_columns, num_columns)
+        # Why smaller groups: those of a `QuantizedWeight` are of equal size.
+        group_size = math.gcd(size, num_columns)
+        scales = scales.reshape(-(-num_rows // rows), -1).repeat_interleave(rows, 0)[:num_rows]
+        scales = scales.repeat_interleave(size // group_size, 1)[:, : num_columns // group_size]
+        return QuantizedWeight(
+            values=values,
+            scales=scales.contiguous(),
+            zeros=None,
+            bits=8,
+            group_size=group_size,
+            floats=True,
+        )
+
+
+class FloatQuantized(FP8):
+    """compressed-tensors, format "float-quantized": a scale for each block, row or matrix.
+
+    Source: compressed-tensors, `FloatQuantizationCompressor`.
+    """
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {
+            "weight": StoredTensor("N K", E4M3),
+            "weight_scale": StoredTensor("1" if self.stored.group_rows is None else "B C"),
+            "input_scale": StoredTensor("1", optional=True),
+        }
+
+
+class NVFP4(StoredFormat):
+    """compressed-tensors, format "nvfp4-pack-quantized": 4-bit floats, two to a byte, the first in
+    the low half. 16 inputs share an e4m3 scale, which is divided by one of the whole matrix.
+
+    Source: compressed-tensors, `NVFP4PackedCompressor`.
+    """
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {
+            "weight_packed": StoredTensor("N h", BYTES),
+            "weight_scale": StoredTensor("N G", E4M3),
+            "weight_global_scale": StoredTensor("1"),
+            "input_global_scale": StoredTensor("1", optional=True),
+        }
+
+    def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
+        scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()
+        return QuantizedWeight(
+            values=unpack_pairs(tensors["weight_packed"], E2M1),
+            scales=finite(scales) / 2,  # Why 2: values are twice the numbers.
+            zeros=None,
+            bits=4,
+            group_size=16,
+            table=E2M1,
+        )
+
+
 class MXFP4(StoredFormat):
     """Microscaling 4-bit floats: blocks of 32 inputs share a power of two.
 
@@ -322,10 +420,29 @@ FORMATS: dict[str, type[StoredFormat] | type[GGUF]] = {
     "awq": AWQ,
     "pack-quantized": PackQuantized,
     "int-quantized": IntQuantized,
+    "float-quantized": FloatQuantized,
+    "nvfp4-pack-quantized": NVFP4,
+    "fp8": FP8,
     "mxfp4": MXFP4,
     "gguf": GGUF,
 }
 """`StoredQuantization.format` -> its reader."""
+
+
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Names of what fp8 weights are multiplied by."""
+
+
+def finite(scales: torch.Tensor) -> torch.Tensor:
+    """As float32.
+
+    Raises:
+        WeightLoadError: one is NaN or infinite.
+    """
+    wide = scales.float()
+    if not wide.isfinite().all():
+        raise WeightLoadError("a scale is no finite number")
+    return wide
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:

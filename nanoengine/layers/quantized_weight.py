@@ -33,7 +33,8 @@ class QuantizedWeight:
     of a block of groups.
 
     Attributes:
-        values: [N, K] int8: the 2 ** bits whole numbers from `lowest` on, or those of `table`.
+        values: [N, K] int8: the 2 ** bits whole numbers from `lowest` on, or those of `table`, or
+            the bits of `floats`.
         scales: [N, G] float32, of either sign; int8 where there are `factors`.
         zeros: [N, G] float32 in units of values; None: all 0.
         bits: from 2 to 6, or 8.
@@ -42,6 +43,7 @@ class QuantizedWeight:
             order[k]; None: inputs in their own order.
         lowest: the least value; None: -(2 ** (bits - 1)).
         table: the values in the order of their codes, where they are not even steps.
+        floats: the values are the bits of e4m3 floats, none of them NaN.
         mins: [N, G] float32, or uint8 where there are `min_factors`; None: all 0.
         factors, min_factors: [N, blocks] float32, of blocks of equal size; None: `scales` and
             `mins` are floats.
@@ -55,6 +57,7 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
     lowest: int | None = None
     table: tuple[int, ...] = ()
+    floats: bool = False
     mins: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     min_factors: torch.Tensor | None = None
@@ -63,11 +66,12 @@ class QuantizedWeight:
     def form(self) -> tuple[Any, ...]:
         """What matrices have in common that are packed alike."""
         there = (part is not None for part in (self.mins, self.factors, self.min_factors))
-        return self.bits, self.group_size, self.lowest, self.table, *there
+        return self.bits, self.group_size, self.lowest, self.table, self.floats, *there
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that this stands for, [N, K] float32, inputs in their own order."""
-        grouped = self.values.float().unflatten(1, (-1, self.group_size))
+        values = self.values.view(torch.float8_e4m3fn) if self.floats else self.values
+        grouped = values.float().unflatten(1, (-1, self.group_size))
         if self.zeros is not None:
             grouped = grouped - self.zeros.unsqueeze(2)
         grouped = grouped * of_groups(self.scales, self.factors).unsqueeze(2)

@@ -68,7 +68,11 @@ def load_model(
         if config.tie_word_embeddings:
             drop_copy(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
         check_sizes(config, stored, names)
-        kinds = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+        kinds = {
+            tensor.dtype
+            for name, tensor in stored.items()
+            if len(tensor.shape) > 1 and "scale" not in name.rpartition(".")[2]
+        }
         wider = (kinds & FLOATS) - {DTYPES.get(context.stored_dtype)}
         if context.keeps_weights and wider:
             context = replace(context, weight_dtype=None)

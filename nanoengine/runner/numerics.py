@@ -41,7 +41,7 @@ class RunnerOptions:
         config: the user's settings.
         model_config: of the checkpoint in `directory`.
         device, dtype, backend: as resolved from "auto".
-        quantization: of linear layers; None: floats of `dtype`.
+        quantization: of linear layers; None: floats of `dtype`, however they are stored.
         processors: makes those of logits that run after those of SamplingParams.
     """
 
@@ -72,6 +72,10 @@ def make_context(
             " tokens; leave it out"
         )
     kernels = make_kernels(backend, device=device, dtype=dtype, quantization=quantization)
+    if quantization is None and model_config.quantization is not None:
+        from nanoengine.layers.expanded import expanded_linears
+
+        kernels.linear = expanded_linears(model_config.quantization, kernels.linear)
     activation_dtype, weight_dtype = kernels.dtypes(model_config, dtype, ranks.shard)
     return ModelContext(
         dtype=activation_dtype,

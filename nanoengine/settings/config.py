@@ -62,13 +62,13 @@ class EngineConfig:
     quantization: (
         Literal[
             "int8", "int4", "int8_weight_only", "int4_weight_only",
-            "gptq", "awq", "compressed-tensors", "mxfp4", "gguf", "gguf_weight_only",
+            "gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "gguf", "gguf_weight_only",
         ]
         | None
     ) = None  # fmt: skip
     """int8, int4: quantize linear layers while loading, and their activations while running; with
     _weight_only activations stay floats. None: as the checkpoint stores them. gptq, awq,
-    compressed-tensors, mxfp4 and gguf: the same, but refused if the checkpoint has another format.
+    compressed-tensors, fp8, mxfp4, gguf: the same, but refused if the checkpoint has another format.
     gguf_weight_only: a GGUF file's quantized layers with activations that stay floats."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""

@@ -283,7 +283,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "hidden_act='gelu'": {"hidden_act": "gelu"},
     "mlp_bias=True": {"architectures": ["MistralForCausalLM"], "mlp_bias": True},
-    "quantization_config has quant_method='fp8'": {"quantization_config": {"quant_method": "fp8"}},
+    "quantization_config has quant_method='hqq'": {"quantization_config": {"quant_method": "hqq"}},
     "partial_rotary_factor=0.5": {"partial_rotary_factor": 0.5},
     "attn_logit_softcapping=50.0": {"attn_logit_softcapping": 50.0},
     "final_logit_softcapping=30.0": {"final_logit_softcapping": 30.0},

@@ -289,24 +289,24 @@ def test_configs_are_read() -> None:
         format="gptq", bits=4, group_size=128, zero_offset=1, skipped=("lm_head$",)
     )
     assert parse({**GPTQ, "checkpoint_format": "gptq_v2"}).zero_offset == 0
-    assert parse({**GPTQ, "lm_head": True}).holds("lm_head")
-    assert not parse({**GPTQ, "lm_head": True}, tied=True).holds("lm_head")
+    assert parse({**GPTQ, "lm_head": True}).of("lm_head")
+    assert not parse({**GPTQ, "lm_head": True}, tied=True).of("lm_head")
     assert parse({**AWQ, "group_size": -1}).group_size is None
-    assert not parse(AWQ).holds("lm_head")
+    assert not parse(AWQ).of("lm_head")
     w8a8 = parse(compressed("int-quantized", num_bits=8, strategy="channel", group_size=None))
     assert (w8a8.activations, w8a8.bits, w8a8.group_size) == ("int8", 8, None)
     ignoring = parse({**compressed(), "ignore": ["re:.*mlp\\.", "model.layers.1.self_attn.o_proj"]})
     held = {
-        name: ignoring.holds(f"model.layers.{name}")
+        name: ignoring.of(f"model.layers.{name}") is not None
         for name in ("1.mlp.gate_up_proj", "1.mlp.down_proj", "1.self_attn.o_proj",
                      "11.self_attn.o_proj", "1.self_attn.qkv_proj")
     }  # fmt: skip
     assert list(held.values()) == [False, False, False, True, True]
-    assert ignoring.holds("lm_head")
+    assert ignoring.of("lm_head")
     some = parse({**compressed(), "ignore": ["model.layers.1.self_attn.q_proj"]})
-    assert some.holds("model.layers.0.self_attn.qkv_proj")
+    assert some.of("model.layers.0.self_attn.qkv_proj")
     with pytest.raises(UnsupportedModelError, match=r"only some of .*1\.self_attn\.q_proj, "):
-        some.holds("model.layers.1.self_attn.qkv_proj")
+        some.of("model.layers.1.self_attn.qkv_proj")
 
 
 def _group(**fields: Any) -> dict[str, Any]:
@@ -327,13 +327,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "of awq has bits=8; supported: 4": {**AWQ, "bits": 8},
     "of awq has version='gemv'; supported: 'gemm'": {**AWQ, "version": "gemv"},
     "of awq has zero_point=False": {**AWQ, "zero_point": False},
-    "format='float-quantized'": compressed("float-quantized"),
+    "format='marlin-24'; supported: 'pack-quantized' or 'int-quantized'": compressed("marlin-24"),
     "weights.num_bits=2; supported: 4 or 8": compressed(num_bits=2),
     "weights.type='float'": compressed(type="float"),
     "weights.strategy='tensor'": compressed(strategy="tensor"),
     "input_activations={'num_bits': 8}": _group(input_activations={"num_bits": 8}),
-    "targets=['re:.*mlp']": _group(targets=["re:.*mlp"]),
-    "kv_cache_scheme={'num_bits': 8}": {**compressed(), "kv_cache_scheme": {"num_bits": 8}},
+    "kv_cache_scheme={'num_bits': 4": {**compressed(), "kv_cache_scheme": {"num_bits": 4}},
     "has 0 config_groups": {**compressed(), "config_groups": {}},
     "quant_method must be a string, got ['gptq']": {"quant_method": ["gptq"]},
     "bits must be an integer, got '4'": {**GPTQ, "bits": "4"},

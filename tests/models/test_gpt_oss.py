@@ -122,8 +122,8 @@ def test_a_published_config_is_read() -> None:
     resolved = resolve_quantization(None, config.quantization, device="cpu")
     assert resolved == Quantization(bits=4, activations="float", stored=config.quantization)
     assert config.quantization is not None
-    assert config.quantization.holds("model.layers.0.mlp.experts.3.down_proj")
-    assert not config.quantization.holds("model.layers.0.self_attn.qkv_proj")
+    assert config.quantization.of("model.layers.0.mlp.experts.3.down_proj")
+    assert not config.quantization.of("model.layers.0.self_attn.qkv_proj")
     absent = {key: value for key, value in raw.items() if key != "rope_scaling"}
     assert parse_model_config(absent).ropes == config.ropes
 
