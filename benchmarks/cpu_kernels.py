@@ -26,8 +26,9 @@ from nanoengine.attention.batch import Batch
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.packed import PackedLinear
-from nanoengine.layers.quantized_weight import GROUP_SIZE
+from nanoengine.layers.quantized_weight import GROUP_SIZE, QuantizedWeight
 from nanoengine.runner.kv_cache import zeros
+from tests.support.grouped_weights import make_weight
 
 SHAPES = {  # hidden, intermediate, query heads, KV heads, head dim
     "small": (640, 1920, 10, 5, 64),
@@ -141,10 +142,14 @@ def prefill(shape: str, seconds: float) -> None:
         compare(calls, seconds, work, what="prefill", shape=shape, chunk=1024, context=context)
 
 
-def loaded(method: LinearMethod, weight: torch.Tensor) -> LinearMethod:
+def loaded(method: LinearMethod, weight: torch.Tensor | QuantizedWeight) -> LinearMethod:
     """The method with this weight."""
-    method.create(weight.shape, torch.float32, CPU)
-    method.load(weight)
+    if isinstance(weight, QuantizedWeight):
+        method.create(weight.values.shape, torch.float32, CPU)
+        method.load_quantized(weight)
+    else:
+        method.create(weight.shape, torch.float32, CPU)
+        method.load(weight)
     return method
 
 
@@ -172,6 +177,8 @@ def linear(shape: str, seconds: float) -> None:
         name: [loaded(method(), weight) for weight in plain]
         for name, method in (("ours", partial(PackedLinear, "")), ("int8", int8), ("int4", int4))
     }
+    for name in ("Q8_0", "Q4_K", "Q6_K"):
+        made[name] = [loaded(int4(), make_weight(name, *weight.shape)) for weight in plain]
     fbgemm = [quantize_dynamic(torch.nn.Sequential(module_of(w)), dtype=torch.qint8) for w in plain]
     for tokens in (1, 2, 4, 8, 16, 32, 64, 256):
         inputs = {width: torch.randn(tokens, width) for _, width in sizes}

@@ -98,9 +98,11 @@ class GroupedPanels:
             return
         # Why room for all rows: most matrices are stored alike, and need no copy then. What nobody
         # writes takes no memory.
-        panels = -(-self.outputs // PANEL)
-        data = self._whole.setdefault(layout, self._room(panels * self._step(layout), 1))
-        pack(weight, layout, data, self._start(1) + first // PANEL * self._step(layout))
+        step = self._step(layout)
+        if layout not in self._whole:
+            self._whole[layout] = self._room(-(-self.outputs // PANEL) * step, 1)
+        data = self._whole[layout]
+        pack(weight, layout, data, self._start(1) + first // PANEL * step)
         self._runs.append(PackedRows(first, count, layout, first // PANEL, data))
 
     def _step(self, layout: PanelLayout) -> int:
@@ -186,7 +188,7 @@ def pack(weight: QuantizedWeight, layout: PanelLayout, data: torch.Tensor, start
     panels, blocks = -(-len(weight.values) // PANEL), -(-inputs // BLOCK)
     step, header = kernels.panel_bytes(form, shift, inputs), kernels.header_bytes(form, shift)
     codes = codes_of(weight) if form.table else weight.values.view(torch.uint8)
-    codes = F.pad(codes, (0, -inputs % UNIT)).contiguous()
+    codes = (F.pad(codes, (0, -inputs % UNIT)) if inputs % UNIT else codes).contiguous()
     flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
     kernels.pack_codes(
         codes.numpy().view("u4"), data.numpy(), start, step, header, form.bits, flip, num_workers()
