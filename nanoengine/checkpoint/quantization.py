@@ -157,6 +157,11 @@ class Quantization:
     activations: Literal["int8", "float"]
     stored: StoredQuantization | None = None
 
+    @property
+    def holds_embedding(self) -> bool:
+        """Whether the embedding too is held as the checkpoint stores it."""
+        return self.stored is not None and "model.embed_tokens" in self.stored.types
+
     def __str__(self) -> str:
         if self.stored is None:
             return f"int{self.bits} weights (quantized at load), {self.activations} activations"

@@ -34,12 +34,12 @@ class Embedding(Layer):
         self.all_reduce = context.all_reduce
         self.rows = self.shard.slice(vocab_size, "vocab_size")
         local = self.rows.stop - self.rows.start
-        self.dtype, self.method = context.dtype, context.kernels.linear(NAME)
-        if getattr(self.method, "stored", None) is not None:
+        self.dtype, self.method = context.dtype, None
+        if context.kernels.embedding is not None:
+            self.method = context.kernels.embedding(NAME)
             self.method.create((local, hidden_size), context.stored_dtype, context.device)
             self.lookup: Callable[[torch.Tensor], torch.Tensor] = self.method.rows
             return
-        self.method = None
         self.weight = context.parameter(local, hidden_size, dtype=context.stored_dtype)
         self.lookup = self._plain_lookup
 

@@ -45,7 +45,10 @@ class Kernels:
         attention: serves all attention layers.
         linear: makes the method of one linear layer, given its full name, say
             "model.layers.0.mlp.down_proj": how its weights are stored and multiplied.
+        embedding: the same for an embedding that is stored quantized; None: it is floats.
     """
+
+    embedding: Callable[[str], LinearMethod] | None = None
 
     def __init__(
         self,

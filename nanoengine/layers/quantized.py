@@ -26,7 +26,6 @@ from torch import nn
 from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.errors import ConfigError, WeightLoadError
-from nanoengine.layers.embedding import NAME as EMBEDDING
 from nanoengine.layers.kernels import ROUTERS, LinearMethod
 from nanoengine.layers.quantized_formats import FORMATS, GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import (
@@ -57,8 +56,6 @@ def quantized_linears(
 
     def method(name: str) -> LinearMethod:
         if name.endswith(ROUTERS):
-            return exact(name)
-        if name == EMBEDDING and (stored is None or stored.format != "gguf"):
             return exact(name)
         if stored is not None:
             own = stored.of(name)

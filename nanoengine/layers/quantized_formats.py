@@ -383,6 +383,8 @@ class GGUF:
     """Blocks of ggml's types, in which a matrix is rows of bytes under its own name. Each matrix
     has its type, and none waits for others, so rows become weights a few at a time."""
 
+    whole_groups = True
+
     def __init__(self, stored: StoredQuantization) -> None:
         self.types = stored.types
 

@@ -90,7 +90,7 @@ def test_experts_in_groups_are_one_call(tmp_path: Path, activations, monkeypatch
 class Stored:
     """A format that needs no file."""
 
-    def slots(self, *_: object) -> dict[str, object]:
+    def matrix_slots(self, *_: object) -> dict[str, object]:
         return {}
 
 
@@ -101,7 +101,7 @@ def test_an_embedding_is_kept_as_it_is_stored_and_its_head_multiplies_by_it(kind
     def linear(name: str) -> QuantizedLinear:
         return kind(name, bits=6, group_size=16, activations="float", stored=Stored())
 
-    context.kernels.linear = linear
+    context.kernels.linear = context.kernels.embedding = linear
     embedding = Embedding(100, 256, context=context)
     head = OutputHead("lm_head", embedding, tied=True, context=context)
     assert not list(embedding.parameters())

@@ -156,7 +156,7 @@ CASES: dict[str, tuple[dict[str, Any], Pack | dict[str, Pack], str]] = {
     "nvfp4": (compressed(group(FOUR), layout="nvfp4-pack-quantized"), nvfp4, "fp4"),
     "mixed": (
         MIXED, {name: nvfp4 if name in ("gate_proj", "up_proj") else fp8_rows
-                for name in PROJECTIONS}, "fp4 and fp8",
+                for name in PROJECTIONS}, "fp4, fp8",
     ),
 }  # fmt: skip
 
@@ -294,7 +294,9 @@ def test_whole_numbers_are_expanded_too(case: str, tmp_path: Path) -> None:
     config, pack, options = WHOLE_NUMBERS[case]
     floats = write_quantized(tmp_path, "llama", config, pack, **options)
     model = expanded(tmp_path / "quantized", torch.float32)
-    assert all(type(m.method) is UnquantizedLinear for m in model.modules() if hasattr(m, "method"))
+    assert all(
+        type(m.method) is UnquantizedLinear for m in model.modules() if getattr(m, "method", None)
+    )
     expected = all_logits(build(floats, torch.float64), PROMPTS)
     assert (all_logits(model, PROMPTS) - expected).abs().max() < 1e-4 * expected.std()
 
