@@ -177,7 +177,9 @@ def linear(shape: str, seconds: float) -> None:
         name: [loaded(method(), weight) for weight in plain]
         for name, method in (("ours", partial(PackedLinear, "")), ("int8", int8), ("int4", int4))
     }
-    for name in ("Q8_0", "Q4_K", "Q6_K"):
+    # Why not always: K-quants have blocks of 256 inputs.
+    in_blocks = () if hidden % 256 or intermediate % 256 else ("Q4_K", "Q6_K")
+    for name in ("Q8_0", *in_blocks):
         made[name] = [loaded(int4(), make_weight(name, *weight.shape)) for weight in plain]
     fbgemm = [quantize_dynamic(torch.nn.Sequential(module_of(w)), dtype=torch.qint8) for w in plain]
     for tokens in (1, 2, 4, 8, 16, 32, 64, 256):

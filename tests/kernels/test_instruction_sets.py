@@ -34,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "float32", "quantization": "int8"},
-    "int4": {"dtype": "float32", "quantization": "int4"},
 }
 KINDS = (
     (torch.float32, torch.float32),
