@@ -340,7 +340,7 @@ def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantizati
 
 def _scheme(method: str, group: Json) -> StoredQuantization:
     """One of the `config_groups`."""
-    layout = group.get("format")
+    layout: Any = group.get("format")
     _allow(method, "format", layout, *LAYOUTS)
     kind, bits, strategies = LAYOUTS[layout]
     weights, inputs = _checked(group.get("weights", {})), group.get("input_activations")

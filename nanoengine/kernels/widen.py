@@ -1,4 +1,4 @@
-"""widen: 16 small numbers of a panel's line as floats; for `cpu_linear.linear_dequantized`.
+"""widen: lines of 16 small numbers of a panel as floats; for `cpu_linear.linear_dequantized`.
 
 Why written out: the arrays that are read and written may overlap for all that the compiler knows,
 so it looks before each line whether they do, which takes seven times as long. Vectors have 16
@@ -12,8 +12,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanoengine.kernels.emit import I32, Emit
-from nanoengine.kernels.tiles import I8, PANEL
+from nanoengine.kernels.tiles import I8, I64, PANEL
 
+AHEAD = 4096  # bytes of a panel, asked for before they are needed
 WORDS, FLOATS = ir.VectorType(I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
 
 
@@ -48,26 +49,37 @@ def _e2m1(build, words):
     return _small_floats(build, words, 3, 22, 2.0**127)
 
 
-def _line_of(convert):
-    def line(typing, w, at, shift, zeros, zeros_at, scales, scales_at, out, out_at):
+def _lines_of(convert, pairs):
+    def lines(typing, w, at, zeros, zeros_at, scales, scales_at, out, out_at, first, count):
         def codegen(context, builder, sig, args):
             emit = Emit(context, builder)
-            source, shift, zeros, scales, target = emit.operands(sig.args, args)
-            words = builder.sext(emit.get(ir.VectorType(I8, PANEL), source), WORDS)
-            shifts = emit.splat(builder.trunc(shift, I32), WORDS)
-            values = convert(builder, builder.ashr(words, shifts))
-            values = builder.fsub(values, emit.get(FLOATS, zeros))
-            emit.store(builder.fmul(values, emit.get(FLOATS, scales)), target)
+            source, zeros, scales, target, first, count = emit.operands(sig.args, args)
+            less, times = (emit.get(FLOATS, each) for each in (zeros, scales))
+
+            def line(turn):
+                k = builder.add(first, turn)
+                place = builder.lshr(k, I64(1)) if pairs else k
+                at = emit.at(source, builder.mul(place, I64(PANEL)))
+                emit.prefetch(emit.at(at, I64(AHEAD)), level=0)
+                words = builder.sext(emit.get(ir.VectorType(I8, PANEL), at), WORDS)
+                if pairs:
+                    shift = builder.shl(builder.and_(k, I64(1)), I64(2))
+                    words = builder.ashr(words, emit.splat(builder.trunc(shift, I32), WORDS))
+                values = builder.fmul(builder.fsub(convert(builder, words), less), times)
+                emit.store(values, emit.at(target, builder.mul(turn, I64(PANEL))))
+
+            emit.loop(count, line, unroll=4)
             return context.get_dummy_value()
 
-        given = w, at, shift, zeros, zeros_at, scales, scales_at, out, out_at
+        given = w, at, zeros, zeros_at, scales, scales_at, out, out_at, first, count
         return types.void(*given), codegen
 
-    return intrinsic(line)
+    return intrinsic(lines)
 
 
-widen_whole, widen_pairs = _line_of(_whole), _line_of(_less_eight)
-widen_e4m3, widen_e2m1 = _line_of(_e4m3), _line_of(_e2m1)
-"""out[j] = (value j - zeros[j]) * scales[j] for 16 bytes of w: whole numbers, those of 4 bits plus
-8, or small floats, none of them NaN. Each array is followed by a place in it; `shift` is which bit
-of a byte comes first."""
+widen_whole, widen_pairs = _lines_of(_whole, False), _lines_of(_less_eight, True)
+widen_e4m3, widen_e2m1 = _lines_of(_e4m3, False), _lines_of(_e2m1, True)
+"""out[i, j] = (value j of input first + i - zeros[j]) * scales[j] for i < count: whole numbers,
+those of 4 bits plus 8, or small floats, none of them NaN. Each array is followed by a place in it,
+that of w being where its panel begins. Inputs 2 i and 2 i + 1 of 4 bits are the halves of a byte.
+"""

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from nanoengine import build as build_module
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.quantization import (
     StoredQuantization,
@@ -224,10 +225,11 @@ def test_an_engine_generates_what_transformers_does(case: str, tmp_path: Path) -
     floats = write(tmp_path, case)
     oracle = AutoModelForCausalLM.from_pretrained(floats).eval()
     prompts = torch.tensor(random_prompts(12, 12))
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = oracle.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    plainly = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = oracle.generate(prompts, attention_mask=torch.ones_like(prompts), **plainly)
     for backend in ("cpu", "naive"):
-        engine = make_engine(str(tmp_path / "stored"), attention_backend=backend)
+        options = {"attention_backend": backend, "dtype": "float32"}
+        engine = make_engine(str(tmp_path / "stored"), **options)
         found = tokens(run(engine, prompts.tolist(), greedy(8)))
         assert found == [[row] for row in expected[:, 12:].tolist()]
     formats = "fp8" if case == "fp8" else "float-quantized and nvfp4-pack-quantized"
@@ -238,6 +240,24 @@ def test_an_engine_generates_what_transformers_does(case: str, tmp_path: Path) -
     for option in ("int8", "int8_weight_only", "int4"):
         with pytest.raises(ConfigError, match=rf"contradicts .* {kind} \(.*leave the option out$"):
             make_engine(str(tmp_path / "stored"), quantization=option)
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_an_engine_holds_floats_where_no_kernel_takes_the_stored_form(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, but that the device is this CPU."""
+    on_gpu = partial(resolve_quantization, device="cuda")
+    monkeypatch.setattr(build_module, "resolve_quantization", lambda *given, device: on_gpu(*given))
+    floats, prompts = write(tmp_path, "mixed"), random_prompts(12, 5)
+    options = {"attention_backend": backend, "dtype": "float32"}
+    engine = make_engine(str(tmp_path / "stored"), **options)
+    assert "stored in fp4 and fp8 and held as torch.float32" in caplog.text
+    assert (engine.info.quantization, engine.info.weight_bits) == (None, None)
+    found = tokens(run(engine, prompts, greedy(8)))
+    plain = make_engine(str(floats), **options)
+    assert engine.info.weight_bytes == plain.info.weight_bytes
+    assert found == tokens(run(plain, prompts, greedy(8)))
 
 
 def test_blocks_are_those_of_transformers() -> None:
