@@ -39,15 +39,18 @@ class Metadata:
 
     def __init__(self, path: Path, raw: Json) -> None:
         self.path, self.raw, self._read = path, raw, set[str]()
-        self.architecture = raw.get("general.architecture")
+        self.architecture = self.read("general.architecture", str)
 
-    def get(self, name: str, kind: Any, default: Any = None) -> Any:
-        """The value of a key of the architecture, which is a `kind`: see `check_value`."""
-        key = f"{self.architecture}.{name}"
+    def read(self, key: str, kind: Any, default: Any = None) -> Any:
+        """The value of a key, which is a `kind`: see `check_value`."""
         self._read.add(key)
         if key not in self.raw:
             return default
         return check_value(self.raw[key], kind, f"{self.path}: {key}", UnsupportedModelError)
+
+    def get(self, name: str, kind: Any, default: Any = None) -> Any:
+        """The value of a key of the architecture."""
+        return self.read(f"{self.architecture}.{name}", kind, default)
 
     def one(self, name: str, kind: Any, default: Any = None) -> Any:
         """A number that is the same in all layers."""
@@ -303,17 +306,18 @@ class GGUFModel:
     """
 
     def __init__(self, path: Path) -> None:
-        file = read_gguf(path)
-        self.tensors, self.metadata = file.tensors, file.metadata
-        name, kind = (file.metadata.get(f"general.{key}") for key in ("architecture", "type"))
-        if kind not in (None, "model") or name not in ARCHITECTURES:
-            what = "architecture" if kind in (None, "model") else "type"
+        self.tensors, metadata = read_gguf(path)[::-1]
+        self.given = given = Metadata(path, metadata)
+        kind = given.read("general.type", str, "model")
+        if kind != "model" or given.architecture not in ARCHITECTURES:
+            what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
+            ((key, value),) = what.items()
             raise UnsupportedModelError(
-                f"{path} has general.{what}={shown(file.metadata.get(f'general.{what}'))};"
-                f" supported are models of {', '.join(ARCHITECTURES)}"
+                f"{path} has general.{key}={shown(value)}; supported are models of"
+                f" {', '.join(ARCHITECTURES)}"
             )
-        row, self.given = ARCHITECTURES[name], Metadata(path, file.metadata)
-        asked = [other for key, other in row.also.items() if file.metadata.get(f"{name}.{key}")]
+        row = ARCHITECTURES[given.architecture]
+        asked = [other for key, other in row.also.items() if given.get(key, Any)]
         self.row = replace(row, name=asked[0]) if asked else row
 
     def entries(self) -> dict[str, Entry]:
@@ -387,7 +391,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     raw = _config_json(model)
     model.given.refuse_others()
-    return raw, _generation_json(model.metadata)
+    return raw, _generation_json(model.given)
 
 
 def differences(
@@ -499,12 +503,12 @@ def _rotation(model: GGUFModel) -> Json:
     return found
 
 
-def _generation_json(metadata: Json) -> dict[str, Any]:
+def _generation_json(given: Metadata) -> dict[str, Any]:
     """What a generation_config.json of the same model would say."""
-    sampling = {
-        theirs: metadata.get(f"general.sampling.{name}") for name, theirs in SAMPLING.items()
-    }
-    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}", ()) for key in ("tokens", "token_type"))
+    found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
+    words = "tokenizer.ggml"
+    tokens = given.read(f"{words}.tokens", list[str], [])
+    kinds = given.read(f"{words}.token_type", list[int], [])
     ends = {
         text: number
         for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
@@ -512,9 +516,9 @@ def _generation_json(metadata: Json) -> dict[str, Any]:
     }
     if {"<|return|>", "<|call|>"} <= ends.keys():
         ends.pop("<|end|>", None)  # Why: there it ends a message, and an answer has several.
-    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [given.read(f"{words}.{name}_token_id", int) for name in ("eos", "eot", "eom")]
     ids = dict.fromkeys([*(number for number in named if number is not None), *ends.values()])
-    return {key: value for key, value in sampling.items() if value is not None} | {
+    return {key: value for key, value in found.items() if value is not None} | {
         "eos_token_id": list(ids)
     }
 

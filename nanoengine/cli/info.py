@@ -45,6 +45,7 @@ def main(args: InfoArgs) -> None:
     from nanoengine.checkpoint.config import load_model_config
     from nanoengine.checkpoint.files import GGUF
     from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model
+    from nanoengine.checkpoint.quantization import resolve_quantization
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.numerics import use_isa
 
@@ -63,6 +64,9 @@ def main(args: InfoArgs) -> None:
     _print_section(f"model {args.model}", model_lines(model, directory, dtype, kv_dtype))
     if directory.suffix == GGUF:
         _print_section("GGUF file", gguf_lines(directory))
+        if model.quantization is not None and device.type == "cpu":
+            asked = args.quantization, model.quantization
+            print(f"  runs as {resolve_quantization(*asked, device=device.type)}")
     if args.load:
         _print_section("engine", engine_lines(config))
 
@@ -163,7 +167,8 @@ def gguf_lines(path: Path) -> Iterable[str]:
     """What is stored in a GGUF file, part by part: how many numbers, in which types."""
     from nanoengine.checkpoint.gguf import read_gguf
 
-    file, parts = read_gguf(path), dict[str, list[GGUFTensor]]()
+    file = read_gguf(path)
+    parts: dict[str, list[GGUFTensor]] = {}
     for name, tensor in file.tensors.items():
         part = next((part for part, names in GGUF_PARTS.items() if re.search(names, name)), "rest")
         parts.setdefault(part, []).append(tensor)

@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from nanoengine.checkpoint import gguf_models
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
+from nanoengine.checkpoint.gguf import read_gguf
 from nanoengine.checkpoint.gguf_models import ARCHITECTURES
 from nanoengine.checkpoint.quantization import resolve_quantization
-from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
+from nanoengine.cli.main import main
+from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import greedy, make_engine, run, tokens
@@ -222,6 +226,36 @@ def test_what_changes_the_maths_is_refused(
         config_with(tmp_path, **keys)
 
 
+LIES = [
+    0, 1, -1, 7, 2**31, -(2**40), 1e300, float("nan"), 0.5, "", "x", True, [], [1], [0, 0], ["a"],
+    np.array([1, 2, 3], "u4"), np.array([], "f4"), np.array([0, 0, 0], "i4"),
+    np.array([2**63], "u8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
+def test_keys_that_lie_are_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_gguf(tmp_path / "m.gguf", family)
+    file, random = read_gguf(tmp_path / "m.gguf"), Random(0)
+    more = ["rope.scaling.type", "rope.scaling.factor", "attention.sliding_window"]
+    more += ["nextn_predict_layers", "expert_count", "attention.causal", "full_attention_interval"]
+    keys = [*file.metadata, *(f"{file.metadata['general.architecture']}.{key}" for key in more)]
+    keys += [f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "eos_token_id")]
+    keys += ["general.type", "general.sampling.top_k"]
+    refused = 0
+    for key in keys:
+        for lie in random.sample(LIES, 6):
+            told = file._replace(metadata=file.metadata | {key: lie})
+            monkeypatch.setattr(gguf_models, "read_gguf", lambda path, told=told: told)
+            try:
+                load_model_config(tmp_path / "m.gguf")
+            except ModelError:
+                refused += 1
+    assert refused > len(keys)
+
+
 def test_keys_that_ask_for_nothing_are_harmless(tmp_path: Path) -> None:
     config = config_with(tmp_path, expert_count=0, pooling_type=0, rope__scaling__type="none")
     assert config == config_with(tmp_path)
@@ -301,6 +335,18 @@ def test_a_batch_knows_its_file(tmp_path: Path) -> None:
     assert list(before) == ["m.gguf"]
     make_gguf(tmp_path / "m.gguf", "llama", seed=1)
     assert describe_engine(config, resolve_model(config), "m")["model"]["files"] != before
+
+
+def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"general.name": "Tiny", "tokenizer.chat_template": "{{ messages }}"}
+    make_gguf(tmp_path / "m.gguf", "qwen3_moe", mlp_only_layers=[], keys=keys,
+              types=lambda name: "Q4_0" if "exps" in name else "Q8_0")  # fmt: skip
+    main(["info", str(tmp_path / "m.gguf")])
+    told = capsys.readouterr().out
+    assert "Tiny, with a chat template" in told
+    assert "experts: 147,456 numbers of 4.50 bits, 0.00 GiB: Q4_0" in told
+    assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in told
+    assert "runs as GGUF weights (Q4_0, Q8_0), int8 activations" in told
 
 
 FILES = [
