@@ -20,25 +20,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
-    ".": 1193,
+    ".": 1194,
     "assets": 4,
     "attention": 1319,
     "bench": 719,
-    "checkpoint": 1684,
-    "cli": 962,
+    "checkpoint": 2510,
+    "cli": 992,
     "core": 2866,
     "features": 1678,
-    "jobs": 2249,
-    "kernels": 3957,
-    "layers": 2005,
-    "models": 959,
+    "jobs": 2251,
+    "kernels": 4319,
+    "layers": 2506,
+    "models": 987,
     "observe": 1996,
     "parallel": 578,
     "ranks": 423,
-    "runner": 2120,
+    "runner": 2125,
     "settings": 842,
     "small": 583,
-    "text": 1017,
+    "text": 1237,
 }
 """Code lines that a room may have (`make loc`); "." are the modules at the top.
 

@@ -94,6 +94,11 @@ def _bytes(scales: torch.Tensor) -> Scales:
     return scales.contiguous().view(torch.int8), None
 
 
+def _ones(sums: torch.Tensor) -> Scales:
+    """Q8_K: there is the block's scale alone, a float32, which is no float16 as a group's is."""
+    return torch.ones_like(sums[:, :, ::4]).view(torch.int8), None
+
+
 LAYOUTS = {
     "Q4_0": Layout({"d": 2, "low": 16}, (4, 16)),
     "Q4_1": Layout({"d": 2, "m": 2, "low": 16}, (4, 16)),
@@ -109,7 +114,7 @@ LAYOUTS = {
         {"d": 2, "dm": 2, "scales": 12, "high": 32, "low": 128}, (4, 32), (1, 32), _sixes
     ),
     "Q6_K": Layout({"low": 128, "high": 64, "scales": 16, "d": 2}, (4, 64), (2, 32), _bytes, 16),
-    "Q8_K": Layout({"d": 4, "low": 256, "sums": 32}, (8, 256), group_size=256),
+    "Q8_K": Layout({"d": 4, "low": 256, "scales": 32}, (8, 256), None, _ones),
     "IQ4_NL": Layout({"d": 2, "low": 16}, (4, 16), table=IQ4),
     "IQ4_XS": Layout(
         {"d": 2, "scales": 6, "low": 128}, (4, 16), None, _signed_sixes_of_neighbours, table=IQ4

@@ -102,7 +102,7 @@ def test_a_power_of_two_that_is_no_number():
 @pytest.mark.parametrize("type", LAYOUTS)
 def test_the_fields_are_those_of_a_quantized_weight(type):
     weight = read_blocks(type, torch.from_numpy(blocks(type, num_rows=2, num_blocks=2)))
-    num_inputs, two_levels = 2 * TYPES[type].inputs, type.endswith(("_K", "_XS")) and type != "Q8_K"
+    num_inputs, two_levels = 2 * TYPES[type].inputs, type.endswith(("_K", "_XS"))
     assert weight.values.shape == (2, num_inputs)
     assert weight.values.dtype == torch.int8
     assert weight.scales.shape == (2, num_inputs // weight.group_size)
