@@ -410,7 +410,7 @@ def differences(
     kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
     return {
         "plan": replace(plan, norm=norm, **biases),
-        "moe": None if moe is None else replace(moe, interleaved=False, inputs_first=False),
+        "moe": None if moe is None else replace(moe, inputs_first=False),
         "states": None if states is None else replace(states, tiled=states.kind == "delta"),
         "tensor_names": {},
         "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
