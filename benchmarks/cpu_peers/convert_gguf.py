@@ -80,7 +80,8 @@ def write_metadata(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
     merges = tokenizer["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([texts[index] for index in range(config["vocab_size"])])
+    sizes = range(config["vocab_size"])  # some checkpoints have more rows than tokens
+    writer.add_token_list([texts.get(index, f"[PAD{index}]") for index in sizes])
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
 

@@ -295,6 +295,13 @@ def test_two_real_llms_live_side_by_side_and_close(model: Path) -> None:
     assert first[0].outputs == second[0].outputs
 
 
+def test_info_ends_without_a_word_of_what_it_has_loaded():
+    """Triton, which it asks for, told each object that was left at the end of the process."""
+    command = [sys.executable, "-m", "nanoengine.cli.main", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stderr, "attention backends" in done.stdout) == ("", True)
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
