@@ -1,11 +1,15 @@
 """What quantization changes: perplexity, exact answers, and next-token distributions.
 
     python benchmarks/quantization_error.py --json benchmarks/results/quantization-error.json
+    python benchmarks/quantization_error.py --gguf demo-Q8_0.gguf demo-Q4_0.gguf
 
 Two models, each in bfloat16 and with every `quantization` against plain float32: the trained demo
 model on held-out questions and stories of `tools/demo_text.py`, and a Qwen3 shape with random
 weights on random tokens. Random weights give flat distributions, whose divergence says little about
 a trained model of that size; they show how errors add up over depth and width.
+
+With `--gguf` the text is the same, for files of the demo model: each with the activations in int8
+that it runs with, against the same file with float ones.
 
 KL is sum(p log(p / q)) over the vocabulary at each position [nats], p the plain model's.
 """
@@ -51,6 +55,10 @@ METHODS: dict[str, dict[str, object]] = {
     "int4_weight_only": {"quantization": "int4_weight_only"},
 }
 """What is measured against the first of them, and the settings that make it."""
+OF_GGUF: dict[str, dict[str, object]] = {
+    "gguf_weight_only": {"quantization": "gguf_weight_only"},
+    "gguf": {"attention_backend": "cpu"},
+}
 BLOCK_SIZE = 16
 
 
@@ -152,11 +160,15 @@ def measure(
 
 
 def compare(
-    name: str, model: str, texts: Sequence[Text], options: dict[str, object]
+    name: str,
+    model: str,
+    texts: Sequence[Text],
+    options: dict[str, object],
+    methods: dict[str, dict[str, object]] = METHODS,
 ) -> dict[str, object]:
     """All methods on one model."""
     rows, plain = [], None
-    for method, settings in METHODS.items():
+    for method, settings in methods.items():
         row, found = measure(model, texts, method, options | settings, plain)
         plain = plain or found
         rows.append(row)
@@ -172,20 +184,24 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--texts", type=int, default=2, help="of random tokens, for the shape")
     parser.add_argument("--length", type=int, default=128, help="of each of them [tokens]")
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="of the demo model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    demo = compare("demo", str(demo_model_path()), demo_texts(args.questions, args.stories), {})
-    with tempfile.TemporaryDirectory() as scratch:
-        write_shape(args.shape, Path(scratch))
-        texts = random_texts(SHAPES[args.shape]["vocab_size"], args.texts, args.length)
-        shape = compare(args.shape, scratch, texts, {"load_format": "dummy"})
+    texts = demo_texts(args.questions, args.stories)
+    found = [compare(file.name, str(file), texts, {}, OF_GGUF) for file in args.gguf]
+    if not found:
+        found.append(compare("demo", str(demo_model_path()), texts, {}))
+        with tempfile.TemporaryDirectory() as scratch:
+            write_shape(args.shape, Path(scratch))
+            texts = random_texts(SHAPES[args.shape]["vocab_size"], args.texts, args.length)
+            found.append(compare(args.shape, scratch, texts, {"load_format": "dummy"}))
     if args.json:
         report = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": " ".join(["benchmarks/quantization_error.py", *sys.argv[1:]]),
             "hardware": hardware(torch.device("cpu")),
             "versions": versions(),
-            "models": [demo, shape],
+            "models": found,
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

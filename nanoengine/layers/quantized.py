@@ -225,7 +225,8 @@ class QuantizedLinear(LinearMethod):
     @property
     def num_weights(self) -> int:
         """Weights of the model that this layer stands for; those of a tied one are another's."""
-        return 0 if self.tied is not None else self.in_features * self.out_features
+        counted_elsewhere = self.tied is not None or len(self.pieces) > 0
+        return 0 if counted_elsewhere else self.in_features * self.out_features
 
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
         slot = super().weight_slot(name, matrix)

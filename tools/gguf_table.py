@@ -1,0 +1,59 @@
+"""Prints the tables of docs/gguf.md: `python tools/gguf_table.py`.
+
+Each architecture and each type is a tiny GGUF file with random weights, written as llama.cpp's
+converter does (`tests/support/gguf_files.py`). Its logits are compared with those of transformers
+on the numbers in the file: the largest difference, with the activations as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gguf.quants import QuantError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from nanoengine.checkpoint.gguf import read_gguf
+from tests.models.test_gguf import CASES, TYPES, WIDE, found_logits, logits_of
+from tests.support.gguf_files import make_gguf
+
+
+def difference(family: str, option: str | None, **how: Any) -> tuple[str, float]:
+    """The architecture that the file names, and how far its logits are off."""
+    fields = how.pop("fields", {})
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "m.gguf")
+        model = make_gguf(file, family, **how)
+        named = read_gguf(file).metadata["general.architecture"]
+        found = found_logits(file, option, **fields)
+        return named, (found - logits_of(model)).abs().max().item()
+
+
+def of_type(name: str) -> Callable[[str], str]:
+    """Each matrix in this type."""
+    return lambda tensor: name
+
+
+def main() -> None:
+    """Both tables."""
+    print("| in the file | model | F32 | Q8_0 |\n|---|---|---|---|")
+    for case, (family, overrides) in CASES.items():
+        fields = {"max_positions": 64} if case == "phi3 longrope" else {}
+        named, plain = difference(family, None, **overrides, fields=fields)
+        try:
+            how = {**overrides, "fields": fields, "types": of_type("Q8_0")}
+            blocks = f"{difference(family, 'gguf_weight_only', **how)[1]:.0e}"
+        except QuantError:  # this tiny model has rows that are no multiple of 32
+            blocks = ""
+        print(f"| {named} | {case} | {plain:.0e} | {blocks} |")
+    print("\n| type | largest difference |\n|---|---|")
+    for name in TYPES:
+        _, found = difference("llama", "gguf_weight_only", **WIDE, types=of_type(name))
+        print(f"| {name} | {found:.0e} |")
+
+
+if __name__ == "__main__":
+    main()
