@@ -18,7 +18,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -62,10 +62,11 @@ class Finder:
             return None
         if name not in MODULES:
             top, _, last = name.rpartition(".")
-            hint = nearest(last, sorted({*HERE, *ABSENT, *(one[len(top) + 1 :] for one in MODULES)}))
+            beside = [one.rpartition(".")[2] for one in MODULES if one.startswith(f"{top}.")]
             # Why without `name=`: `from vllm import unknown` would put its own words in the place.
             raise ModuleNotFoundError(
-                f"nanoengine stands in for vLLM's offline API, and has no {name!r}; {hint}"
+                f"nanoengine stands in for vLLM's offline API, and has no {name!r}"
+                f"{_hint(last, [*HERE, *ABSENT, *beside])}"
             )
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -97,10 +98,16 @@ class Stand(ModuleType):
         elif name.startswith("__") or f"{self.__name__}.{name}" in MODULES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         else:
-            hint = nearest(name, [*homes, *PLAIN, *ABSENT])
-            raise AttributeError(f"nanoengine has no {name!r} of {self.__name__}; {hint}")
+            hint = _hint(name, [*homes, *PLAIN, *ABSENT])
+            raise AttributeError(f"nanoengine has no {name!r} of {self.__name__}{hint}")
         setattr(self, name, found)
         return found
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """The known name that looks like it, if one does."""
+    hint = nearest(name, known)
+    return f"; {hint}" if hint.startswith("did you mean") else ""
 
 
 class Absent(type):
@@ -133,6 +140,9 @@ def run(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         raise SystemExit("usage: python -m nanoengine.as_vllm PROGRAM [ARGS]\n"
                          "       python -m nanoengine.as_vllm -m MODULE [ARGS]")  # fmt: skip
+    program = Path(arguments[0])
+    if arguments[0] != "-m" and not program.is_file():
+        raise SystemExit(f"no program {arguments[0]!r}: give a file, or -m and a module")
     install()
     paths = [str(PATH), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -140,9 +150,6 @@ def run(arguments: Sequence[str]) -> None:
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
-    program = Path(arguments[0])
-    if not program.is_file():
-        raise SystemExit(f"no program {arguments[0]!r}: give a file, or -m and a module")
     sys.argv = list(arguments)
     sys.path.insert(0, str(program.resolve().parent))
     runpy.run_path(str(program), run_name="__main__")

@@ -72,6 +72,14 @@ class VLLM(LLM):
         """What a call without parameters uses, to be changed."""
         return VLLMParams(**self.info.generation_defaults)
 
+    def reset_prefix_cache(  # type: ignore[override]
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Drops all cached prefixes; refuses (False) while requests run."""
+        if reset_running_requests or reset_connector:
+            raise RequestError("reset_prefix_cache drops what no request uses, and takes no options")
+        return super().reset_prefix_cache()
+
     def get_world_size(self, include_dp: bool = True) -> int:
         """Ranks that share the model."""
         return self.config.tensor_parallel_size
@@ -206,9 +214,9 @@ class VLLMEngine:
         """The tokenizer of transformers."""
         return self._llm.get_tokenizer()
 
-    def reset_prefix_cache(self) -> bool:
-        """As `LLM.reset_prefix_cache`."""
-        return self._llm.reset_prefix_cache()
+    def reset_prefix_cache(self, *args: Any, **options: Any) -> bool:
+        """As `VLLM.reset_prefix_cache`."""
+        return self._llm.reset_prefix_cache(*args, **options)
 
     @property
     def model_executor(self) -> Executor:

@@ -100,7 +100,11 @@ ABSENT: dict[str, str] = {
         CONFIGS,
     ),
     "ModelRegistry": "models are nanoengine's own",
-    "LogitsProcessor": "logits_processors of SamplingParams takes functions",
+    **dict.fromkeys(
+        "LogitsProcessor AdapterLogitsProcessor RequestLogitsProcessor BatchUpdate"
+        " MoveDirectionality".split(),
+        "logits_processors of SamplingParams takes functions",
+    ),
     "RepetitionDetectionParams": "repetition_penalty discourages repetitions",
 }
 """Names that may be imported and named in annotations, and raise when they are used."""
