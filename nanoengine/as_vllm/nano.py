@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanoengine.as_vllm.params import VLLMParams, ours
-from nanoengine.errors import ConfigError
+from nanoengine.errors import NanoEngineError
 from nanoengine.llm import LLM
 
 NAMES = {"kvcache_block_size": "block_size", "num_kvcache_blocks": "num_kv_blocks"}
@@ -13,11 +13,9 @@ NAMES = {"kvcache_block_size": "block_size", "num_kvcache_blocks": "num_kv_block
 
 
 class NanoParams(VLLMParams):
-    """Its SamplingParams: three fields, 64 tokens if nothing is said."""
+    """Its SamplingParams: 64 tokens if nothing is said."""
 
-    def __init__(
-        self, temperature: float = 1.0, max_tokens: int = 64, ignore_eos: bool = False
-    ) -> None:
+    def __init__(self, temperature: float = 1.0, max_tokens: int = 64, ignore_eos: bool = False):
         super().__init__(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
@@ -33,12 +31,12 @@ class NanoLLM(LLM):
         """Completes prompts; texts hold special tokens, as nano-vLLM decodes them.
 
         Raises:
-            ConfigError: a request has failed, for which such an output has no place.
+            NanoEngineError: a request has failed, for which such an output has no place.
         """
-        found = super().generate(prompts, ours(sampling_params), use_tqdm)
-        failed = next((output.error for output in found if output.error), None)
-        if failed is not None:
-            raise ConfigError(failed)
-        decode = self.get_tokenizer().decode
-        ids = [output.outputs[0].token_ids for output in found]
-        return [{"text": decode(one), "token_ids": one} for one in ids]
+        outputs, decode = [], self.get_tokenizer().decode
+        for output in super().generate(prompts, ours(sampling_params), use_tqdm):
+            if output.error:
+                raise NanoEngineError(f"prompt {output.index} failed: {output.error}")
+            ids = output.outputs[0].token_ids
+            outputs.append({"text": decode(ids), "token_ids": ids})
+        return outputs

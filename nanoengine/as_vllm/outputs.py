@@ -1,115 +1,74 @@
-"""What vLLM's programs read: its outputs with all their fields, which programs may change.
+"""What vLLM's programs read: outputs with all of vLLM's fields, which programs may change.
 
-Made by `as_vllm/llm.py` of the outputs of `LLM`. A field is None where it tells of what nobody can
-ask for here: adapters, encoders, transfers.
+Made by `as_vllm/llm.py` of the outputs of `LLM`, whose fields they have. The others are None,
+because nobody can ask for what they tell of: adapters, encoders, transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 from nanoengine.errors import NanoEngineError
 from nanoengine.features.beam import BeamSearchOutput
-from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoengine.outputs import RequestOutput
 
 
-@dataclass
-class VLLMCompletion:
+class VLLMCompletion(SimpleNamespace):
     """vLLM's CompletionOutput, and `error`: why there is no answer."""
 
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    routed_experts: None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    lora_request: None = None
-    sampling_mask: None = None
-    spec_decode_metrics: None = None
-    weight_versions: None = None
-    error: str | None = None
+    routed_experts = lora_request = sampling_mask = None
+    spec_decode_metrics = weight_versions = None
 
     def finished(self) -> bool:
         """True if it grows no more."""
         return self.finish_reason is not None
 
 
-@dataclass
-class VLLMOutput:
+class VLLMOutput(SimpleNamespace):
     """vLLM's RequestOutput; `metrics` are seconds from arrival, as nanoengine measures them."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int] | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[VLLMCompletion]
-    finished: bool
-    metrics: Any = None
-    lora_request: None = None
-    encoder_prompt: None = None
-    encoder_prompt_token_ids: None = None
-    num_cached_tokens: int | None = None
-    num_cache_creation_tokens: None = None
-    prompt_token_id_logprobs: None = None
-    kv_transfer_params: None = None
-    ec_transfer_params: None = None
+    lora_request = encoder_prompt = encoder_prompt_token_ids = None
+    kv_transfer_params = ec_transfer_params = None
+    num_cache_creation_tokens = prompt_token_id_logprobs = None
 
 
-@dataclass
-class VLLMBeam:
+class VLLMBeam(SimpleNamespace):
     """vLLM's BeamSearchSequence: `tokens` and `text` begin with the prompt's."""
 
-    tokens: list[int]
-    cum_logprob: float
-    text: str
-    finish_reason: str
-    lora_request: None = None
-    stop_reason: None = None
+    lora_request = stop_reason = None
 
 
-@dataclass
-class VLLMBeams:
-    """vLLM's BeamSearchOutput."""
-
-    sequences: list[VLLMBeam]
+class VLLMBeams(SimpleNamespace):
+    """vLLM's BeamSearchOutput: `sequences`."""
 
 
-def completion(output: CompletionOutput) -> VLLMCompletion:
-    """One completion as vLLM has it."""
-    names = ("index", "text", "token_ids", "cumulative_logprob", "logprobs")
-    names += ("finish_reason", "stop_reason", "error")
-    return VLLMCompletion(**{name: getattr(output, name) for name in names})
-
-
-def request_output(output: RequestOutput, request_id: str | None = None) -> VLLMOutput:
-    """An output as vLLM has it, under the caller's name for it."""
-    return VLLMOutput(
-        request_id=output.request_id if request_id is None else request_id,
-        prompt=output.prompt,
-        prompt_token_ids=output.prompt_token_ids,
-        prompt_logprobs=output.prompt_logprobs,
-        outputs=list(map(completion, output.outputs)),
-        finished=output.finished,
-        metrics=output.metrics,
-        num_cached_tokens=output.num_cached_tokens,
-    )
+def request_output(output: RequestOutput, **changed: Any) -> VLLMOutput:
+    """An output as vLLM has it."""
+    completions = [VLLMCompletion(**_fields(one)) for one in output.outputs]
+    return VLLMOutput(**_fields(output) | {"outputs": completions} | changed)
 
 
 def beams(output: BeamSearchOutput, tokenizer: Any) -> VLLMBeams:
-    """A search as vLLM has it; a search that failed raises.
+    """A search as vLLM has it.
 
     Args:
         tokenizer: the one of transformers.
+
+    Raises:
+        NanoEngineError: the search has failed.
     """
     if output.error is not None:
         raise NanoEngineError(f"beam search of prompt {output.index} failed: {output.error}")
-    found = []
+    found = VLLMBeams(sequences=[])
     for beam in output.sequences:
         tokens = [*output.prompt_token_ids, *beam.token_ids]
-        text = tokenizer.decode(tokens)
-        found.append(VLLMBeam(tokens, beam.cumulative_logprob, text, beam.finish_reason))
-    return VLLMBeams(found)
+        ours = {"tokens": tokens, "text": tokenizer.decode(tokens)}
+        logprob = {"cum_logprob": beam.cumulative_logprob, "finish_reason": beam.finish_reason}
+        found.sequences.append(VLLMBeam(**ours, **logprob))
+    return found
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
