@@ -21,6 +21,7 @@ PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
     ".": 1193,
+    "as_vllm": 475,
     "assets": 4,
     "attention": 1319,
     "bench": 719,
@@ -36,7 +37,7 @@ ROOMS = {
     "parallel": 578,
     "ranks": 423,
     "runner": 2120,
-    "settings": 842,
+    "settings": 843,
     "small": 583,
     "text": 1017,
 }
