@@ -123,13 +123,14 @@ def test_a_program_and_its_child_processes(tmp_path: Path) -> None:
         "def child(n): return SamplingParams(max_tokens=n).max_tokens\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print(beside.WORD, sys.argv[1:], pool.map(child, [3]))\n"
+        "        print(beside.WORD, sys.argv[1:], pool.map(child, [3]), flush=True)\n"
+        "    subprocess.run([sys.executable, '-c', 'import vllm; print(vllm.__version__)'])\n"
         "    sys.exit(7)\n"
     )
     done = run_apart("program.py", "-m", "3", cwd=tmp_path, code=7)
-    assert done.stdout == "beside ['-m', '3'] [3]\n"
+    assert done.stdout == f"beside ['-m', '3'] [3]\n{TABLES['version']}\n"
     done = run_apart("-m", "program", "x", cwd=tmp_path, code=7)
-    assert done.stdout == "beside ['x'] [3]\n"
+    assert done.stdout == f"beside ['x'] [3]\n{TABLES['version']}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["-m"], ["missing.py"]])
