@@ -53,7 +53,7 @@ def install() -> None:
     for top in ("vllm", "nanovllm"):
         if top in sys.modules:
             raise ConfigError(f"{top} is imported already: call install() before anything does")
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Finder())
     sys.path.insert(0, PATH)
     about = f"nanoengine {__version__} answers for vllm {VERSION}: docs/moving_from_vllm.md"
     print(about, file=sys.stderr)

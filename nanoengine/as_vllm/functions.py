@@ -19,7 +19,7 @@ def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", **option
 
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: Any = None, **context: Any
-) -> str | None:
+) -> Any:
     """The template that a chat takes: the given one, the tokenizer's, or None."""
     if chat_template is None and not tokenizer.chat_template:
         return None

@@ -53,8 +53,10 @@ class VLLMParams:
     __struct_fields__ = tuple(DEFAULTS)
     __annotations__ = dict.fromkeys(DEFAULTS, Any)
     __signature__ = inspect.Signature(
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in DEFAULTS.items()
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+            for name, default in DEFAULTS.items()
+        ]
     )
 
     def __init__(self, *args: Any, **options: Any) -> None:
