@@ -21,7 +21,7 @@ PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
     ".": 1193,
-    "as_vllm": 468,
+    "as_vllm": 471,
     "assets": 4,
     "attention": 1319,
     "bench": 719,

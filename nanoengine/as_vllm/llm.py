@@ -48,6 +48,12 @@ def obeyed(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in NEUTRAL}
 
 
+def require_nothing(options: dict[str, Any]) -> None:
+    """Raises RequestError for options that ask for something, and for unknown ones."""
+    for name in obeyed(options):
+        raise RequestError(f"unknown option {name!r}: leave it out")
+
+
 class VLLM(LLM):
     """vLLM's LLM."""
 
@@ -125,7 +131,7 @@ class VLLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: Any, **options: Any) -> Any:
         """The engine of a new LLM."""
-        obeyed(options)
+        require_nothing(options)
         return VLLM.from_engine_args(engine_args).llm_engine
 
     def add_request(
@@ -141,7 +147,7 @@ class VLLMEngine:
     ) -> str:
         """Queues a request under the caller's name for it."""
         check_lora(lora_request)
-        obeyed(options)
+        require_nothing(options)
         llm = self._llm
         (read,) = llm.open_reader().read_all([prompt], [ours(params)], priority, "raise")
         if self._call is None or llm._calls.latest is not self._call:

@@ -260,10 +260,13 @@ def test_calls_refuse_what_they_can_not_do(llm: VLLM) -> None:
         lambda: llm.chat(talk, chat_template_content_format="openai"),
         lambda: llm.generate("Once", tokenization_kwargs={"truncation": True}),
         lambda: llm.reset_prefix_cache(reset_running_requests=True),
+        lambda: llm.llm_engine.add_request("a", "Once", params, trace_headers={"a": "b"}),
+        lambda: llm.llm_engine.add_request("a", "Once", params, unheard=None),
+        lambda: VLLMEngine.from_engine_args(EngineArgs(MODEL), unheard=None),
         lambda: llm.generate(),
         lambda: llm.generate("Once", prompt_token_ids=[[5]]),
     ):
-        with pytest.raises(RequestError, match=r"can't be obeyed|in their place"):
+        with pytest.raises(RequestError, match=r"can't be obeyed|in their place|unknown option"):
             call()
 
 
