@@ -24,7 +24,13 @@ from nanoengine.as_vllm.nano import NanoLLM, NanoParams
 from nanoengine.as_vllm.params import RequestOutputKind, VLLMForm, VLLMParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, NanoEngineError, RequestError
-from nanoengine.settings.vllm_names import LLM_OPTIONS, SAMPLING_PARAMS
+from nanoengine.settings.vllm_names import (
+    GENERATES,
+    LLM_OPTIONS,
+    LORA,
+    SAMPLING_PARAMS,
+    TEXT_ONLY,
+)
 from tests.support.as_vllm import run_apart, run_here
 from tests.support.as_vllm import vllm_modules as vllm_modules
 
@@ -53,6 +59,7 @@ def test_every_name_of_the_tables_is_found_in_every_module() -> None:
 
 @pytest.mark.usefixtures("vllm_modules")
 def test_a_name_without_a_meaning_raises_when_it_is_used() -> None:
+    assert {LORA, GENERATES, TEXT_ONLY} < TABLES["absent"].keys()
     for why, names in TABLES["absent"].items():
         for name in names:
             found = getattr(importlib.import_module("vllm"), name)
