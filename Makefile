@@ -24,7 +24,7 @@ test-guarded: $(READY_TEST)  ## what guards rarely changed ground; writes what i
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu --guarded only
 
 test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,structured,plot,docs,notebook,browser]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,batch,eval,ray,structured,programs,plot,docs,notebook,browser]"
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray

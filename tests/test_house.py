@@ -21,7 +21,7 @@ CORE = sorted(
 
 CHAIN: tuple[set[str], ...] = (
     {"cli"},
-    {"bench", "parallel"},
+    {"as_vllm", "bench", "parallel"},
     {"llm", "llm_calls"},
     {"build", "jobs"},
     {"features"},

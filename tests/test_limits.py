@@ -21,6 +21,7 @@ PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
     ".": 1194,
+    "as_vllm": 471,
     "assets": 4,
     "attention": 1319,
     "bench": 719,
@@ -36,7 +37,7 @@ ROOMS = {
     "parallel": 578,
     "ranks": 423,
     "runner": 2125,
-    "settings": 842,
+    "settings": 843,
     "small": 583,
     "text": 1237,
 }

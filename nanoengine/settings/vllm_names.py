@@ -133,6 +133,7 @@ LLM_OPTIONS: Table = {
     "enable_lora": Refused(LORA),
     "max_loras": Refused(LORA),
     "max_lora_rank": Refused(LORA),
+    "max_cpu_loras": Refused(LORA),
     "speculative_config": Refused(DRAFTS),
     "reasoning_parser": Refused("answers are not parsed", (None, "")),
     "pooler_config": Refused(GENERATES),

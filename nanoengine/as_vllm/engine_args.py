@@ -1,0 +1,81 @@
+"""EngineArgs and FlexibleArgumentParser: the arguments of vLLM's LLM, as a value and as options of
+a command line.
+
+An argument that has vLLM's default asks for nothing: `asked` leaves it out, so that programs which
+hand all of them on, `LLM(**vars(args))`, ask for what their user has set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoengine.as_vllm import TABLES
+
+DEFAULTS: dict[str, Any] = TABLES["arguments"]
+"""Name -> vLLM's default, of arguments that have a meaning here."""
+
+FLAGS = ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")
+"""Those of the default None that are True or False."""
+
+
+def asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that ask for something."""
+    return {n: v for n, v in options.items() if n not in DEFAULTS or v != DEFAULTS[n]}
+
+
+class Arguments:
+    """The methods of EngineArgs."""
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Adds an option for each argument."""
+        for name, default in DEFAULTS.items():
+            how: dict[str, Any] = {"type": str if isinstance(default, str) else literal}
+            if isinstance(default, bool) or name in FLAGS:
+                how = {"action": argparse.BooleanOptionalAction}
+            parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Arguments:
+        """The arguments among those of a command line."""
+        return cls(**{name: getattr(args, name) for name in DEFAULTS if hasattr(args, name)})
+
+
+EngineArgs = dataclasses.make_dataclass(
+    "EngineArgs",
+    [(name, Any, default) for name, default in DEFAULTS.items()],
+    bases=(Arguments,),
+    namespace={"__module__": __name__},
+)
+"""Arguments of LLM as a dataclass; an unknown one is a TypeError."""
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser whose options may be written with - and with _."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, behind options with _ in their names."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([dashed(word) for word in words], namespace)
+
+
+def dashed(word: str) -> str:
+    """An option's name with - for _; any other word as it is."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def literal(word: str) -> Any:
+    """A number, list or dict, if the word is one; else the word."""
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word

@@ -1,0 +1,241 @@
+"""vLLM's LLM, LLMEngine and ModelConfig: `LLM` with vLLM's arguments in and vLLM's outputs out.
+
+What is computed, when and how is `LLM`'s. Here are other names and forms of it. The requests of
+the engine are one call on the LLM, so any other call cuts them off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any, Self
+
+from nanoengine.as_vllm import absent
+from nanoengine.as_vllm.engine_args import asked
+from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_output
+from nanoengine.as_vllm.params import VLLMParams, ours
+from nanoengine.checkpoint.find import resolve_model
+from nanoengine.errors import RequestError
+from nanoengine.llm import LLM
+from nanoengine.llm_calls import check_lora
+from nanoengine.outputs import OutputBuilder, OutputKind
+from nanoengine.settings.vllm_names import warn_idle
+from nanoengine.turns import Call
+
+KINDS: dict[str, OutputKind] = {"CUMULATIVE": "cumulative", "DELTA": "delta", "FINAL_ONLY": "final"}
+
+NEUTRAL = {
+    "chat_template_content_format": "auto",
+    **dict.fromkeys(("tokenization_kwargs", "mm_processor_kwargs", "trace_headers")),
+    **dict.fromkeys(("usage_context", "stat_loggers", "data_parallel_rank")),
+    **dict.fromkeys(("reset_running_requests", "reset_connector"), False),
+}
+"""Options of vLLM's calls that are no options here, and the value that asks for nothing."""
+
+
+def obeyed(options: dict[str, Any]) -> dict[str, Any]:
+    """A call's options without those that ask for nothing.
+
+    Raises:
+        RequestError: one asks for something that is not here.
+    """
+    for name in NEUTRAL.keys() & options.keys():
+        if options[name] not in (NEUTRAL[name], None, {}):
+            raise RequestError(f"{name}={options[name]!r} can't be obeyed: leave it out")
+    return {name: value for name, value in options.items() if name not in NEUTRAL}
+
+
+def require_nothing(options: dict[str, Any]) -> None:
+    """Raises RequestError for options that ask for something, and for unknown ones."""
+    for name in obeyed(options):
+        raise RequestError(f"unknown option {name!r}: leave it out")
+
+
+class VLLM(LLM):
+    """vLLM's LLM."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **asked(options))
+        variables = sorted(name for name in os.environ if name.startswith("VLLM_"))
+        if variables:
+            warn_idle(f"{', '.join(variables)} (nothing reads vLLM's variables)")
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Self:
+        """An LLM of an EngineArgs."""
+        return cls(**dataclasses.asdict(engine_args))
+
+    def generate(  # type: ignore[override]
+        self, prompts: Any = None, sampling_params: Any = None, *args: Any, **options: Any
+    ) -> list[VLLMOutput]:
+        """As `LLM.generate`; a request that fails while it runs is warned of, too.
+
+        Args:
+            options: vLLM's too; `prompt_token_ids` are prompts of its older versions.
+        """
+        ids = options.pop("prompt_token_ids", None)
+        if (prompts is None) == (ids is None):
+            raise RequestError("give prompts, or prompt_token_ids in their place")
+        prompts = ids if prompts is None else prompts
+        found = super().generate(prompts, ours(sampling_params), *args, **obeyed(options))
+        failed = [output.error for output in found if output.error]
+        if failed:
+            message = f"{len(failed)} of {len(found)} requests failed: {failed[0]}"
+            warnings.warn(message, stacklevel=2)
+        return [request_output(output) for output in found]
+
+    def chat(self, *args: Any, **options: Any) -> list[VLLMOutput]:  # type: ignore[override]
+        """As `LLM.chat`."""
+        return super().chat(*args, **obeyed(options))  # type: ignore[return-value]
+
+    def beam_search(self, *args: Any, **options: Any) -> list[VLLMBeams]:  # type: ignore[override]
+        """As `LLM.beam_search`."""
+        tokenizer = self.get_tokenizer()
+        return [beams(found, tokenizer) for found in super().beam_search(*args, **options)]
+
+    def get_default_sampling_params(self) -> VLLMParams:  # type: ignore[override]
+        """What a call without parameters uses, to be changed."""
+        return VLLMParams(**self.info.generation_defaults)
+
+    def reset_prefix_cache(self, **options: Any) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return super().reset_prefix_cache(**obeyed(options))
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Ranks that share the model."""
+        return self.config.tensor_parallel_size
+
+    @functools.cached_property
+    def llm_engine(self) -> VLLMEngine:
+        """The view of vLLM's engine."""
+        return VLLMEngine(self)
+
+    @property
+    def model_config(self) -> ModelView:
+        """The view of vLLM's ModelConfig."""
+        return self.llm_engine.model_config
+
+
+class VLLMEngine:
+    """vLLM's LLMEngine: requests in, a step at a time, outputs of what has grown."""
+
+    def __init__(self, llm: VLLM) -> None:
+        self._llm = llm
+        self._call: Call[Any] | None = None
+        self._running: dict[str, tuple[str, OutputBuilder, OutputKind]] = {}
+        self.model_config = ModelView(llm)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, **options: Any) -> Any:
+        """The engine of a new LLM."""
+        require_nothing(options)
+        return VLLM.from_engine_args(engine_args).llm_engine
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: VLLMParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        *,
+        priority: int = 0,
+        **options: Any,
+    ) -> str:
+        """Queues a request under the caller's name for it."""
+        check_lora(lora_request)
+        require_nothing(options)
+        llm = self._llm
+        (read,) = llm.open_reader().read_all([prompt], [ours(params)], priority, "raise")
+        if self._call is None or llm._calls.latest is not self._call:
+            self._call, self._running = llm._calls.begin(), {}
+        if any(name == request_id for name, *_ in self._running.values()):
+            raise RequestError(f"request_id {request_id!r} is in use; choose another")
+        kind = KINDS[params.output_kind.name]
+        with self._call.turn() as engine:
+            builder = llm._queue(engine, read, kind)  # type: ignore[arg-type]
+        self._running[builder.request.request_id] = request_id, builder, kind
+        return request_id
+
+    def step(self) -> list[VLLMOutput]:
+        """Runs a step; the outputs of what has ended or grown by it."""
+        if self._call is None:
+            return []
+        with self._call.turn():
+            shown = [self._running.pop(one) for one in self._call.step(self._running)]
+            for name, builder, kind in self._running.values():
+                if kind != "final" and builder.has_grown():
+                    shown.append((name, builder, kind))
+            return [request_output(one.build(), request_id=name) for name, one, _ in shown]
+
+    def has_unfinished_requests(self) -> bool:
+        """True while `step` has something to do."""
+        return bool(self._running)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that are queued or run."""
+        return len(self._running)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests; nothing more is heard of them."""
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        for key in [key for key, (name, *_) in self._running.items() if name in names]:
+            self._llm.engine.abort(key)
+            del self._running[key]
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._llm.get_tokenizer()
+
+    def reset_prefix_cache(self, **options: Any) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return self._llm.reset_prefix_cache(**options)
+
+    @property
+    def model_executor(self) -> Any:
+        """Nothing to look into; deleting it gives the memory back."""
+        return absent("model_executor", "llm.engine.executor.model is the model")
+
+    @model_executor.deleter
+    def model_executor(self) -> None:
+        self._llm.close()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nanoengine does not offer vLLM's llm_engine.{name}: see llm.engine")
+
+
+class ModelView:
+    """What programs read of vLLM's ModelConfig."""
+
+    is_multimodal_model, runner_type = False, "generate"
+
+    def __init__(self, llm: VLLM) -> None:
+        self._info, self._config = llm.info, llm.config
+        self.model, self.max_model_len = llm.config.model, llm.info.max_model_len
+        self.tokenizer = llm.config.tokenizer or llm.config.model
+        self.trust_remote_code, self.seed = llm.config.trust_remote_code, llm.config.seed
+
+    @property
+    def dtype(self) -> Any:
+        """The torch.dtype that the model computes in."""
+        import torch
+
+        return getattr(torch, self._info.dtype)
+
+    @functools.cached_property
+    def hf_config(self) -> Any:
+        """The configuration as transformers reads it."""
+        from transformers import AutoConfig
+
+        trust = self.trust_remote_code
+        return AutoConfig.from_pretrained(resolve_model(self._config), trust_remote_code=trust)
+
+    def get_vocab_size(self) -> int:
+        """Entries of the vocabulary."""
+        return self._info.vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nanoengine does not offer vLLM's model_config.{name}: see llm.info")

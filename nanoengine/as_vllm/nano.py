@@ -1,0 +1,42 @@
+"""nano-vLLM's LLM and SamplingParams: outputs are dicts of a text and its token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoengine.as_vllm.params import VLLMParams, ours
+from nanoengine.errors import NanoEngineError
+from nanoengine.llm import LLM
+
+NAMES = {"kvcache_block_size": "block_size", "num_kvcache_blocks": "num_kv_blocks"}
+"""Names of its arguments that differ."""
+
+
+class NanoParams(VLLMParams):
+    """Its SamplingParams: 64 tokens if nothing is said."""
+
+    def __init__(self, temperature: float = 1.0, max_tokens: int = 64, ignore_eos: bool = False):
+        super().__init__(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
+
+
+class NanoLLM(LLM):
+    """Its LLM."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **{NAMES.get(name, name): v for name, v in options.items()})
+
+    def generate(  # type: ignore[override]
+        self, prompts: Any, sampling_params: Any, use_tqdm: bool = True
+    ) -> list[dict[str, Any]]:
+        """Completes prompts; texts hold special tokens, as nano-vLLM decodes them.
+
+        Raises:
+            NanoEngineError: a request has failed, for which such an output has no place.
+        """
+        outputs, decode = [], self.get_tokenizer().decode
+        for output in super().generate(prompts, ours(sampling_params), use_tqdm):
+            if output.error:
+                raise NanoEngineError(f"prompt {output.index} failed: {output.error}")
+            ids = output.outputs[0].token_ids
+            outputs.append({"text": decode(ids), "token_ids": ids})
+        return outputs

@@ -1,0 +1,161 @@
+"""SamplingParams and StructuredOutputsParams as vLLM's programs have them: they change.
+
+A `VLLMParams` holds what was given, under vLLM's names and with its defaults; `ours` makes the
+frozen parameters of it at each call, which says what is wrong. So whatever a program has done to an
+attribute, or to a list in it, counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from nanoengine.as_vllm import TABLES
+from nanoengine.errors import RequestError
+from nanoengine.settings.checks import nearest, shown
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.structured import StructuredOutputs
+from nanoengine.settings.vllm_names import BACKENDS
+
+
+class RequestOutputKind(enum.Enum):
+    """What `LLMEngine.step` returns of a request that grows: all so far, what is new, nothing."""
+
+    CUMULATIVE, DELTA, FINAL_ONLY = range(3)
+
+
+OWN = ("priority", "prompt_logprobs_start")
+"""Fields of ours that vLLM has not."""
+
+DEFAULTS: dict[str, Any] = {
+    **{f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in OWN},
+    **TABLES["parameters"],
+    "output_kind": RequestOutputKind.CUMULATIVE,
+}
+"""Name -> vLLM's default; of names that older versions had, too."""
+
+LISTS = ("stop", "stop_token_ids", "bad_words")
+"""Fields that are lists in every VLLMParams, so that programs append to them."""
+
+
+class VLLMParams:
+    """vLLM's SamplingParams.
+
+    Raises:
+        RequestError: a value can't be obeyed, is out of range or of an unknown name.
+    """
+
+    # Why three: programs look into one of them for the names that they may give.
+    __struct_fields__ = tuple(DEFAULTS)
+    __annotations__ = dict.fromkeys(DEFAULTS, Any)
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+            for name, default in DEFAULTS.items()
+        ]
+    )
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        try:
+            given = self.__signature__.bind(*args, **options).arguments
+        except TypeError as error:
+            raise RequestError(f"SamplingParams of vLLM: {error}") from error
+        for name, value in given.items():
+            setattr(self, name, value)
+        for name in LISTS:
+            value = getattr(self, name) or ()
+            setattr(self, name, [value] if isinstance(value, str) else list(value))
+        self.ours()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in DEFAULTS:
+            hint = nearest(name, DEFAULTS)
+            raise RequestError(f"unknown option {name!r} of SamplingParams; {hint}")
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in DEFAULTS:
+            raise AttributeError(f"SamplingParams has no {name!r} in nanoengine")
+        return DEFAULTS[name]
+
+    def __repr__(self) -> str:
+        return f"SamplingParams({', '.join(f'{n}={v!r}' for n, v in self._changed().items())})"
+
+    def _changed(self) -> dict[str, Any]:
+        """What differs from the defaults, 1 and True told apart."""
+        defaults = DEFAULTS | {name: [] for name in LISTS}
+        return {n: v for n, v in vars(self).items() if repr(v) != repr(defaults[n])}
+
+    def clone(self) -> VLLMParams:
+        """A copy that changes for itself."""
+        return copy.deepcopy(self)
+
+    @classmethod
+    def from_optional(cls, **options: Any) -> VLLMParams:
+        """Parameters of options of which None asks for the default."""
+        none = {"max_tokens"} & options.keys()  # Why: here it is a value of its own.
+        return cls(**{n: v for n, v in options.items() if v is not None or n in none})
+
+    def ours(self) -> SamplingParams:
+        """The same as the frozen parameters of `LLM`."""
+        options = self._changed()
+        options.pop("output_kind", None)  # Why: LLMEngine obeys it, and generate() is final.
+        if {"guided_decoding", "structured_outputs"} <= options.keys():
+            raise RequestError("guided_decoding is structured_outputs: give one of them")
+        asked = options.pop("guided_decoding", None) or options.get("structured_outputs")
+        if isinstance(asked, dict):
+            asked = VLLMForm(**asked)
+        if isinstance(asked, VLLMForm):
+            options["structured_outputs"] = asked.ours()
+        return SamplingParams(**options)
+
+
+@dataclass
+class VLLMForm:
+    """vLLM's StructuredOutputsParams, and the GuidedDecodingParams of its older versions.
+
+    `json` may be a Pydantic class too, which stands for its schema. llguidance compiles every form,
+    whatever `backend` is.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    backend: str | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(self.json, "model_json_schema"):
+            self.json = self.json.model_json_schema()
+        if self.backend is not None and self.backend.partition(":")[0] not in BACKENDS:
+            allowed = ", ".join(BACKENDS)
+            raise RequestError(f"backend must be one of {allowed}, got {shown(self.backend)}")
+        self.ours()
+
+    @classmethod
+    def from_optional(cls, **options: Any) -> VLLMForm | None:
+        """The form that is asked for; None if none is."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return cls(**given) if given.keys() - {"backend", "whitespace_pattern"} else None
+
+    def ours(self) -> StructuredOutputs:
+        """The same as the form of `SamplingParams`."""
+        given = {**vars(self), "backend": None}
+        return StructuredOutputs(**{n: v for n, v in given.items() if v not in (None, False)})
+
+
+def ours(params: Any) -> Any:
+    """Parameters of a call, one or a list of them, as `LLM.generate` takes them."""
+    if isinstance(params, VLLMParams):
+        return params.ours()
+    return [ours(one) for one in params] if isinstance(params, list | tuple) else params

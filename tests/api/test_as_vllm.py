@@ -1,0 +1,389 @@
+"""Programs for vLLM run as they stand, and what they can't have is refused where they use it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanoengine import LLM, BeamSearchParams, SamplingParams, as_vllm
+from nanoengine.as_vllm import TABLES
+from nanoengine.as_vllm.engine_args import EngineArgs, FlexibleArgumentParser, asked
+from nanoengine.as_vllm.llm import VLLM, VLLMEngine
+from nanoengine.as_vllm.nano import NanoLLM, NanoParams
+from nanoengine.as_vllm.params import RequestOutputKind, VLLMForm, VLLMParams
+from nanoengine.assets import demo_model_path
+from nanoengine.errors import ConfigError, NanoEngineError, RequestError
+from nanoengine.settings.vllm_names import (
+    GENERATES,
+    LLM_OPTIONS,
+    LORA,
+    SAMPLING_PARAMS,
+    TEXT_ONLY,
+)
+from tests.support.as_vllm import run_apart, run_here
+from tests.support.as_vllm import vllm_modules as vllm_modules
+
+MODEL = str(demo_model_path())
+CLIENTS = Path(__file__).parents[1] / "clients"
+GREEDY = {"temperature": 0, "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[VLLM]:
+    with VLLM(MODEL, num_gpu_blocks_override=128) as llm:
+        yield llm
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("vllm_modules")
+def test_every_name_of_the_tables_is_found_in_every_module() -> None:
+    for module in TABLES["modules"]:
+        names = TABLES["nano_names" if module.startswith("nano") else "names"]
+        for name, home in names.items():
+            found = getattr(importlib.import_module(module), name)
+            assert found is getattr(importlib.import_module(home.split(":")[0]), home.split(":")[1])
+
+
+@pytest.mark.usefixtures("vllm_modules")
+def test_a_name_without_a_meaning_raises_when_it_is_used() -> None:
+    assert {LORA, GENERATES, TEXT_ONLY} < TABLES["absent"].keys()
+    for why, names in TABLES["absent"].items():
+        for name in names:
+            found = getattr(importlib.import_module("vllm"), name)
+            assert found is getattr(importlib.import_module("vllm"), name)
+            assert not isinstance(3, found)
+            assert found | None
+            for use in (lambda f=found: f(1), lambda f=found: type("Own", (f,), {})):
+                with pytest.raises(ConfigError, match=f"vLLM's {name}: {why[:20]}"):
+                    use()
+            with pytest.raises(AttributeError, match=f"vLLM's {name}.is_cuda: {why[:20]}"):
+                found.is_cuda  # noqa: B018
+
+
+@pytest.mark.usefixtures("vllm_modules")
+def test_an_unknown_module_or_name_is_an_import_error_that_says_so() -> None:
+    for line, named in (
+        ("import vllm.something.unknown", "has no 'vllm.something'"),
+        ("from vllm.outputs import Unheard", "has no 'vllm.outputs.Unheard'"),
+        ("from vllm import SamplingParam", "did you mean 'SamplingParams'"),
+        ("from nanovllm import LoRARequest", "has no 'nanovllm.LoRARequest'"),
+    ):
+        with pytest.raises(ImportError, match=named):
+            exec(line)
+    assert not hasattr(importlib.import_module("vllm"), "Unheard")
+
+
+@pytest.mark.usefixtures("vllm_modules")
+def test_the_version_is_told_to_who_asks_for_it() -> None:
+    vllm = importlib.import_module("vllm")
+    assert vllm.__version__ == version("vllm") == TABLES["version"]
+    assert importlib.util.find_spec("vllm") is not None
+
+
+def test_installing_says_so_once_and_never_over_another_vllm(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    with pytest.raises(ConfigError, match="vllm is imported already"):
+        as_vllm.install()
+    monkeypatch.delitem(sys.modules, "vllm")
+    request.getfixturevalue("vllm_modules")
+    as_vllm.install()
+    assert capsys.readouterr().err.count("answers for vllm") == 1
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("vllm_modules")
+@pytest.mark.parametrize("name", ["chat", "constructor", "dict_prompts", "nano_bench", "to_file"])
+def test_a_program_runs_as_it_stands(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no effect in nanoengine")
+        run_here(CLIENTS / f"{name}.py", MODEL, monkeypatch=monkeypatch)
+    assert len(capsys.readouterr().out.split()) >= 4
+
+
+def test_a_program_and_its_child_processes(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'beside'")
+    (tmp_path / "program.py").write_text(
+        "import multiprocessing, subprocess, sys\n"
+        "import beside\n"
+        "from vllm import SamplingParams\n"
+        "def child(n): return SamplingParams(max_tokens=n).max_tokens\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(beside.WORD, sys.argv[1:], pool.map(child, [3]), flush=True)\n"
+        "    subprocess.run([sys.executable, '-c', 'import vllm; print(vllm.__version__)'])\n"
+        "    sys.exit(7)\n"
+    )
+    done = run_apart("program.py", "-m", "3", cwd=tmp_path, code=7)
+    assert done.stdout == f"beside ['-m', '3'] [3]\n{TABLES['version']}\n"
+    done = run_apart("-m", "program", "x", cwd=tmp_path, code=7)
+    assert done.stdout == f"beside ['x'] [3]\n{TABLES['version']}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["-m"], ["missing.py"]])
+def test_no_program_is_said(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"usage: python -m|no program 'missing.py'"):
+        as_vllm.run(arguments)
+    assert not any(isinstance(one, as_vllm.Finder) for one in sys.meta_path)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def test_parameters_change_and_what_they_have_become_counts() -> None:
+    params = VLLMParams(1, temperature=0.5, stop="x")
+    params.max_tokens = 7
+    params.stop.append("y")
+    assert params.ours() == SamplingParams(temperature=0.5, stop=["x", "y"], max_tokens=7)
+    copied = params.clone()
+    copied.stop.append("z")
+    assert params.stop == ["x", "y"]
+    assert pickle.loads(pickle.dumps(copied)).ours() == copy.copy(copied).ours() == copied.ours()
+    assert "max_tokens=7" in repr(params)
+    params.top_p = 3.0
+    with pytest.raises(RequestError, match="top_p must be in"):
+        params.ours()
+
+
+def test_parameters_are_built_anew_from_their_own_fields() -> None:
+    params = VLLMParams(n=2, seed=3, stop_token_ids=[5], logprobs=1)
+    fields = VLLMParams.__struct_fields__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = VLLMParams(**{name: getattr(params, name) for name in fields})
+    assert again.ours() == params.ours()
+    known = inspect.signature(VLLMParams).parameters.keys()
+    assert set(fields) == set(known) == VLLMParams.__annotations__.keys()
+    assert set(SAMPLING_PARAMS) <= set(fields)
+
+
+def test_what_parameters_can_not_be_is_refused_by_name() -> None:
+    for options, named in (
+        ({"max_token": 3}, "max_token"),
+        ({"best_of": 3}, "best_of=3 can't be obeyed"),
+        ({"watermarking": True}, "unknown option 'watermarking'"),
+        ({"guided_decoding": VLLMForm(regex="a"), "structured_outputs": VLLMForm(regex="a")},
+         "give one"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=named):
+            VLLMParams(**options)
+    params = VLLMParams()
+    with pytest.raises(RequestError, match="did you mean 'max_tokens'"):
+        params.max_token = 3
+    with pytest.raises(AttributeError, match="sampling_type"):
+        params.sampling_type  # noqa: B018
+
+
+def test_options_that_may_be_none() -> None:
+    made = VLLMParams.from_optional(temperature=None, top_p=None, stop=None, max_tokens=None)
+    assert made.ours() == SamplingParams(max_tokens=None)
+    assert VLLMForm.from_optional(json=None, backend="xgrammar") is None
+
+
+class Person:
+    """As a Pydantic class tells its schema."""
+
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        VLLMParams(guided_decoding=VLLMForm(json=Person, backend="outlines")),
+        VLLMParams(structured_outputs=VLLMForm({"type": "object"})),
+        VLLMParams(structured_outputs={"json": {"type": "object"}}),
+        VLLMParams(guided_decoding=VLLMForm.from_optional(json='{"type": "object"}')),
+    ],
+)
+def test_a_form_by_any_of_its_names(params: VLLMParams) -> None:
+    wanted = SamplingParams(structured_outputs={"json": {"type": "object"}})
+    assert params.ours() == wanted
+
+
+def test_forms_that_are_refused() -> None:
+    for options, named in (
+        ({"regex": "a", "backend": "none"}, "backend must be one of auto"),
+        ({"json": {}, "whitespace_pattern": " ?"}, "whitespace_pattern"),
+        ({}, "exactly one of"),
+    ):
+        with pytest.raises(RequestError, match=named):
+            VLLMForm(**options)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def test_outputs_are_those_of_the_llm_with_vllms_fields(llm: VLLM) -> None:
+    params = VLLMParams(**GREEDY, logprobs=1, prompt_logprobs=1)
+    (ours,) = LLM.generate(llm, "Once upon", params.ours(), use_tqdm=False)
+    outputs = llm.generate("Once upon", params, use_tqdm=False)
+    outputs += llm.generate(prompt_token_ids=[ours.prompt_token_ids], sampling_params=[params])
+    for output in outputs:
+        (found,) = output.outputs
+        assert found.finished() and found.error is None
+        assert found.logprobs == ours.outputs[0].logprobs
+        assert output.prompt_logprobs == ours.prompt_logprobs
+        assert (found.text, found.token_ids) == (ours.outputs[0].text, ours.outputs[0].token_ids)
+        assert found.lora_request is output.encoder_prompt is output.kv_transfer_params is None
+        found.text = "changed"
+        assert "changed" in repr(output)
+
+
+def test_a_request_that_fails_is_warned_of(llm: VLLM) -> None:
+    long = VLLMParams(max_tokens=1)
+    with pytest.warns(UserWarning, match=r"1 of 2 requests failed: .*max_model_len"):
+        _, output = llm.generate(["Once", [5] * 4000], long, False, on_error="record")
+    assert output.outputs[0].finish_reason == "error"
+
+
+def test_calls_refuse_what_they_can_not_do(llm: VLLM) -> None:
+    talk = [{"role": "user", "content": "Hello"}]
+    params = llm.get_default_sampling_params()
+    params.max_tokens = 2
+    assert llm.chat(talk, params, chat_template_content_format="auto", mm_processor_kwargs=None)
+    for call in (
+        lambda: llm.chat(talk, chat_template_content_format="openai"),
+        lambda: llm.generate("Once", tokenization_kwargs={"truncation": True}),
+        lambda: llm.reset_prefix_cache(reset_running_requests=True),
+        lambda: llm.llm_engine.add_request("a", "Once", params, trace_headers={"a": "b"}),
+        lambda: llm.llm_engine.add_request("a", "Once", params, unheard=None),
+        lambda: VLLMEngine.from_engine_args(EngineArgs(MODEL), unheard=None),
+        lambda: llm.generate(),
+        lambda: llm.generate("Once", prompt_token_ids=[[5]]),
+    ):
+        with pytest.raises(RequestError, match=r"can't be obeyed|in their place|unknown option"):
+            call()
+
+
+def test_beams_begin_with_the_prompt(llm: VLLM) -> None:
+    (found,) = llm.beam_search(["Once upon"], BeamSearchParams(2, 3), use_tqdm=False)
+    best = found.sequences[0]
+    assert best.text == "Once upon a time,"
+    assert best.tokens[:2] == llm.get_tokenizer().encode("Once upon")
+    assert best.cum_logprob < 0
+
+
+def test_what_programs_look_into(llm: VLLM) -> None:
+    config = llm.llm_engine.model_config
+    assert config is llm.model_config
+    assert config.max_model_len == llm.info.max_model_len
+    assert config.get_vocab_size() == config.hf_config.vocab_size
+    assert (str(config.dtype), llm.get_world_size()) == (f"torch.{llm.info.dtype}", 1)
+    for named, look in {
+        "llm_engine.cache_config": lambda: llm.llm_engine.cache_config,
+        "model_config.uses_mrope": lambda: config.uses_mrope,
+        "model_executor.driver_worker": lambda: llm.llm_engine.model_executor.driver_worker,
+    }.items():
+        with pytest.raises(AttributeError, match=named):
+            look()
+
+
+def test_variables_of_vllms_are_told_to_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    with pytest.warns(UserWarning, match="VLLM_USE_V1"):
+        llm = VLLM(MODEL, num_kv_blocks=64)
+    engine = llm.llm_engine
+    del engine.model_executor
+    with pytest.raises(NanoEngineError, match="closed"):
+        llm.generate("Once")
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def test_an_engine_is_stepped(llm: VLLM) -> None:
+    (whole,) = llm.generate("Once upon", VLLMParams(**GREEDY), use_tqdm=False)
+    engine = llm.llm_engine
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, "Once upon", VLLMParams(**GREEDY, output_kind=kind))
+    engine.add_request("gone", {"prompt": "Long"}, VLLMParams(max_tokens=9))
+    with pytest.raises(RequestError, match="'gone' is in use"):
+        engine.add_request("gone", "Long", VLLMParams())
+    engine.abort_request(["gone", "unknown"])
+    assert engine.get_num_unfinished_requests() == 3
+    seen: dict[str, list[Any]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seen.setdefault(output.request_id, []).append(output)
+    text = whole.outputs[0].text
+    growing, deltas, final = (seen[kind.name] for kind in RequestOutputKind)
+    assert len(growing) == len(deltas) == GREEDY["max_tokens"]
+    assert [len(one.outputs[0].token_ids) for one in growing] == [1, 2, 3, 4]
+    assert growing[-1].outputs[0].text == "".join(one.outputs[0].text for one in deltas) == text
+    assert [one.outputs[0].text for one in final] == [text]
+    assert all(outputs[-1].finished for outputs in (growing, deltas, final))
+
+
+def test_another_call_cuts_the_engine_off(llm: VLLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("a", "Once", VLLMParams(**GREEDY))
+    llm.generate("Long", VLLMParams(**GREEDY), use_tqdm=False)
+    with pytest.raises(NanoEngineError, match="cut off"):
+        engine.step()
+    engine.add_request("a", "Once", VLLMParams(**GREEDY))
+    assert engine.step()[0].request_id == "a"
+    engine.abort_request("a")
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def test_every_argument_that_is_known_has_its_default() -> None:
+    assert set(LLM_OPTIONS) <= set(TABLES["arguments"])
+    assert asked(TABLES["arguments"]) == {}
+    assert asked({"max_lora_rank": 16, "seed": 1, "unheard": None}) == {"seed": 1, "unheard": None}
+
+
+def test_a_command_line_asks_for_what_was_typed() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--own-option")
+    typed = "--model m --max_model_len 256 --enforce-eager --no-enable-prefix-caching"
+    args = parser.parse_args([*typed.split(), "--own_option", "a_b"])
+    assert args.own_option == "a_b"
+    made = EngineArgs.from_cli_args(args)
+    options = {"max_model_len": 256, "enforce_eager": True, "enable_prefix_caching": False}
+    assert made == EngineArgs("m", **options)
+    assert asked(vars(made)) == {"model": "m", **options}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--enable-unheard-of"])
+
+
+def test_an_engine_of_arguments() -> None:
+    engine = VLLMEngine.from_engine_args(EngineArgs(MODEL, max_model_len=64), usage_context=None)
+    assert engine.model_config.max_model_len == 64
+    del engine.model_executor
+
+
+# --- nano-vLLM ------------------------------------------------------------------------------------
+
+
+def test_outputs_of_nano_vllm_are_dicts() -> None:
+    params = NanoParams(temperature=0.7)
+    assert params.max_tokens == 64
+    params.max_tokens = 4
+    with NanoLLM(MODEL, kvcache_block_size=16, num_kvcache_blocks=64) as llm:
+        (output,) = llm.generate(["Once upon"], params, use_tqdm=False)
+        assert output["text"] == llm.get_tokenizer().decode(output["token_ids"])
+        assert len(output["token_ids"]) == 4
