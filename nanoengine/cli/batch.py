@@ -6,6 +6,7 @@ manual.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -155,7 +156,8 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    work = job.work(args.model, llm.info.generation_defaults)
+    template = functools.partial(chat_template, llm, args)
+    work = job.work(args.model, llm.info.generation_defaults, template)
     signals.work = work
     progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM
@@ -203,6 +205,17 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         except OSError as error:
             raise lost(args.summary_json, error) from error
     return code
+
+
+def chat_template(llm: LLM | Replicas, args: EngineArgs) -> Any:
+    """The model's chat template, by which the form of answers is known."""
+    from nanoengine.text.tokenizer import Tokenizer
+
+    tokenizer = getattr(llm, "tokenizer", None)
+    if tokenizer is None:  # Why: replicas have theirs in their processes.
+        options = engine_options(args)
+        tokenizer = Tokenizer.load(args.tokenizer or options["model"], revision=args.revision)
+    return tokenizer.backend.chat_template
 
 
 def require_terminal() -> None:

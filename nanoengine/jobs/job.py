@@ -285,15 +285,19 @@ class Job:
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(self, model: str, defaults: Mapping[str, Any] | None = None) -> Work:
+    def work(
+        self,
+        model: str,
+        defaults: Mapping[str, Any] | None = None,
+        chat_template: Callable[[], Any] = str,
+    ) -> Work:
         """What is left to do.
 
         Args:
-            model: name of the loaded one.
-            defaults: sampling parameters of the model's own.
+            model, defaults, chat_template: as `RowReader` takes them.
         """
         options, deaths = self.options, self.deaths
-        reader = RowReader(options, model, defaults)
+        reader = RowReader(options, model, defaults, chat_template)
         recorder = Recorder(model, self.created)
         counts = deaths.counts if deaths is not None else {}
 
