@@ -394,7 +394,7 @@ class RowReader:
             is_text = own.pop("response_format", None) in (None, {"type": "text"})
             if not is_text or "structured_outputs" in own:
                 raise RequestError(BOUND_TWICE)
-        return own | form.needs()
+        return form.needs() | own  # Why so: the row may say more, or otherwise.
 
     @functools.cache  # noqa: B019  # A reader lives as long as its job.
     def _warn_of_tools(self) -> None:
