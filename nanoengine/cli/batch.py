@@ -165,7 +165,13 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
 
     with LLM(**options) as llm:
         template = functools.partial(chat_template, llm, args)
-        count, told = verify(job, llm, args.verify or 0, args.seed, args.model, template)
+        facts = (args.model, llm.info.generation_defaults, template)
+
+        def alone(rows: Any) -> Any:
+            llm.reset_prefix_cache()
+            return llm.stream(rows, on_error="record")
+
+        count, told = verify(job, alone, args.verify or 0, args.seed, *facts)
     for one in told:
         print(one, file=sys.stderr)
     print(

@@ -12,24 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from nanoengine.errors import RequestError
-from nanoengine.features.tool_calls import (
-    MESSAGE,
-    READERS,
-    Choice,
-    Schemas,
-    choice_of,
-    forced_calls,
-    forced_schema,
-    recipient,
-    schemas_of,
-)
+from nanoengine.features import tool_calls
 from nanoengine.settings.checks import nearest
 from nanoengine.settings.params import SamplingParams
 
@@ -98,10 +88,10 @@ def granite(prompt: str | None, text: str) -> Thought:
 def openai_gptoss(prompt: str | None, text: str) -> Thought:
     """The channel `analysis`; messages to functions stay as they are, for their reader."""
     thoughts, rest, end = list[str](), list[str](), 0
-    for message in MESSAGE.finditer(text):
+    for message in tool_calls.MESSAGE.finditer(text):
         rest.append(text[end : message.start()])
         end = message.end()
-        if recipient(message) is not None:
+        if tool_calls.recipient(message) is not None:
             rest.append(message[0])
         else:
             is_thought = message[2].strip().startswith("analysis")
@@ -119,20 +109,24 @@ REASONING_SIGNS = {
     "openai_gptoss": r"<\|channel\|>",
     "granite": "Here is my thought process",
     "mistral": r"\[THINK\]",
-    "qwen3": r"(?s)(?=.*<think>)(?=.*<tool_call>)",
+    "qwen3": r"(?s)\A(?=.*<think>)(?=.*<tool_call>)",
     "deepseek_r1": "<think>|</think>",
 }
 CALL_SIGNS = {
     "openai": r"<\|channel\|>",
     "qwen3_coder": "<function=",
-    "hermes": r"(?s)(?!.*<arg_key>)(?=.*arguments)(?=.*<tool_call>)",
+    "hermes": r"(?s)\A(?!.*<arg_key>)(?=.*arguments)(?=.*<tool_call>)",
     "mistral": r"\[TOOL_CALLS\]",
     "llama3_json": r'parameters\\?": dictionary',
 }
 """By which a model's chat template shows its form; the first one that fits."""
 
 
-NAMES = {"reasoning_parser": tuple(REASONING), "tool_call_parser": tuple(READERS)}
+OPTIONS: dict[str, tuple[Iterable[str], dict[str, str]]] = {
+    "reasoning_parser": (REASONING, REASONING_SIGNS),
+    "tool_call_parser": (tool_calls.READERS, CALL_SIGNS),
+}
+"""The names of an option's readers, and their signs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +141,8 @@ class AnswerForm:
 
     reasoning: str | None = None
     calls: str | None = None
-    schemas: Schemas = field(default_factory=dict)
-    choice: Choice | None = None
+    schemas: tool_calls.Schemas = field(default_factory=dict)
+    choice: tool_calls.Choice | None = None
     name: str | None = None
 
     @property
@@ -163,12 +157,10 @@ class AnswerForm:
             RequestError: tools contradict each other.
         """
         if self.is_bound:
-            return {"structured_outputs": {"json": forced_schema(self.name, self.schemas)}}
-        return (
-            {}
-            if MARKED.isdisjoint((self.reasoning, self.calls))
-            else {"skip_special_tokens": False}
-        )
+            schema = tool_calls.forced_schema(self.name, self.schemas)
+            return {"structured_outputs": {"json": schema}}
+        has_marks = not MARKED.isdisjoint((self.reasoning, self.calls))
+        return {"skip_special_tokens": False} if has_marks else {}
 
     def params(self, given: Any) -> Any:
         """The parameters, or each of a list, as such an answer needs them."""
@@ -188,32 +180,23 @@ class AnswerForm:
         return dataclasses.replace(output, outputs=completions)
 
     def _parts(self, one: CompletionOutput, prompt: str | None, key: str) -> CompletionOutput:
-        reasoning, text, calls, problem = None, one.text, [], None
+        reasoning, text, found, problem = None, one.text, [], None
         if self.reasoning is not None and not self.is_bound:
             reasoning, text = REASONING[self.reasoning](prompt, text)
         try:
             if self.is_bound:
-                calls, text = forced_calls(self.name, text), ""
+                found, text = tool_calls.forced_calls(self.name, text), ""
             elif self.calls is not None:
-                found = READERS[self.calls](text, self.schemas)
-                calls, text = found.calls, found.text if found.calls else text
+                found, pieces = tool_calls.READERS[self.calls](text, self.schemas)
+                text = tool_calls.rest(pieces) if found else text
         except (ValueError, RecursionError) as error:
             problem = f"a call can't be read, so it stays text: {error}"
-        tool_calls = [
-            {
-                "id": _call_id(f"{key}/{number}"),
-                "type": "function",
-                "function": call._asdict(),
-            }
-            for number, call in enumerate(calls)
+        calls = [
+            {"id": _call_id(f"{key}/{i}"), "type": "function", "function": call._asdict()}
+            for i, call in enumerate(found)
         ]
-        return dataclasses.replace(
-            one,
-            text=text,
-            reasoning_content=reasoning,
-            tool_calls=tool_calls or None,
-            parse_error=problem,
-        )
+        parts = {"reasoning_content": reasoning, "tool_calls": calls or None}
+        return dataclasses.replace(one, text=text, parse_error=problem, **parts)
 
 
 def _call_id(key: str) -> str:
@@ -235,40 +218,33 @@ def answer_form(
     Raises:
         RequestError: an unknown name; a model that shows no form; a choice without its tool.
     """
-    check_parsers(reasoning_parser, tool_call_parser)
-    schemas = schemas_of(tools or ())
-    choice, name = choice_of(tool_choice, schemas)
-    reasoning, calls = reasoning_parser, tool_call_parser if choice == AUTO else None
-    if reasoning == AUTO:
-        reasoning = _required("reasoning_parser", shown_form(REASONING_SIGNS, chat_template()))
-    if calls == AUTO:
-        calls = _required("tool_call_parser", shown_form(CALL_SIGNS, chat_template()))
+    schemas = tool_calls.schemas_of(tools or ())
+    choice, name = tool_calls.choice_of(tool_choice, schemas)
+    reasoning, calls = reader_of("reasoning_parser", reasoning_parser, chat_template), None
+    if choice == AUTO:
+        calls = reader_of("tool_call_parser", tool_call_parser, chat_template)
     if calls == "openai" and reasoning is None:
         reasoning = "openai_gptoss"  # Why: its calls stand in the same channels.
     form = AnswerForm(reasoning=reasoning, calls=calls, schemas=schemas, choice=choice, name=name)
     return form if reasoning is not None or calls is not None or form.is_bound else None
 
 
-def check_parsers(reasoning_parser: str | None, tool_call_parser: str | None) -> None:
-    """Raises RequestError for a name that no reader has."""
-    given = {"reasoning_parser": reasoning_parser, "tool_call_parser": tool_call_parser}
-    for option, name in given.items():
-        if name not in (None, AUTO, *NAMES[option]):
-            raise RequestError(
-                f"unknown {option} {name!r}; {nearest(name, [AUTO, *NAMES[option]])}"
-            )
+def reader_of(option: str, name: str | None, chat_template: Callable[[], Any]) -> str | None:
+    """The name of a reader, "auto" being the one whose form the chat template shows.
 
-
-def shown_form(signs: dict[str, str], template: Any) -> str | None:
-    """The form that a chat template shows; None: none that is known."""
-    text = str(template)
-    return next((name for name, sign in signs.items() if re.search(sign, text)), None)
-
-
-def _required(option: str, found: str | None) -> str:
-    if found is None:
-        raise RequestError(
-            f"{option}='auto': the model's chat template shows no form that is known; give one of"
-            f" {', '.join(NAMES[option])}"
-        )
-    return found
+    Raises:
+        RequestError: no reader has the name; the template shows no form that is known.
+    """
+    names, signs = OPTIONS[option]
+    if name is None or name in names:
+        return name
+    if name != AUTO:
+        raise RequestError(f"unknown {option} {name!r}; {nearest(name, [AUTO, *names])}")
+    template = str(chat_template())
+    for found, sign in signs.items():
+        if re.search(sign, template):
+            return found
+    raise RequestError(
+        f"{option}='auto': the model's chat template shows no form that is known; give one of"
+        f" {', '.join(names)}"
+    )

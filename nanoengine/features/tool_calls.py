@@ -14,6 +14,7 @@ where these drop what is said behind a call, it is kept here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,44 +24,35 @@ from nanoengine.errors import RequestError
 from nanoengine.settings.checks import shown
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A function's name, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
-class Found(NamedTuple):
-    """What is in an answer: calls, and the texts between them."""
-
-    calls: list[Call]
-    pieces: list[str]
-
-    @property
-    def text(self) -> str:
-        """What is no call; blanks between calls are none of it."""
-        first, *others = self.pieces
-        text = "".join([first, *(one for one in others if one.strip(" \n;"))])
-        return text if text.strip() else ""
-
-
 Schemas = Mapping[str, Mapping[str, Any]]
 """A function's name -> the JSON schema of its arguments."""
 
-Reader = Callable[[str, Schemas], Found]
+Read = tuple[list[FunctionCall], list[str]]
+"""What is in an answer: calls, and the texts between them."""
+
+Reader = Callable[[str, Schemas], Read]
 
 Choice = Literal["auto", "required", "named"]
 """The model decides; some function; the one that is named."""
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no value of JSON")
-
-
-JSON = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+JSON = json.JSONDecoder(strict=False)
 """Not strict, because models write line ends into strings as they are."""
 
 BLANKS = re.compile(r"\s*")
+
+
+def rest(pieces: Sequence[str]) -> str:
+    """What is no call; blanks between calls are none of it."""
+    text = "".join([pieces[0], *(one for one in pieces[1:] if one.strip(" \n;"))])
+    return text if text.strip() else ""
 
 
 def decode(text: str, start: int = 0) -> tuple[Any, int]:
@@ -68,20 +60,16 @@ def decode(text: str, start: int = 0) -> tuple[Any, int]:
 
     Raises:
         ValueError: there is none.
+        RecursionError: it nests too deep.
     """
-    blanks = BLANKS.match(text, start)
-    assert blanks is not None
-    try:
-        return JSON.raw_decode(text, blanks.end())
-    except RecursionError as error:
-        raise ValueError("its JSON nests too deep") from error
+    return JSON.raw_decode(text, BLANKS.match(text, start).end())  # type: ignore[union-attr]
 
 
 def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any) -> FunctionCall:
     """The call that a JSON object describes.
 
     Raises:
@@ -94,71 +82,69 @@ def _call(value: Any) -> Call:
         raise ValueError(f"the call of {value['name']!r} has no arguments")
     given = value[name]
     if isinstance(given, str):  # Why: some models write the arguments' JSON as a string.
-        try:
-            found, end = decode(given)
-        except ValueError:
-            found, end = None, 0
-        if isinstance(found, dict) and not given[end:].strip():
-            given = found
-    return Call(value["name"], as_json(given))
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(given)
+            given = found if isinstance(found, dict) else given
+    return FunctionCall(value["name"], as_json(given))
 
 
-def hermes(text: str, schemas: Schemas) -> Found:
+CLOSED = re.compile(r"(?:\s*</tool_call>)?")
+
+
+def hermes(text: str, schemas: Schemas) -> Read:
     """Objects between tags; the last one may end with the text."""
-    opened, closed = "<tool_call>", "</tool_call>"
-    calls, pieces, end = list[Call](), list[str](), 0
+    opened = "<tool_call>"
+    calls, pieces, end = list[FunctionCall](), list[str](), 0
     while (start := text.find(opened, end)) >= 0:
         pieces.append(text[end:start])
         value, end = decode(text, start + len(opened))
         calls.append(_call(value))
-        blanks = BLANKS.match(text, end)
-        if blanks is not None and text.startswith(closed, blanks.end()):
-            end = blanks.end() + len(closed)
-    return Found(calls, [*pieces, text[end:]])
+        end = CLOSED.match(text, end).end()  # type: ignore[union-attr]
+    return calls, [*pieces, text[end:]]
 
 
-def llama3_json(text: str, schemas: Schemas) -> Found:
+def llama3_json(text: str, schemas: Schemas) -> Read:
     """Objects with a name and parameters anywhere in a text; other ones are text."""
     text = text.replace("<|python_tag|>", "")
-    calls, pieces, end = list[Call](), list[str](), 0
+    calls, pieces, end = list[FunctionCall](), list[str](), 0
     for match in re.finditer(r'\{\s*"', text):
         if match.start() < end:
             continue
         try:
             value, behind = decode(text, match.start())
             call = _call(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         pieces.append(text[end : match.start()])
         calls.append(call)
         end = behind
     if not calls and re.match(r'\s*\{\s*"name"', text):
         raise ValueError("it begins as a call does, and is none")
-    return Found(calls, [*pieces, text[end:]])
+    return calls, [*pieces, text[end:]]
 
 
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def mistral(text: str, schemas: Schemas) -> Found:
+def mistral(text: str, schemas: Schemas) -> Read:
     """A list of objects behind the mark; from tokenizer 11 on a name and its arguments."""
     first, *parts = text.split("[TOOL_CALLS]")
-    calls, pieces = list[Call](), [first]
+    calls, pieces = list[FunctionCall](), [first]
     for part in parts:
         named = MISTRAL_NAME.match(part)
         value, end = decode(part, named.end() if named else 0)
         if named:
-            calls.append(Call(named[1], as_json(value)))
+            calls.append(FunctionCall(named[1], as_json(value)))
         else:
             calls += map(_call, value if isinstance(value, list) else [value])
         pieces.append(part[end:])
-    return Found(calls, pieces)
+    return calls, pieces
 
 
-def qwen3_coder(text: str, schemas: Schemas) -> Found:
+def qwen3_coder(text: str, schemas: Schemas) -> Read:
     """Tags for a function and each of its parameters; the schema says which are no strings."""
     first, *parts = text.split("<function=")
-    calls, pieces = list[Call](), [first]
+    calls, pieces = list[FunctionCall](), [first]
     for part in parts:
         name, _, rest = part.partition(">")
         body, closed, behind = rest.partition("</function>")
@@ -171,10 +157,10 @@ def qwen3_coder(text: str, schemas: Schemas) -> Found:
             value = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
             schema = properties.get(key) if isinstance(properties, Mapping) else None
             arguments[key] = _typed(value, schema)
-        calls.append(Call(name.strip(), as_json(arguments)))
+        calls.append(FunctionCall(name.strip(), as_json(arguments)))
         pieces.append(behind)
     tags = re.compile(r"</?tool_call>\s*")
-    return Found(calls, [tags.sub("", piece) if calls else piece for piece in pieces])
+    return calls, [tags.sub("", piece) if calls else piece for piece in pieces]
 
 
 JSON_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -191,7 +177,7 @@ def _typed(text: str, schema: Any) -> Any:
     try:
         plain = text.lower() if text in ("True", "False", "None", "Null") else text
         value, end = decode("null" if plain == "none" else plain)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     is_whole = not text[end:].strip()
     for name in types - {"string"}:
@@ -229,9 +215,9 @@ def recipient(message: re.Match[str]) -> str | None:
     return named and named[1]
 
 
-def openai(text: str, schemas: Schemas) -> Found:
+def openai(text: str, schemas: Schemas) -> Read:
     """Messages to functions, in the channels of gpt-oss."""
-    calls, pieces, end = list[Call](), list[str](), 0
+    calls, pieces, end = list[FunctionCall](), list[str](), 0
     for message in MESSAGE.finditer(text):
         name = recipient(message)
         if name is None:
@@ -240,9 +226,9 @@ def openai(text: str, schemas: Schemas) -> Found:
         if message[3][behind:].strip():
             raise ValueError(f"the arguments of {name!r} are no JSON")
         pieces.append(text[end : message.start()])
-        calls.append(Call(name, as_json(value)))
+        calls.append(FunctionCall(name, as_json(value)))
         end = message.end()
-    return Found(calls, [*pieces, text[end:]])
+    return calls, [*pieces, text[end:]]
 
 
 READERS: dict[str, Reader] = {
@@ -323,11 +309,11 @@ def forced_schema(name: str | None, schemas: Schemas) -> dict[str, Any]:
     return items | {"$defs": definitions} if definitions else items
 
 
-def forced_calls(name: str | None, text: str) -> list[Call]:
+def forced_calls(name: str | None, text: str) -> list[FunctionCall]:
     """The calls of an answer that the schema binds.
 
     Raises:
         ValueError: it was cut off.
     """
     value, _ = decode(text)
-    return list(map(_call, value)) if name is None else [Call(name, as_json(value))]
+    return list(map(_call, value)) if name is None else [FunctionCall(name, as_json(value))]

@@ -62,6 +62,11 @@ OPENAI: Table = {
 }
 """Fields of OpenAI's bodies and of vLLM's servers whose meaning is not simply a field here."""
 
+NO_FORM = (
+    "rows have tools, and the chat template shows no form of calls that is known: answers stay"
+    " text, unless --tool-call-parser names one"
+)
+
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that ask nothing of an answer."""
 
@@ -158,13 +163,15 @@ class RowOptions:
     tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
-        if self.takes_apart:
-            from nanoengine.features.answers import check_parsers
+        for option in ("reasoning_parser", "tool_call_parser"):
+            name = getattr(self, option)
+            if name not in (None, "auto"):
+                from nanoengine.features.answers import reader_of
 
-            try:
-                check_parsers(self.reasoning_parser, self.tool_call_parser)
-            except RequestError as error:
-                raise ConfigError(str(error)) from error
+                try:
+                    reader_of(option, name, str)
+                except RequestError as error:
+                    raise ConfigError(str(error)) from error
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give one")
         if self.system is not None and not self.chat:
@@ -378,13 +385,14 @@ class RowReader:
         options, is_chat = self._options, task.kind == "chat"
         if not options.takes_apart and not (is_chat and (tools or choice)):
             return own
-        from nanoengine.features.answers import BOUND_TWICE, CALL_SIGNS, answer_form, shown_form
+        from nanoengine.features.answers import BOUND_TWICE, answer_form, reader_of
 
         reader = options.tool_call_parser
-        if reader is None and is_chat:
-            reader = shown_form(CALL_SIGNS, self._chat_template())
-            if reader is None and tools and choice in (None, "auto"):
-                self._warn_of_tools()
+        if reader is None and is_chat and tools and choice in (None, "auto"):
+            try:
+                reader = reader_of("tool_call_parser", "auto", self._chat_template)
+            except RequestError:
+                warnings.warn(NO_FORM, stacklevel=1)
         tools = tools if isinstance(tools, list) else None  # else the call says what it must be
         asked = (options.reasoning_parser, reader, tools, choice)
         task.form = form = answer_form(*asked, self._chat_template)
@@ -395,14 +403,6 @@ class RowReader:
             if not is_text or "structured_outputs" in own:
                 raise RequestError(BOUND_TWICE)
         return form.needs() | own  # Why so: the row may say more, or otherwise.
-
-    @functools.cache  # noqa: B019  # A reader lives as long as its job.
-    def _warn_of_tools(self) -> None:
-        warnings.warn(
-            "rows have tools, and the chat template shows no form of calls that is known: answers"
-            " stay text, unless --tool-call-parser names one",
-            stacklevel=1,
-        )
 
     # --- sampling parameters --------------------------------------------------------------------
 

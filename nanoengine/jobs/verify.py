@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import Job
-from nanoengine.jobs.log import Log
+from nanoengine.jobs.log import Log, Record
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
-from nanoengine.jobs.work import Work
+from nanoengine.jobs.work import Stream, Work
 
 if TYPE_CHECKING:
-    from nanoengine.llm import LLM
     from nanoengine.outputs import RequestOutput
 
 SHOWN_CHARS = 40
@@ -45,24 +43,23 @@ def readable_log(job: Job) -> Log:
     return job.log
 
 
-def verify(
-    job: Job, llm: LLM, count: int, seed: int, model: str, chat_template: Callable[[], Any]
-) -> tuple[int, list[str]]:
-    """How many rows were run again, and which of them differ, in words.
+def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tuple[int, list[str]]:
+    """How many rows were run again, at most `count`, and which of them differ, in words.
 
     Args:
-        llm: a fresh one.
-        count: most rows.
-        model, chat_template: as `Job.work` takes them.
+        stream: of a fresh LLM, which remembers no row.
+        facts: of the model, as `Job.work` takes them.
     """
     log = readable_log(job)
     found = (record for record in log.records(job.num_rows) if record and not record.failed)
-    drawn = heapq.nsmallest(
-        count, found, key=lambda one: xxh3_64_intdigest(b"%d/%d" % (seed, one.row))
-    )
+
+    def by_seed(one: Record) -> int:
+        return xxh3_64_intdigest(b"%d/%d" % (seed, one.row))
+
+    drawn = heapq.nsmallest(count, found, key=by_seed)
     recorded = log.lines(one.offset for one in drawn)
     lines = dict(zip((one.row for one in drawn), recorded, strict=True))
-    reader, recorder = job.reader(model, llm.info.generation_defaults, chat_template)
+    reader, recorder = job.reader(*facts)
     told: list[str] = []
 
     def compare(task: Task, result: RequestOutput | RowError) -> None:
@@ -70,8 +67,7 @@ def verify(
         told.extend(f"row {task.row} ({task.input.name}:{task.number}): {one}" for one in how)
 
     for task in job.tasks(reader, lines.__contains__):
-        llm.reset_prefix_cache()
-        Work([task], compare).run(lambda rows: llm.stream(rows, on_error="record"))
+        Work([task], compare).run(stream)
     return len(lines), told
 
 
