@@ -256,13 +256,14 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
 
 def chat_template(llm: LLM | Replicas, args: EngineArgs) -> Any:
     """The model's chat template, by which the form of answers is known."""
-    from nanoengine.text.tokenizer import Tokenizer
+    from nanoengine.jobs.dry_run import load_tokenizer
+    from nanoengine.llm import LLM
 
-    tokenizer = getattr(llm, "tokenizer", None)
-    if tokenizer is None:  # Why: replicas have theirs in their processes.
-        options = engine_options(args)
-        tokenizer = Tokenizer.load(args.tokenizer or options["model"], revision=args.revision)
-    return tokenizer.backend.chat_template
+    if isinstance(llm, LLM):
+        return llm.tokenizer.backend.chat_template
+    # Why: replicas have theirs in their processes.
+    tokenizer = load_tokenizer(EngineConfig.from_kwargs(**engine_options(args)))
+    return tokenizer and tokenizer.backend.chat_template
 
 
 def require_terminal() -> None:

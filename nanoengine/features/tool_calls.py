@@ -170,18 +170,20 @@ JSON_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A parameter's value: a string, unless its schema has other types and the text is of one."""
-    types = set(_types(schema))
-    if not types - {"string"}:
-        return text
+    """A parameter's value: a string, unless its schema has other types and the text is of one.
+
+    Of several types the first one counts, and null where the text says so.
+    """
+    types = list(_types(schema))
+    if next((one for one in types if one != "null"), "string") == "string":
+        types = ["null"] * ("null" in types)
+    plain = {"True": "true", "False": "false", "None": "null", "Null": "null"}.get(text, text)
     try:
-        plain = text.lower() if text in ("True", "False", "None", "Null") else text
-        value, end = decode("null" if plain == "none" else plain)
+        value, end = decode(plain)
     except (ValueError, RecursionError):
         return text
-    is_whole = not text[end:].strip()
-    for name in types - {"string"}:
-        kind = JSON_TYPES.get(name, ())
+    is_whole = not plain[end:].strip()
+    for kind in (JSON_TYPES.get(name, ()) for name in types):
         if is_whole and isinstance(value, kind) and (not isinstance(value, bool) or kind is bool):
             return value
     return text

@@ -38,7 +38,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     inputs = find_inputs(options.inputs, options.input_format, is_own)
     directory = resolve_model(config)
     model_config = load_model_config(directory)
-    tokenizer = Tokenizer.load(config.tokenizer or str(directory), revision=config.revision)
+    tokenizer = load_tokenizer(config)
     limits: Any = SimpleNamespace(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
@@ -48,7 +48,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     checker = RequestChecker(limits, room, Stages(config, model_config, directory).check)
     prompts = PromptReader(tokenizer, checker, SamplingParams)
     defaults = model_config.generation_defaults
-    reader = RowReader(options, model, defaults, lambda: tokenizer.backend.chat_template)
+    reader = RowReader(options, model, defaults, lambda: prompts.tokenizer.backend.chat_template)
     num_rows = num_failed = num_prompt = longest = num_output = 0
     for task in tasks_of(inputs, options, reader):
         if task is PAUSE:
@@ -74,3 +74,11 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         file=sys.stderr,
     )
     return 1 if num_failed else 0
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that an LLM of these settings has, without its model."""
+    if config.skip_tokenizer_init:
+        return None
+    name = config.tokenizer or str(resolve_model(config))
+    return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)

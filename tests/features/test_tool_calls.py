@@ -31,6 +31,7 @@ FERRY = {
         "days": {"type": "array"},
         "deck": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "name": {"type": ["string", "null"]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
     },
 }
 TOOLS = [
@@ -95,6 +96,8 @@ CASES = [
      [("book", {"cars": "many", "cabin": "{'a': 1}", "deck": 2, "x": "2"})], ""),
     ("qwen3_coder", coder("book", {"harbour": "a\nb\n", "cars": "true"}),
      [("book", {"harbour": "a\nb\n", "cars": "true"})], ""),
+    ("qwen3_coder", coder("book", {"note": "5", "name": "null", "harbour": "null"}),
+     [("book", {"note": "5", "name": None, "harbour": "null"})], ""),
     ("qwen3_coder", coder("unknown", {"a": "1"}), [("unknown", {"a": "1"})], ""),
     ("llama3_json", llama(*A), [A], ""),
     ("llama3_json", "<|python_tag|>" + llama(*B), [B], ""),
