@@ -100,7 +100,9 @@ def hermes(text: str, schemas: Schemas) -> Read:
         value, end = decode(text, start + len(opened))
         calls.append(_call(value))
         end = CLOSED.match(text, end).end()  # type: ignore[union-attr]
-    return calls, [*pieces, text[end:]]
+    # Why: max_tokens may cut the last tag.
+    is_cut = bool(calls) and "</tool_call>".startswith(text[end:].strip())
+    return calls, [*pieces, "" if is_cut else text[end:]]
 
 
 def llama3_json(text: str, schemas: Schemas) -> Read:

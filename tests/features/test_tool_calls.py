@@ -71,6 +71,8 @@ CASES = [
     ("hermes", "Sure, a moment." + hermes(*A), [A], "Sure, a moment."),
     ("hermes", hermes(*A) + "\n" + hermes(*B) + hermes(*C), [A, B, C], ""),
     ("hermes", hermes(*A).removesuffix("\n</tool_call>"), [A], ""),
+    ("hermes", "Yes." + hermes(*A).removesuffix("ol_call>"), [A], "Yes."),
+    ("hermes", hermes(*A) + " As you like.", [A], " As you like."),
     ("hermes", '<tool_call>{"name": "times",\n"arguments":\n{}}</tool_call>', [B], ""),
     ("hermes", '<tool_call>{"arguments": {"name": "x"}, "name": "a"}</tool_call>',
      [("a", {"name": "x"})], ""),

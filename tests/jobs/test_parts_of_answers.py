@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nanoengine.cli.main import main
 from tests.support.batch_jobs import Batch, batch_fixture, chat, completion  # noqa: F401
 from tests.support.fake_llm import MakeLLM, make_llm_fixture  # noqa: F401
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
@@ -141,7 +142,6 @@ def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
     pytest.importorskip("llguidance", reason="see the extra `structured`")
     jsonschema = pytest.importorskip("jsonschema")
     from nanoengine import LLM, SamplingParams
-    from nanoengine.cli.main import main
     from tests.support.grammars import text_checkpoint, text_tokenizer
 
     schemas = {
@@ -187,3 +187,11 @@ def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
         (output_,) = llm.chat(message, params, False, tools=tools, tool_choice=named)
         (call,) = output_.outputs[0].tool_calls
         jsonschema.validate(json.loads(call["function"]["arguments"]), schemas["wait"])
+
+
+def test_prompts_of_the_command_line_have_parts_too(jobs: Batch, capsys: Any) -> None:
+    command = ["generate", str(jobs.directory / "model"), "--chat", "--prompt", "both"]
+    assert main([*command, "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert one["reasoning_content"] == "Hm."
+    assert one["text"] == CALL + CALL, "without tools there are no calls"
