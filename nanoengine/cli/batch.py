@@ -125,15 +125,16 @@ def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]
 def main(args: BatchArgs) -> int:
     """Runs the command; returns its exit code."""
     with _warnings_as_lines():
+        if args.dry_run:
+            from nanoengine.jobs.dry_run import dry_run
+
+            config = EngineConfig.from_kwargs(**engine_options(args))
+            return dry_run(job_options(args), config, args.model)
         if args.watch:
             require_terminal()
         if args.summary_json is not None:
             _check_writable(args.summary_json)
         options = engine_options(args)
-        if args.dry_run:
-            from nanoengine.jobs.dry_run import dry_run
-
-            return dry_run(job_options(args), EngineConfig.from_kwargs(**options), args.model)
         try:
             job = Job(job_options(args), job_facts(options, args.model))
         except OutputLostError as error:

@@ -17,7 +17,7 @@ from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.core.requests import RequestChecker
 from nanoengine.features.stages import Stages
-from nanoengine.jobs.job import JobOptions, tasks_of
+from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
 from nanoengine.jobs.paths import Paths
 from nanoengine.jobs.rows import RowReader
 from nanoengine.jobs.source import find_inputs
@@ -36,6 +36,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     """
     is_own = Paths(options.output, options.errors, options.summary_json).is_own
     inputs = find_inputs(options.inputs, options.input_format, is_own)
+    count_rows(inputs, options)
     directory = resolve_model(config)
     model_config = load_model_config(directory)
     tokenizer = load_tokenizer(config)

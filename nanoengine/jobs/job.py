@@ -132,7 +132,7 @@ class Job:
         try:
             self._open_logs()
             self._inputs_at_start = manifests.describe_inputs(self.inputs)
-            self.num_rows = self._survey()
+            self.num_rows = count_rows(self.inputs, options)
             if isinstance(self.log, Log):
                 self._resume(facts)
             elif any(log.num_bytes for log in self._files()):
@@ -202,16 +202,6 @@ class Job:
     def _files(self) -> list[Log]:
         """The logs that can be read again."""
         return [log for log in self._logs if isinstance(log, Log)]
-
-    def _survey(self) -> int | None:
-        if self._has_stdin:
-            return None
-        found = survey(self.inputs, self.options.max_row_bytes)
-        if found.duplicates and self.options.strict:
-            raise ConfigError("--strict: " + "; ".join(found.duplicates))
-        for told in found.duplicates:
-            warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
-        return found.num_rows
 
     def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Compares with the earlier job, if there is one, and reads back what it has done."""
@@ -378,6 +368,22 @@ class Job:
         with contextlib.ExitStack() as stack:
             while self._logs:
                 stack.callback(self._logs.pop().close, drop_empty=drop_empty)
+
+
+def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
+    """The rows of the inputs, as far as they can be counted; None with stdin.
+
+    Raises:
+        ConfigError: --strict, and an id stands twice.
+    """
+    if any(one.name == STDIN for one in inputs):
+        return None
+    found = survey(inputs, options.max_row_bytes)
+    if found.duplicates and options.strict:
+        raise ConfigError("--strict: " + "; ".join(found.duplicates))
+    for told in found.duplicates:
+        warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
+    return found.num_rows
 
 
 def tasks_of(

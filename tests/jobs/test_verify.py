@@ -132,3 +132,11 @@ def test_a_dry_run_leaves_an_earlier_output_alone(batch: Batch) -> None:
     assert main(command) == 0
     assert batch.output.read_text() == "mine\n"
     assert sorted(one.name for one in batch.directory.iterdir()) == sorted([*names, path.name])
+
+
+def test_a_dry_run_looks_for_equal_ids(batch: Batch, capsys: Any) -> None:
+    rows = batch.write([completion("a"), completion("a")])
+    command = ["batch", "demo", str(rows), "--output", str(batch.output), "--dry-run"]
+    assert main(command) == 0
+    assert "equal random numbers" in capsys.readouterr().err
+    assert main([*command, "--strict"]) == 2
