@@ -20,15 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
-    ".": 1193,
+    ".": 1208,
     "assets": 4,
     "attention": 1319,
     "bench": 719,
     "checkpoint": 1684,
-    "cli": 962,
-    "core": 2866,
-    "features": 1678,
-    "jobs": 2249,
+    "cli": 1015,
+    "core": 2873,
+    "features": 2035,
+    "jobs": 2447,
     "kernels": 3957,
     "layers": 1988,
     "models": 959,
@@ -36,7 +36,7 @@ ROOMS = {
     "parallel": 578,
     "ranks": 423,
     "runner": 2120,
-    "settings": 842,
+    "settings": 844,
     "small": 583,
     "text": 1017,
 }
