@@ -109,6 +109,9 @@ class OtherCalls:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
+        tool_choice: str | Mapping[str, Any] | None = None,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations: renders each by the chat template, then as `generate`.
 
@@ -122,6 +125,10 @@ class OtherCalls:
                 add_generation_prompt=False.
             tools: descriptions of functions, as the template expects them.
             chat_template_kwargs: variables of the template's own, such as enable_thinking.
+            tool_choice: "required", or {"type": "function", "function": {"name": ...}}: a grammar
+                has each answer be calls of these tools.
+            reasoning_parser, tool_call_parser: take answers apart, by vLLM's names of parsers or
+                "auto", by the chat template: see `CompletionOutput`.
 
         Raises:
             RequestError: the tokenizer has no chat template, or it refuses the messages.
@@ -135,7 +142,16 @@ class OtherCalls:
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        return self.generate(
+        form = None
+        if (tool_choice, reasoning_parser, tool_call_parser) != (None, None, None):
+            from nanoengine.features.answers import answer_form
+
+            asked = (reasoning_parser, tool_call_parser, tools, tool_choice)
+            own = chat_template or self.tokenizer.backend.chat_template
+            form = answer_form(*asked, lambda: own)
+            given = sampling_params or self.default_sampling_params
+            sampling_params = form.params(given) if form is not None else given
+        outputs = self.generate(
             [{"messages": one, **options} for one in conversation_list(messages)],
             sampling_params,
             use_tqdm,
@@ -143,6 +159,7 @@ class OtherCalls:
             priority=priority,
             on_error=on_error,
         )
+        return outputs if form is None else [form.taken_apart(o, o.request_id) for o in outputs]
 
     def generate_dataset(
         self,

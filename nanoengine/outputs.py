@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import TokenLogprob
@@ -58,6 +58,9 @@ class CompletionOutput:
         finish_reason: None while it grows.
         stop_reason: the stop string or stop id that ended it; None for EOS and length.
         error: why there is no answer, if `finish_reason` is "error".
+        reasoning_content: what stood before the answer, where a reasoning parser was asked for.
+        tool_calls: the calls in it, as OpenAI's API has them; `text` is the rest.
+        parse_error: why what looks like a call has stayed text.
     """
 
     index: int
@@ -68,6 +71,9 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    parse_error: str | None = None
 
     @property
     def finished(self) -> bool:

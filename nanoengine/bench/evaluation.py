@@ -146,7 +146,7 @@ class NanoEngineLM(TemplateLM):
         prompts = [(context + after)[-self.max_length - 1 :] for _, context, after in requests]
         params = [
             SamplingParams(
-                max_tokens=1,
+                max_tokens=0,
                 detokenize=False,
                 prompt_logprobs=0,
                 prompt_logprobs_start=max(len(token_ids) - len(after), 1),

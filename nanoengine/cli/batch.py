@@ -6,6 +6,7 @@ manual.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
 
-ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS = 0, 1, 2, 3
+ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
 """Exit codes; a signal's is 128 + its number."""
 
 MOST_GRACE_S = 86_400
@@ -62,6 +63,10 @@ class BatchArgs(JobOptions, EngineArgs):
         ray: Run the replicas on the Ray cluster of this address; local: on one that is started
             here.
         watch: Draw the KV pool and the running sequences on the terminal while they change.
+        verify: When the job is complete, run so many answered rows again, each alone in a fresh
+            engine, and compare: exit code 4 if a record differs.
+        dry_run: Read and check all rows, say which would fail and how many tokens there are, and
+            write nothing.
     """
 
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
@@ -73,6 +78,8 @@ class BatchArgs(JobOptions, EngineArgs):
     replica_timeout: float = 1800.0
     ray: str | None = None
     watch: bool = False
+    verify: int | None = None
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.fail_fast and self.max_errors is not None:
@@ -88,6 +95,10 @@ class BatchArgs(JobOptions, EngineArgs):
                 f"--replica-timeout must be above 0 and at most {MOST_GRACE_S:,}, got"
                 f" {self.replica_timeout}"
             )
+        if self.verify is not None and self.verify < 1:
+            raise ConfigError(f"--verify must be at least 1, got {self.verify}")
+        if self.verify is not None and self.dry_run:
+            raise ConfigError("--dry-run answers no row, so --verify has none: give one of them")
         if self.watch and (self.replicas is not None or self.ray is not None):
             raise ConfigError("--watch draws one engine: leave it out, or --replicas and --ray")
         # Why not super(): a dataclass with slots is another class than the one written here.
@@ -114,6 +125,11 @@ def job_facts(options: dict[str, Any], name: str) -> Callable[[], dict[str, Any]
 def main(args: BatchArgs) -> int:
     """Runs the command; returns its exit code."""
     with _warnings_as_lines():
+        if args.dry_run:
+            from nanoengine.jobs.dry_run import dry_run
+
+            config = EngineConfig.from_kwargs(**engine_options(args))
+            return dry_run(job_options(args), config, args.model)
         if args.watch:
             require_terminal()
         if args.summary_json is not None:
@@ -124,14 +140,47 @@ def main(args: BatchArgs) -> int:
         except OutputLostError as error:
             raise ConfigError(str(error)) from error
         try:
-            with closing(job), Signals(args.grace) as signals, _engines(args, options) as llm:
-                return run(job, llm, args, signals)
-        except Stopped as stopped:  # while the model loaded; later `run` says more
-            print("interrupted before any row ran", file=sys.stderr)
+            with closing(job), Signals(args.grace) as signals:
+                if args.verify is not None:
+                    from nanoengine.jobs.verify import readable_log
+
+                    readable_log(job)  # Why first: all rows would have run before it is told.
+                with _engines(args, options) as llm:
+                    code = run(job, llm, args, signals)
+                if args.verify is not None and job.is_complete:
+                    code = _verified(job, args, options) or code
+                return code
+        except Stopped as stopped:  # while a model loaded; `run` says more of rows
+            what = "before answers were verified" if job.is_complete else "before any row ran"
+            print(f"interrupted {what}", file=sys.stderr)
             return stopped.code
         except OutputLostError as error:
             print(f"error: {error.strerror}", file=sys.stderr)
             return SOME_FAILED
+
+
+def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
+    """Compares answers with those of a fresh engine; returns 0 if they are the same."""
+    from nanoengine.jobs.verify import verify
+    from nanoengine.llm import LLM
+
+    with LLM(**options) as llm:
+        template = functools.partial(chat_template, llm, args)
+        facts = (args.model, llm.info.generation_defaults, template)
+
+        def alone(rows: Any) -> Any:
+            llm.reset_prefix_cache()
+            return llm.stream(rows, on_error="record")
+
+        count, told = verify(job, alone, args.verify or 0, args.seed, *facts)
+    for one in told:
+        print(one, file=sys.stderr)
+    print(
+        f"verified: of {count:,} answers, run again alone in a fresh engine, {count - len(told):,}"
+        f" are the same to the last character",
+        file=sys.stderr,
+    )
+    return SOME_DIFFER if told else ALL_ANSWERED
 
 
 def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
@@ -155,7 +204,8 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    work = job.work(args.model, llm.info.generation_defaults)
+    template = functools.partial(chat_template, llm, args)
+    work = job.work(args.model, llm.info.generation_defaults, template)
     signals.work = work
     progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM
@@ -203,6 +253,18 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         except OSError as error:
             raise lost(args.summary_json, error) from error
     return code
+
+
+def chat_template(llm: LLM | Replicas, args: EngineArgs) -> Any:
+    """The model's chat template, by which the form of answers is known."""
+    from nanoengine.jobs.dry_run import load_tokenizer
+    from nanoengine.llm import LLM
+
+    if isinstance(llm, LLM):
+        return llm.tokenizer.backend.chat_template
+    # Why: replicas have theirs in their processes.
+    tokenizer = load_tokenizer(EngineConfig.from_kwargs(**engine_options(args)))
+    return tokenizer and tokenizer.backend.chat_template
 
 
 def require_terminal() -> None:

@@ -7,6 +7,7 @@ stdin, is a job of `nanoengine batch` (cli/batch.py) without most of its options
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from nanoengine.cli import batch
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, shared
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.paths import STDOUT
-from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.records import Recorder, parts
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line, RowError
 from nanoengine.text.prompt_forms import Row
@@ -46,6 +47,8 @@ class GenerateArgs(EngineArgs):
             resumes.
         chat: Take each prompt as a user's message and apply the model's chat template.
         system: System message before each chat.
+        reasoning_parser: Take apart what the model thinks, by vLLM's names or auto.
+        tool_call_parser: Take apart the calls in answers, by vLLM's names or auto.
         watch: Draw the KV pool and the running sequences on the terminal while they change.
     """
 
@@ -55,6 +58,8 @@ class GenerateArgs(EngineArgs):
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
     chat: bool = False
     system: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     watch: bool = False
 
 
@@ -64,7 +69,8 @@ def main(args: GenerateArgs) -> int:
     Raises:
         ConfigError: no prompts, a file or a value that can't be used; before the model loads.
     """
-    rows = RowOptions(sampling=sampling_fields(args.sampling), chat=args.chat, system=args.system)
+    asked = shared(RowOptions, args) | {"sampling": sampling_fields(args.sampling)}
+    rows = RowOptions(**asked)
     if not args.prompt:
         return batch.main(_as_batch(args))
     if args.file is not None or args.output is not None:
@@ -74,7 +80,8 @@ def main(args: GenerateArgs) -> int:
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
-        reader = RowReader(rows, args.model, llm.info.generation_defaults)
+        template = functools.partial(batch.chat_template, llm, args)
+        reader = RowReader(rows, args.model, llm.info.generation_defaults, template)
         tasks = [
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
             for i, prompt in enumerate(args.prompt)
@@ -86,7 +93,7 @@ def main(args: GenerateArgs) -> int:
             shown = Watch(lambda: f"{llm.engine.num_unfinished} of {len(asked)} prompts are left")
             stack.callback(shown.close)
             llm.engine.observers.append(shown)
-        elif to_a_terminal() and len(tasks) == 1 and tasks[0].params.n == 1:
+        elif to_a_terminal() and len(tasks) == tasks[0].params.n == 1 and not rows.takes_apart:
             for growing in llm.stream(asked[0], kind="delta"):
                 print(growing.outputs[0].text, end="", flush=True)
             print()
@@ -125,6 +132,9 @@ def _record(recorder: Recorder, task: Task, output: RequestOutput) -> str:
 
 def _text(task: Task, output: RequestOutput) -> str:
     lines = [f"[{task.row}] {output.prompt!r}"]
+    if task.form is not None:
+        output = task.form.taken_apart(output, task.key)
     for one in output.outputs:
+        lines += (f"    {name}: {part!r}" for name, part in parts(one).items())
         lines.append(f"    {one.text!r}" if one.error is None else f"    error: {one.error}")
     return "\n".join(lines) + "\n"

@@ -21,11 +21,11 @@ T = TypeVar("T")
 GROUPS = {
     "input": ("What is asked, and how rows are understood.",
         """prompt file input_format prompt_column template chat system any_model ignore_unknown
-        strict max_row_mib dataset workload smoke num_requests input_len output_len prefix_len
-        length_cap temperature rounds"""),
+        strict max_row_mib dry_run dataset workload smoke num_requests input_len output_len
+        prefix_len length_cap temperature rounds"""),
     "output": ("Where answers go, and what happens to rows without one.",
-        """output errors in_order max_errors fail_fast retry_errors restart grace summary_json
-        json"""),
+        """output errors in_order reasoning_parser tool_call_parser max_errors fail_fast
+        retry_errors restart verify grace summary_json json"""),
     "model": ("What is loaded, and how it computes.", " ".join(EngineConfig.__dataclass_fields__)),
     "memory": ("The KV cache: its size, and where blocks are kept.",
         """max_model_len num_blocks block_size num_kv_blocks kv_cache_gib memory_fraction

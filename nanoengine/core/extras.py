@@ -58,7 +58,7 @@ class Specials(Forks):
         extras, scheduler = seq.extras, self.scheduler
         assert extras is not None
         num_new = seq.num_tokens + len(extras.draft_token_ids) - seq.num_computed_tokens
-        if num_new <= 0 or seq.num_tokens >= seq.max_num_tokens:
+        if num_new <= 0 or (seq.num_tokens >= seq.max_num_tokens and not seq.is_scored_alone):
             return 0  # it awaits a choice, or its last token is still under way
         if num_new > 1:
             num_new = scheduler.next_chunk(seq, budget, len(extras.draft_token_ids))
@@ -123,6 +123,13 @@ class Specials(Forks):
                 if seq.is_finished:
                     break
             scheduler.stats.saved_steps += len(seq.token_ids) - num_known - 1
+        elif seq.is_scored_alone and _end_of(plan, i) == seq.num_prompt_tokens:
+            scheduler.end(seq, "length")
+
+
+def _end_of(plan: StepPlan, i: int) -> int:
+    """The position behind the last token that a step computes of its i-th row."""
+    return plan.starts[i] + plan.num_scheduled_tokens[i]
 
 
 def _extend_prompt_logprobs(seq: Sequence, start: int, new: TokenLogprobs) -> None:

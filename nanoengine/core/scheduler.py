@@ -254,7 +254,7 @@ class Scheduler:
         """Writes one sequence into the plan and advances its counters; whether it will sample."""
         start = seq.num_computed_tokens
         end = start + num_new
-        samples = end == seq.num_tokens + num_drafts
+        samples = end == seq.num_tokens + num_drafts < seq.max_num_tokens
         scheduled.append(seq)
         plan.add(seq.row, start, num_new, num_logits=1 + num_drafts if samples else 0)
         if num_new == 1 + num_drafts and start >= seq.num_prompt_tokens:

@@ -165,6 +165,11 @@ class Sequence:
         return Ending("length") if num_tokens >= self.max_num_tokens else None
 
     @property
+    def is_scored_alone(self) -> bool:
+        """True if no token follows the prompt: `max_tokens` is 0."""
+        return self.max_num_tokens == self.num_prompt_tokens
+
+    @property
     def awaits_choice(self) -> bool:
         """True if all tokens are computed and a `TokenChooser` has yet to choose the next one."""
         return self.num_computed_tokens == self.num_tokens

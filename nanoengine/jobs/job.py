@@ -87,6 +87,11 @@ class JobOptions(RowOptions):
     max_row_mib: float = 16.0
     summary_json: Path | None = None
 
+    @property
+    def max_row_bytes(self) -> int:
+        """`max_row_mib` in bytes."""
+        return int(self.max_row_mib * MIB)
+
 
 class InputChangedError(NanoEngineError):
     """The inputs at the end of a job are not those at its beginning."""
@@ -103,6 +108,8 @@ class Job:
     Attributes:
         num_rows: of all inputs, as far as they can be counted; None with stdin.
         num_done, num_failed: rows that have a record, and those among them that failed.
+        log: the records.
+        is_complete: no row is left.
 
     Raises:
         ConfigError: an input, an output or an earlier job doesn't allow it; nothing was changed.
@@ -116,18 +123,17 @@ class Job:
         self._has_stdin = any(one.name == STDIN for one in self.inputs)
         self._check()
         self._paths.check(self.inputs)
-        self._max_row_bytes = int(options.max_row_mib * MIB)
         self.done = Bitmap()
         self.num_failed = 0
         self.created = int(time.time())
         self.deaths: Deaths | None = None
-        self._is_complete = False
+        self.is_complete = False
         self._logs: list[Log | PipeLog] = []
         try:
             self._open_logs()
             self._inputs_at_start = manifests.describe_inputs(self.inputs)
-            self.num_rows = self._survey()
-            if isinstance(self._log, Log):
+            self.num_rows = count_rows(self.inputs, options)
+            if isinstance(self.log, Log):
                 self._resume(facts)
             elif any(log.num_bytes for log in self._files()):
                 raise ConfigError(
@@ -167,7 +173,7 @@ class Job:
 
     def _open_logs(self) -> None:
         """Opens the output, and the file of errors if that is another one."""
-        self._log = self._error_log = self._open_log(self.options.output)
+        self.log = self._error_log = self._open_log(self.options.output)
         name, path = self.options.errors, self._paths.errors_manifest
         if name is None or path is None:
             return
@@ -196,16 +202,6 @@ class Job:
     def _files(self) -> list[Log]:
         """The logs that can be read again."""
         return [log for log in self._logs if isinstance(log, Log)]
-
-    def _survey(self) -> int | None:
-        if self._has_stdin:
-            return None
-        found = survey(self.inputs, self._max_row_bytes)
-        if found.duplicates and self.options.strict:
-            raise ConfigError("--strict: " + "; ".join(found.duplicates))
-        for told in found.duplicates:
-            warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
-        return found.num_rows
 
     def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Compares with the earlier job, if there is one, and reads back what it has done."""
@@ -285,25 +281,30 @@ class Job:
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(self, model: str, defaults: Mapping[str, Any] | None = None) -> Work:
+    def work(
+        self,
+        model: str,
+        defaults: Mapping[str, Any] | None = None,
+        chat_template: Callable[[], Any] = str,
+    ) -> Work:
         """What is left to do.
 
         Args:
-            model: name of the loaded one.
-            defaults: sampling parameters of the model's own.
+            model, defaults, chat_template: as `RowReader` takes them.
         """
         options, deaths = self.options, self.deaths
-        reader = RowReader(options, model, defaults)
-        recorder = Recorder(model, self.created)
+        reader, recorder = self.reader(model, defaults, chat_template)
         counts = deaths.counts if deaths is not None else {}
 
         def finish(task: Task, result: RequestOutput | RowError) -> None:
             self.done.add(task.row)
-            log = self._error_log if isinstance(result, RowError) else self._log
+            log = self._error_log if isinstance(result, RowError) else self.log
             log.append(recorder.record(task, result))
 
-        tasks = self._tasks(reader, lambda row: row not in counts)
-        suspects = self._tasks(reader, counts.__contains__) if counts else ()
+        done = self.done
+        tasks = self.tasks(reader, lambda row: row not in done and row not in counts)
+        suspected = self.tasks(reader, lambda row: row not in done and row in counts)
+        suspects = suspected if counts else ()
         return Work(
             tasks if options.keep_input_order else ordered(tasks),
             finish,
@@ -312,27 +313,13 @@ class Job:
             max_errors=options.max_errors,
         )
 
-    def _tasks(self, reader: RowReader, wanted: Any) -> Iterator[Task | Pause]:
-        kinds: dict[Input, Kind] = {}
-        lines: Iterable[Line | Pause] = read_lines(self.inputs, self._max_row_bytes)
-        for line in Ahead(lines) if self._has_stdin else lines:
-            if line is PAUSE:
-                yield PAUSE
-            elif line.row not in self.done and wanted(line.row):
-                if line.input not in kinds:
-                    kinds[line.input] = self._kind_of(line)
-                yield reader.task(line, kinds[line.input])
+    def reader(self, model: str, *args: Any) -> tuple[RowReader, Recorder]:
+        """What makes tasks of lines, and records of answers; `work` says of what."""
+        return RowReader(self.options, model, *args), Recorder(model, self.created)
 
-    def _kind_of(self, first: Line) -> Kind:
-        """The form of an input: that of the first row that can be read."""
-        one = first.input
-        if one.form != "jsonl" or self.options.columns_alone:
-            return "simple"
-        lines = [first] if one.name == STDIN else read_lines([one], self._max_row_bytes)
-        for line in itertools.islice(lines, SNIFFED_ROWS):
-            with contextlib.suppress(RowError):
-                return kind_of(value(line))
-        return "simple"
+    def tasks(self, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Task | Pause]:
+        """The tasks of those rows that are wanted."""
+        return tasks_of(self.inputs, self.options, reader, wanted)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -343,17 +330,17 @@ class Job:
             OutputLostError: it has not what was written.
             InputChangedError: it has not all rows, or they were other ones.
         """
-        self._log.sync()
+        self.log.sync()
         self._error_log.sync()
         self._require_all()
-        if self.options.output.endswith(".parquet") and isinstance(self._log, Log):
+        if self.options.output.endswith(".parquet") and isinstance(self.log, Log):
             from nanoengine.jobs.tables import write_parquet
 
-            write_parquet(self._log, _in_order(self._log), self._paths.output)
+            write_parquet(self.log, _in_order(self.log), self._paths.output)
         elif self.options.in_order:
             for log in self._files():
                 log.rewrite(_in_order(log))
-        self._is_complete = True
+        self.is_complete = True
 
     def _require_all(self) -> None:
         for told in manifests.changed_inputs(self._inputs_at_start):
@@ -375,12 +362,58 @@ class Job:
             stack.callback(self._close_logs)
             if self.deaths is not None:
                 deaths, self.deaths = self.deaths, None
-                deaths.close(is_complete=self._is_complete)
+                deaths.close(is_complete=self.is_complete)
 
     def _close_logs(self, *, drop_empty: bool = False) -> None:
         with contextlib.ExitStack() as stack:
             while self._logs:
                 stack.callback(self._logs.pop().close, drop_empty=drop_empty)
+
+
+def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
+    """The rows of the inputs, as far as they can be counted; None with stdin.
+
+    Raises:
+        ConfigError: --strict, and an id stands twice.
+    """
+    if any(one.name == STDIN for one in inputs):
+        return None
+    found = survey(inputs, options.max_row_bytes)
+    if found.duplicates and options.strict:
+        raise ConfigError("--strict: " + "; ".join(found.duplicates))
+    for told in found.duplicates:
+        warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
+    return found.num_rows
+
+
+def tasks_of(
+    inputs: list[Input],
+    options: JobOptions,
+    reader: RowReader,
+    wanted: Callable[[int], bool] = lambda row: True,
+) -> Iterator[Task | Pause]:
+    """The tasks of those rows of the inputs that are wanted."""
+    kinds: dict[Input, Kind] = {}
+    lines: Iterable[Line | Pause] = read_lines(inputs, options.max_row_bytes)
+    for line in Ahead(lines) if any(one.name == STDIN for one in inputs) else lines:
+        if line is PAUSE:
+            yield PAUSE
+        elif wanted(line.row):
+            if line.input not in kinds:
+                kinds[line.input] = _kind_of(line, options)
+            yield reader.task(line, kinds[line.input])
+
+
+def _kind_of(first: Line, options: JobOptions) -> Kind:
+    """The form of an input: that of the first row that can be read."""
+    one = first.input
+    if one.form != "jsonl" or options.columns_alone:
+        return "simple"
+    lines = [first] if one.name == STDIN else read_lines([one], options.max_row_bytes)
+    for line in itertools.islice(lines, SNIFFED_ROWS):
+        with contextlib.suppress(RowError):
+            return kind_of(value(line))
+    return "simple"
 
 
 def _is_writable(fd: int) -> bool:

@@ -22,6 +22,7 @@ from nanoengine.jobs.source import RowError
 from nanoengine.settings.checks import plain
 
 if TYPE_CHECKING:
+    from nanoengine.features.answers import AnswerForm
     from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 
 LEAST_LOGPROB = -9999.0
@@ -49,6 +50,10 @@ class Recorder:
     def _answer(self, task: Task, output: RequestOutput) -> bytes:
         """The record of a row that ran; `task.outputs` are those of its earlier turns."""
         outputs = [*task.outputs, output]
+        if task.form is not None:
+            keys = (f"{task.key}/{turn}" for turn in range(len(outputs)))
+            outputs = list(map(task.form.taken_apart, outputs, keys))
+            output = outputs[-1]
         usage = _usage(outputs)
         if task.kind == "simple":
             texts = [
@@ -58,7 +63,8 @@ class Recorder:
             ]
             return json_line(_simple_record(task, texts, usage, None))
         is_chat = task.kind == "chat"
-        choose = functools.partial(_chat_choice, task.params.logprobs) if is_chat else _text_choice
+        asked = (task.params.logprobs, task.form)
+        choose = functools.partial(_chat_choice, *asked) if is_chat else _text_choice
         body: dict[str, Any] = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{task.row}",
             "object": "chat.completion" if is_chat else "text_completion",
@@ -136,7 +142,7 @@ def _completion(
     record["text"] = completion.text
     if not completion.text:
         record["token_ids"] = completion.token_ids
-    record |= _ending(completion)
+    record |= parts(completion) | _ending(completion)
     if completion.logprobs is not None:
         record["logprobs"] = [_by_token(entry) for entry in completion.logprobs]
     if output.prompt_logprobs is not None and completion.index == 0:
@@ -148,14 +154,29 @@ def _ending(completion: CompletionOutput) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
-def _chat_choice(num_top: int | None, completion: CompletionOutput) -> dict[str, Any]:
-    message = {"role": "assistant", "content": completion.text, "refusal": None}
+def parts(completion: CompletionOutput) -> dict[str, Any]:
+    """What an answer has beside its text, where it was taken apart."""
+    names = ("reasoning_content", "tool_calls", "parse_error")
+    return {name: part for name in names if (part := getattr(completion, name)) is not None}
+
+
+def _chat_choice(
+    num_top: int | None, form: AnswerForm | None, completion: CompletionOutput
+) -> dict[str, Any]:
+    beside = parts(completion)
+    content = completion.text or (None if beside else "")
+    message = {"role": "assistant", "content": content, "refusal": None, **beside}
     logprobs = None
     if completion.logprobs is not None:
         content = [_position(entry, num_top) for entry in completion.logprobs]
         logprobs = {"content": content, "refusal": None}
     choice = {"index": completion.index, "message": message, "logprobs": logprobs}
-    return choice | _ending(completion)
+    choice |= _ending(completion)
+    # Why not for a named one: OpenAI's API has "stop" there.
+    is_named = form is not None and form.choice == "named"
+    if completion.tool_calls and completion.finish_reason == "stop" and not is_named:
+        choice["finish_reason"] = "tool_calls"
+    return choice
 
 
 def _position(entry: dict[int, Logprob], num_top: int | None) -> dict[str, Any]:

@@ -12,12 +12,13 @@ A field is obeyed or refused by name. What a name may hold is said once: by `Sam
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.feed import size_of
@@ -28,6 +29,9 @@ from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Tabl
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
+if TYPE_CHECKING:
+    from nanoengine.features.answers import AnswerForm
+
 Kind = Literal["chat", "completion", "simple"]
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -37,7 +41,6 @@ SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 NO_STREAM = "a batch has nobody to stream to"
 GUIDED = "give response_format, or structured_outputs"
-NO_TOOLS = "answers are not parsed for calls; tools go into the template alone"
 OPENAI: Table = {
     "max_completion_tokens": Alias("max_tokens"),
     "stream": Refused(NO_STREAM),
@@ -47,8 +50,7 @@ OPENAI: Table = {
     "guided_regex": Refused(GUIDED),
     "guided_choice": Refused(GUIDED),
     "guided_grammar": Refused(GUIDED),
-    "tool_choice": Refused(NO_TOOLS, (None, "auto", "none")),
-    "parallel_tool_calls": Refused(NO_TOOLS, (None, True)),
+    "parallel_tool_calls": Refused("an answer has as many calls as there are", (None, True)),
     "functions": Refused("give tools", (None, [])),
     "function_call": Refused("give tools", (None, "auto", "none")),
     "modalities": Refused("answers are text", (None, ["text"])),
@@ -60,13 +62,21 @@ OPENAI: Table = {
 }
 """Fields of OpenAI's bodies and of vLLM's servers whose meaning is not simply a field here."""
 
+NO_FORM = (
+    "rows have tools, and the chat template shows no form of calls that is known: answers stay"
+    " text, unless --tool-call-parser names one"
+)
+
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that ask nothing of an answer."""
 
 _SIMPLE_PARAMS = (*SAMPLING, *SAMPLING_PARAMS)
 _PARAMS = frozenset((*_SIMPLE_PARAMS, *OPENAI))
 _COMMON = (*SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
-_CHAT = ("model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "top_logprobs")
+_CHAT = (
+    "model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "tool_choice",
+    "top_logprobs",
+)  # fmt: skip
 BODY: dict[Kind, dict[str, None]] = {
     "chat": dict.fromkeys((*_CHAT, *_COMMON)),
     "completion": dict.fromkeys(("model", "prompt", "cache_salt", *_COMMON)),
@@ -100,6 +110,7 @@ class Task:
         size: of all that the row holds, near enough [bytes].
         turns: what the user says next, once there is an answer.
         outputs: answers to earlier turns.
+        form: how its answers are taken apart; None: they stay whole.
         error: why it can't run.
     """
 
@@ -115,6 +126,7 @@ class Task:
     size: int = 0
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    form: AnswerForm | None = None
     error: RowError | None = None
 
 
@@ -133,6 +145,10 @@ class RowOptions:
         ignore_unknown: Drop unknown fields of OpenAI bodies, in place of refusing the row.
         trust_row_templates: Run chat templates that come with rows: they are programs, which
             sandbox, time and memory bound.
+        reasoning_parser: Take apart what the model thinks: qwen3, deepseek_r1, mistral, granite,
+            openai_gptoss, or auto, by the chat template.
+        tool_call_parser: Take apart the calls of functions: hermes, qwen3_coder, llama3_json,
+            mistral, openai, or auto, as in OpenAI chats with tools if nothing is given.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -143,12 +159,28 @@ class RowOptions:
     any_model: bool = False
     ignore_unknown: bool = False
     trust_row_templates: bool = False
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
+        for option in ("reasoning_parser", "tool_call_parser"):
+            name = getattr(self, option)
+            if name not in (None, "auto"):
+                from nanoengine.features.answers import reader_of
+
+                try:
+                    reader_of(option, name, str)
+                except RequestError as error:
+                    raise ConfigError(str(error)) from error
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give one")
         if self.system is not None and not self.chat:
             raise ConfigError("--system needs --chat: only a chat template has a place for it")
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether each answer is taken apart."""
+        return self.reasoning_parser is not None or self.tool_call_parser is not None
 
     @property
     def columns_alone(self) -> bool:
@@ -162,15 +194,21 @@ class RowReader:
     Args:
         model: name of the loaded one.
         defaults: sampling parameters of the model's own.
+        chat_template: gives the model's, which shows the form of its answers.
 
     Raises:
         ConfigError: the template is none, or an option of sampling is out of range.
     """
 
     def __init__(
-        self, options: RowOptions, model: str = "", defaults: Mapping[str, Any] | None = None
+        self,
+        options: RowOptions,
+        model: str = "",
+        defaults: Mapping[str, Any] | None = None,
+        chat_template: Callable[[], Any] = str,
     ) -> None:
         self._options = options
+        self._chat_template = functools.cache(chat_template)
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
@@ -210,7 +248,7 @@ class RowReader:
         _, task.key = own_id(row) or ("", task.key)
         if self._options.columns_alone:
             task.prompt = self._as_chat(self._from_columns(row))
-            task.params = self._params_for({}, "simple")
+            task.params = self._params_for(self._with_form(task, {}), "simple")
         else:
             self._fill_simple(task, row)
 
@@ -244,7 +282,8 @@ class RowReader:
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
         given = _given(row, PROMPT_KEYS)
         self._check_template(given)
-        task.params = self._params_for(_given(row, _SIMPLE_PARAMS), "simple")
+        own = self._with_form(task, _given(row, _SIMPLE_PARAMS), given.get("tools"))
+        task.params = self._params_for(own, "simple")
         turns = plain(row.get("turns"))
         if turns is None:
             alone = given.keys() == {"prompt"}
@@ -318,6 +357,7 @@ class RowReader:
             raise RequestError("the body has no messages")
         prompt = _given(body, ("messages", *TEMPLATE_KEYS, "cache_salt"))
         self._check_template(prompt)
+        tools = prompt.get("tools")
         if body.get("tool_choice") == "none":
             prompt.pop("tools", None)
         if "reasoning_effort" in body:
@@ -333,7 +373,36 @@ class RowReader:
             raise RequestError("top_logprobs needs logprobs: true")
         if asked:
             body["logprobs"] = 0 if top is None else top
-        task.params = self._params_for(body, "chat")
+        choice = body.pop("tool_choice", None)
+        task.params = self._params_for(self._with_form(task, body, tools, choice), "chat")
+
+    # --- the form of answers --------------------------------------------------------------------
+
+    def _with_form(
+        self, task: Task, own: dict[str, Any], tools: Any = None, choice: Any = None
+    ) -> dict[str, Any]:
+        """A row's parameters, with those that the form of its answers needs."""
+        options, is_chat = self._options, task.kind == "chat"
+        if not options.takes_apart and not (is_chat and (tools or choice)):
+            return own
+        from nanoengine.features.answers import BOUND_TWICE, answer_form, reader_of
+
+        reader = options.tool_call_parser
+        if reader is None and is_chat and tools and choice in (None, "auto"):
+            try:
+                reader = reader_of("tool_call_parser", "auto", self._chat_template)
+            except RequestError:
+                warnings.warn(NO_FORM, stacklevel=1)
+        tools = tools if isinstance(tools, list) else None  # else the call says what it must be
+        asked = (options.reasoning_parser, reader, tools, choice)
+        task.form = form = answer_form(*asked, self._chat_template)
+        if form is None:
+            return own
+        if form.is_bound:
+            is_text = own.pop("response_format", None) in (None, {"type": "text"})
+            if not is_text or "structured_outputs" in own:
+                raise RequestError(BOUND_TWICE)
+        return form.needs() | own  # Why so: the row may say more, or otherwise.
 
     # --- sampling parameters --------------------------------------------------------------------
 

@@ -224,7 +224,8 @@ class Work:
 
     def _go_on(self, task: Task, output: RequestOutput) -> None:
         """The next turn: the conversation with the answer, and what the user says to it."""
-        answer = {"role": "assistant", "content": output.outputs[0].text}
+        shown = output if task.form is None else task.form.taken_apart(output, task.key)
+        answer = {"role": "assistant", "content": shown.outputs[0].text}
         question = {"role": "user", "content": task.turns.pop(0)}
         messages = [*task.prompt["messages"], answer, question]
         task.prompt = {**task.prompt, "messages": messages}

@@ -28,6 +28,8 @@ MOST_TEXTS = {"stop": (1024, 1 << 16), "bad_words": (1 << 14, 1 << 18)}
 """Strings of one request, and their characters together: each is looked for behind every token, or
 encoded before the first. OpenAI's API takes 4 stop strings."""
 
+MAX_TOKENS_RULE = "at least 1, or None; or 0 with prompt_logprobs and n=1"
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them only overflows.
 
@@ -56,7 +58,8 @@ class SamplingParams:
         seed: in [0, 2**63); makes the result a function of (seed, position, logits) alone. None
             draws one from the engine's seed and the key of the prompt's Row, or its order of
             arrival.
-        max_tokens: most tokens to generate; None means up to `max_model_len`.
+        max_tokens: most tokens to generate; None means up to `max_model_len`. 0 is for
+            `prompt_logprobs` alone: the prompt is scored, and no step decodes.
         min_tokens: EOS and stop ids can't be sampled before this many tokens; an EOS id behind a
             complete structured output can.
         stop: strings that end the generation; the text is cut before the match. At most 1,024, of
@@ -155,6 +158,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def _check_ranges(self) -> None:
+        least = 0 if self.prompt_logprobs is not None and self.n == 1 else 1
         rules = (
             ("n", 1 <= self.n <= MOST_COMPLETIONS, f"from 1 to {MOST_COMPLETIONS:,}"),
             ("temperature", self.temperature >= 0, "at least 0"),
@@ -165,7 +169,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= least, MAX_TOKENS_RULE),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", (self.logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) >= -1, "-1 (all), at least 0, or None"),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from random import Random
 from typing import Any
@@ -172,6 +173,8 @@ class EngineRun:
                 prompt_logprobs=random.choice([None, None, None, None, None, 0]),
                 prompt_logprobs_start=random.choice([0, 0, 9]),
             )
+            if params.prompt_logprobs is not None and params.n == 1 and number % 5 == 3:
+                params = replace(params, max_tokens=0, min_tokens=0)
             request = self.engine.add_request(
                 str(number),
                 list(prompt),

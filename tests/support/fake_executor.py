@@ -71,6 +71,7 @@ class Row:
     seed: int
     num_logprobs: int | None
     tables: list[list[int]] = field(default_factory=list)
+    is_scored: bool = False
 
 
 class ExecutorFailure(RuntimeError):
@@ -217,6 +218,7 @@ class FakeExecutor:
                 new.seed,
                 new.params.logprobs,
                 [[] for _ in self.layout.groups],
+                new.params.max_tokens == 0,
             )
         for fork in plan.forks:
             self._require_free(fork.row)
@@ -438,7 +440,8 @@ class FakeExecutor:
             if error is not None:
                 result.errors[entry] = error
             if num_logits == 0:
-                assert end < len(row.token_ids), f"row {row_id}: logits of its end not asked for"
+                is_told = end < len(row.token_ids) or row.is_scored
+                assert is_told, f"row {row_id}: logits of its end not asked for"
                 continue
             assert end == len(row.token_ids), f"row {row_id}: logits before its end"
             assert num_logits == 1 + len(drafts), f"row {row_id}: {num_logits} logits"

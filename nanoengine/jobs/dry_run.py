@@ -1,0 +1,85 @@
+"""`nanoengine batch --dry-run`: all rows read and checked, their tokens counted; nothing written.
+
+    rows ── RowReader ── chat template, tokenizer, limits, grammars ── a line for each that fails
+                                                                    └─ tokens of the others
+
+What a job would refuse, in seconds and without weights. What only a run can tell is left: whether
+the KV cache has room for a prompt, and what fails while it runs. Called by `cli/batch.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.find import resolve_model
+from nanoengine.core.requests import RequestChecker
+from nanoengine.features.stages import Stages
+from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
+from nanoengine.jobs.paths import Paths
+from nanoengine.jobs.rows import RowReader
+from nanoengine.jobs.source import find_inputs
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.text.prompt_forms import PAUSE
+from nanoengine.text.prompts import PromptReader, RefusedPrompt
+from nanoengine.text.tokenizer import Tokenizer
+
+
+def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
+    """Prints what would fail, and what there is to do; returns 1 if a row would fail, else 0.
+
+    Raises:
+        ConfigError: as a job that is refused.
+    """
+    is_own = Paths(options.output, options.errors, options.summary_json).is_own
+    inputs = find_inputs(options.inputs, options.input_format, is_own)
+    count_rows(inputs, options)
+    directory = resolve_model(config)
+    model_config = load_model_config(directory)
+    tokenizer = load_tokenizer(config)
+    limits: Any = SimpleNamespace(
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=config.max_model_len or model_config.max_position_embeddings,
+    )
+    room: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
+    checker = RequestChecker(limits, room, Stages(config, model_config, directory).check)
+    prompts = PromptReader(tokenizer, checker, SamplingParams)
+    defaults = model_config.generation_defaults
+    reader = RowReader(options, model, defaults, lambda: prompts.tokenizer.backend.chat_template)
+    num_rows = num_failed = num_prompt = longest = num_output = 0
+    for task in tasks_of(inputs, options, reader):
+        if task is PAUSE:
+            continue
+        num_rows += 1
+        code, why = "", ""
+        if task.error is not None:
+            code, why = task.error.code, str(task.error)
+        else:
+            read = prompts.read(0, task.prompt, task.params, None, "record")
+            if isinstance(read, RefusedPrompt):
+                code, why = "invalid_request", read.message
+            else:
+                count = len(read.request.prompt_token_ids)
+                num_prompt, longest = num_prompt + count, max(longest, count)
+                num_output += task.params.n * (read.request.max_num_tokens - count)
+        if code:
+            num_failed += 1
+            print(f"{task.input.name}:{task.number}: {code}: {why}")
+    print(
+        f"{num_rows:,} rows, of which {num_failed:,} would fail; {num_prompt:,} prompt tokens,"
+        f" {longest:,} in the longest; at most {num_output:,} tokens to generate",
+        file=sys.stderr,
+    )
+    return 1 if num_failed else 0
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that an LLM of these settings has, without its model."""
+    if config.skip_tokenizer_init:
+        return None
+    name = config.tokenizer or str(resolve_model(config))
+    return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)

@@ -1,0 +1,86 @@
+"""`nanoengine batch --verify N`: answered rows run again, each alone, and compared.
+
+    records of the output ── N, drawn by the seed ── their rows ── a fresh engine, one at a time
+                                     └───────────── compared, each character ────────┘
+
+What shows that an answer is the same whatever ran beside it, and that the file has what was said.
+Called by `cli/batch.py` behind a job that is complete.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_64_intdigest
+
+from nanoengine.errors import ConfigError
+from nanoengine.jobs.job import Job
+from nanoengine.jobs.log import Log, Record
+from nanoengine.jobs.rows import Task
+from nanoengine.jobs.source import RowError
+from nanoengine.jobs.work import Stream, Work
+
+if TYPE_CHECKING:
+    from nanoengine.outputs import RequestOutput
+
+SHOWN_CHARS = 40
+"""Of each of two records, around the first place where they differ."""
+
+
+def readable_log(job: Job) -> Log:
+    """The job's records.
+
+    Raises:
+        ConfigError: they, or its rows, can't be read again.
+    """
+    if not isinstance(job.log, Log) or job.num_rows is None:
+        raise ConfigError(
+            "--verify reads rows and records again: give files as INPUT and --output, not - or a"
+            " pipe"
+        )
+    return job.log
+
+
+def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tuple[int, list[str]]:
+    """How many rows were run again, at most `count`, and which of them differ, in words.
+
+    Args:
+        stream: of a fresh LLM, which remembers no row.
+        facts: of the model, as `Job.work` takes them.
+    """
+    log = readable_log(job)
+    found = (record for record in log.records(job.num_rows) if record and not record.failed)
+
+    def by_seed(one: Record) -> int:
+        return xxh3_64_intdigest(b"%d/%d" % (seed, one.row))
+
+    drawn = heapq.nsmallest(count, found, key=by_seed)
+    recorded = log.lines(one.offset for one in drawn)
+    lines = dict(zip((one.row for one in drawn), recorded, strict=True))
+    reader, recorder = job.reader(*facts)
+    told: list[str] = []
+
+    def compare(task: Task, result: RequestOutput | RowError) -> None:
+        how = _difference(lines[task.row], recorder.record(task, result))
+        told.extend(f"row {task.row} ({task.input.name}:{task.number}): {one}" for one in how)
+
+    for task in job.tasks(reader, lines.__contains__):
+        Work([task], compare).run(stream)
+    return len(lines), told
+
+
+def _difference(recorded: bytes, again: bytes) -> list[str]:
+    """Where two records part; nothing if they are the same.
+
+    Why not the lines themselves: another program may have written the file, with other blanks.
+    """
+    before, after = (json.dumps(json.loads(one), sort_keys=True) for one in (recorded, again))
+    if before == after:
+        return []
+    pairs = enumerate(zip(before, after, strict=False))
+    start = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
+    start = max(0, start - SHOWN_CHARS // 2)
+    shown = (repr(text[start : start + SHOWN_CHARS]) for text in (before, after))
+    return ["it has {}, and alone {}".format(*shown)]
