@@ -20,16 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanoengine"
 
 ROOMS = {
-    ".": 1208,
+    ".": 1209,
     "as_vllm": 471,
     "assets": 4,
     "attention": 1319,
     "bench": 719,
     "checkpoint": 2510,
-    "cli": 1015,
+    "cli": 1048,
     "core": 2873,
     "features": 2035,
-    "jobs": 2447,
+    "jobs": 2449,
     "kernels": 4319,
     "layers": 2509,
     "models": 987,
@@ -37,7 +37,7 @@ ROOMS = {
     "parallel": 578,
     "ranks": 423,
     "runner": 2125,
-    "settings": 844,
+    "settings": 845,
     "small": 583,
     "text": 1237,
 }
