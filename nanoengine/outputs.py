@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     from nanoengine.core.plan import TokenLogprob
@@ -119,6 +119,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     key: str | None = None
+    pooled: Any = None
 
     @property
     def error(self) -> str | None:
@@ -221,6 +222,7 @@ class OutputBuilder:
             num_cached_tokens=request.num_cached_tokens,
             metrics=request_metrics(request),
             key=self._prompt.request.key,
+            pooled=request.pooled,
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:

@@ -31,9 +31,10 @@ class Embedding(Layer):
         local = self.rows.stop - self.rows.start
         self.weight = context.parameter(local, hidden_size, dtype=context.stored_dtype)
         self.dtype = context.dtype
-        self.lookup: Callable[[torch.Tensor], torch.Tensor] = self._plain_lookup
+        self.lookup: Callable[[torch.Tensor], torch.Tensor] = self.plain_lookup
 
-    def _plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
+    def plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] -> rows of the weight as it is stored."""
         return F.embedding(ids, self.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,9 @@ class SamplingParams:
     detokenize: bool = True
     priority: int = 0
 
+    is_pooled = False
+    """True of `settings.pooling.PooledParams` alone: the prompt is computed, nothing is sampled."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
