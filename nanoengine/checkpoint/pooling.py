@@ -29,8 +29,8 @@ from nanoengine.settings.pooling import Pooling
 CLASSIFIER = "ForSequenceClassification"
 GENERATOR = "ForCausalLM"
 ENCODERS = (
-    "Albert", "Bert", "Camembert", "Deberta", "DistilBert", "Electra", "GteModel", "GteNew", "JinaBert",
-    "MPNet", "ModernBert", "NewModel", "NomicBert", "Roberta", "T5Encoder", "XLMRoberta", "XLMRoberta",
+    "Albert", "Bert", "Camembert", "Deberta", "DistilBert", "Electra", "GteModel", "GteNew",
+    "JinaBert", "MPNet", "ModernBert", "NewModel", "NomicBert", "Roberta", "T5Encoder", "XLM",
 )  # fmt: skip
 """How the architectures of encoders begin."""
 

@@ -115,9 +115,7 @@ class RequestChecker:
             raise RequestError(f"{name} must be in [0, {self.info.vocab_size}), got {bad}")
         return plain
 
-    def check_length(
-        self, num_tokens: int, at_least: str = "", *, num_generated: int = 1
-    ) -> None:
+    def check_length(self, num_tokens: int, at_least: str = "", *, num_generated: int = 1) -> None:
         """Raises PromptTooLongError or CapacityError if a prompt of so many tokens can't run.
 
         Args:
