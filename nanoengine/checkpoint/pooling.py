@@ -57,7 +57,7 @@ class PoolingConfig:
 
     pooling: Pooling = "last"
     normalize: bool = True
-    max_tokens: int | None = None
+    max_tokens: float | None = None
     default_prompt: str = ""
 
 
@@ -119,12 +119,14 @@ def read_pooling(directory: Path) -> PoolingConfig:
             "sentence_bert_config.json: do_lower_case=True is not implemented; supported: False"
         )
     max_tokens = options.get("max_seq_length")
+    if max_tokens is None:
+        max_tokens = _optional(directory / "tokenizer_config.json").get("model_max_length")
     prompts = _optional(directory / "config_sentence_transformers.json")
     named = prompts.get("default_prompt_name")
     return PoolingConfig(
         pooling=_mode(directory / where[1] / "config.json"),
         normalize="Normalize" in kinds,
-        max_tokens=check_value(max_tokens, int | None, "max_seq_length", ModelError),
+        max_tokens=check_value(max_tokens, int | float | None, "max_seq_length", ModelError),
         default_prompt="" if named is None else str(prompts.get("prompts", {}).get(named, "")),
     )
 

@@ -162,8 +162,8 @@ class Pools:
         Args:
             most: tokens that the engine takes.
         """
-        limit, cut = self.embeds.max_tokens, asked.truncate_prompt_tokens
-        if limit is None and cut is None:
+        limit, cut = self.embeds.max_tokens or most, asked.truncate_prompt_tokens
+        if limit >= most and cut is None:
             return prompt
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
@@ -171,11 +171,12 @@ class Pools:
             if not isinstance(text, str):
                 return prompt  # a conversation, or what the reader refuses
             ids = tokenizer().encode(text)
-        most = min(most, limit or most, most if cut in (None, -1) else cut)
+        most = int(min(most, limit, most if cut in (None, -1) else cut))
         if len(ids) > most and cut is None:
             return PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, and the checkpoint's vectors are made for at"
-                f" most {most} (max_seq_length): shorten it, or set truncate_prompt_tokens=-1"
+                f" most {most} (max_seq_length, model_max_length): shorten it, or set"
+                " truncate_prompt_tokens=-1"
             )
         if len(ids) > most:
             ids = cut_text(text, list(ids), most, tokenizer)
