@@ -1,14 +1,14 @@
 """Vectors, scores, classes and rewards of prompts: what becomes of their hidden states.
 
-    prompts ─ Pools.prompt ─▶ PooledParams ─▶ an engine ─▶ RequestOutput.pooled [hidden_size]
-                                                               │
-    embedding ◀─ cut to dimensions, length 1 ──────────────────┤
-    probs, reward ◀─ score.weight [classes, hidden_size] ──────┤
-    score ◀─ cosine of two; a class; the answer yes among two ─┘
+    Pools.embed, score, ... ─▶ Asked: prompts, PooledParams, finish
+                                         │ an engine, or a job's
+    hidden states [hidden_size]  ◀───────┘
+      embedding      cut to dimensions, length 1
+      probs, reward  score.weight [classes, hidden_size]
+      score          cosine of two; a head of one class; one answer among several
 
-`Pools` knows what a checkpoint says of this and reads its small heads; `PooledCalls` are the calls
-of an LLM. Heads are multiplied here, on the host: they are a few rows, and engines give the hidden
-states alone.
+`Pools` knows what a checkpoint says of this and reads its small heads. They are multiplied here, on
+the host: engines give the hidden states alone. `LLM` and jobs/pooled.py ask.
 """
 
 from __future__ import annotations
@@ -17,27 +17,17 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanoengine.checkpoint import pooling as checkpoint
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
-from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.requests import RequestChecker
 from nanoengine.core.sequence import Request
 from nanoengine.errors import ModelError, PromptTooLongError, RequestError, UnsupportedModelError
-from nanoengine.features.pooled_outputs import (
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
+from nanoengine.features import pooled_outputs as outputs
 from nanoengine.outputs import RequestOutput
 from nanoengine.settings.checks import check_value, read_object, shown
 from nanoengine.settings.config import EngineConfig
@@ -49,10 +39,11 @@ from nanoengine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Activation = Callable[[np.ndarray], np.ndarray]
+Made = outputs.PoolingRequestOutput
 
 PLAIN = PoolingParams()
 LEAST_LENGTH = 1e-12
-"""A vector shorter than this stays as short as it is. Source: torch's `normalize`."""
+"""A vector shorter than this is not made longer. Source: torch's `normalize`."""
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -76,7 +67,7 @@ class HeadlessChecker(RequestChecker):
     def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any
     ) -> Request:
-        if not params.is_pooled:
+        if isinstance(params, SamplingParams) and not params.is_pooled:
             raise RequestError(
                 "this checkpoint has no language head, so it generates nothing: call embed, score,"
                 " classify or reward"
@@ -84,15 +75,33 @@ class HeadlessChecker(RequestChecker):
         return super().check(prompt_token_ids, params, **options)
 
 
+class Asked(NamedTuple):
+    """What an engine is to run, and what becomes of its outputs, which have the prompts' order."""
+
+    prompts: list[Any]
+    params: PooledParams
+    finish: Callable[[list[RequestOutput]], list[Any]]
+
+
 class Pools:
     """What a checkpoint's hidden states become. Each part is read when it is first asked for.
 
     Args:
         config: names the checkpoint.
+        max_model_len: tokens of the longest prompt.
+        tokenizer: gives it, or raises RequestError; None: it is loaded.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        tokenizer: Callable[[], Tokenizer] | None = None,
+    ) -> None:
+        self._config, self._max_model_len = config, max_model_len
+        self._given = tokenizer
+
+    # --- the checkpoint -------------------------------------------------------------------------
 
     @functools.cached_property
     def directory(self) -> Path:
@@ -100,35 +109,47 @@ class Pools:
         return resolve_model(self._config)
 
     @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        config = self._config
+        if self._given is not None:
+            return self._given()
+        name = config.tokenizer or str(self.directory)
+        return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
+
+    @functools.cached_property
     def embeds(self) -> checkpoint.PoolingConfig:
         """What the checkpoint says of embeddings."""
         found = checkpoint.read_pooling(self.directory)
         if found.default_prompt:
-            logger.warning(
-                "the checkpoint's default prompt is not put before texts: %r", found.default_prompt
-            )
+            told = "the checkpoint's default prompt is not put before texts: %r"
+            logger.warning(told, found.default_prompt)
         return found
 
     @functools.cached_property
+    def _head(self) -> np.ndarray | None:
+        head = checkpoint.read_classes(self.directory)
+        return None if head is None else head.numpy()
+
+    @property
     def classes(self) -> np.ndarray:
         """The head of classes [classes, hidden_size].
 
         Raises:
             UnsupportedModelError: there is none.
         """
-        head = checkpoint.read_classes(self.directory)
-        if head is None:
+        if self._head is None:
             raise UnsupportedModelError(
                 f"{self._config.model!r} has no head of classes (score.weight): use a checkpoint"
                 " of ...ForSequenceClassification, or embed, or score with answers=('no', 'yes')"
             )
-        return head.numpy()
+        return self._head
 
     @functools.cached_property
     def activation(self) -> Activation:
         """What makes probabilities of the head's results. Source: vLLM, `PoolerClassify`."""
         raw = read_object(self.directory / "config.json", ModelError)
-        named = raw.get("sentence_transformers")
+        named, kind = raw.get("sentence_transformers"), raw.get("problem_type")
         if isinstance(named, Mapping) and named.get("activation_fn") is not None:
             name = str(named["activation_fn"]).rpartition(".")[2]
             if name not in ACTIVATIONS:
@@ -137,40 +158,116 @@ class Pools:
                     f" implemented; supported: {', '.join(ACTIVATIONS)}"
                 )
             return ACTIVATIONS[name]
-        kind = raw.get("problem_type")
         if kind == "regression":
             return ACTIVATIONS["Identity"]
-        is_one = len(self.classes) == 1 or kind == "multi_label_classification"
-        return sigmoid if is_one else softmax
+        each = len(self.classes) == 1 or kind == "multi_label_classification"
+        return sigmoid if each else softmax
 
-    @functools.cached_property
-    def is_classifier(self) -> bool:
-        """Whether there is a head of classes."""
-        return checkpoint.read_classes(self.directory) is not None
+    # --- asking ---------------------------------------------------------------------------------
 
-    # --- asking -------------------------------------------------------------------------------
+    def embed(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """A vector a prompt."""
+        asked = asked or PLAIN
+        params = PooledParams(pooling=asked.pooling or self.embeds.pooling)
 
-    def embed_params(self, asked: PoolingParams) -> PooledParams:
-        """The engine's parameters for an embedding."""
-        return PooledParams(pooling=asked.pooling or self.embeds.pooling)
+        def make(hidden: np.ndarray) -> outputs.EmbeddingOutput:
+            return outputs.EmbeddingOutput(embedding=self.vector(hidden, asked).tolist())
 
-    def fitted(
-        self, prompt: Any, asked: PoolingParams, tokenizer: Callable[[], Tokenizer], most: int
-    ) -> Any:
-        """The prompt, cut where that is asked for; or why it is too long for the checkpoint.
+        return self._asked(prompts, params, asked, outputs.EmbeddingRequestOutput, make)
 
-        Args:
-            most: tokens that the engine takes.
-        """
-        limit, cut = self.embeds.max_tokens or most, asked.truncate_prompt_tokens
+    def classify(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """The classes of each prompt."""
+        asked, _ = asked or PLAIN, self.classes
+
+        def make(hidden: np.ndarray) -> outputs.ClassificationOutput:
+            return outputs.ClassificationOutput(probs=self.probs(hidden, asked).tolist())
+
+        return self._asked(
+            prompts, PooledParams(), asked, outputs.ClassificationRequestOutput, make
+        )
+
+    def reward(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """What the head of classes makes of each prompt's last token, as it is."""
+        head = self.classes
+
+        def make(hidden: np.ndarray) -> outputs.PoolingOutput:
+            return outputs.PoolingOutput(data=head @ hidden)
+
+        return self._asked(
+            prompts, PooledParams(), asked or PLAIN, outputs.PoolingRequestOutput, make
+        )
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        asked: PoolingParams | None = None,
+        *,
+        answers: Sequence[str] | None = None,
+        template: str | None = None,
+    ) -> Asked:
+        """How well each text of `data_2` belongs to its one of `data_1`."""
+        asked, pairs = asked or PLAIN, paired(data_1, data_2)
+        if answers is None and self._head is None:
+            return self._cosines(pairs, asked, template)
+        if answers is None and len(self.classes) != 1:
+            raise UnsupportedModelError(
+                f"a score needs a head of one class, and score.weight has {len(self.classes)}:"
+                " call classify"
+            )
+        head: Activation = lambda hidden: self.probs(hidden, asked)[0]  # noqa: E731
+        if answers is not None:
+            head = self._answer_head(answers)
+
+        def make(hidden: np.ndarray) -> outputs.ScoringOutput:
+            return outputs.ScoringOutput(score=float(head(hidden)))
+
+        prompts = [self._joined(*pair, template) for pair in pairs]
+        return self._asked(prompts, PooledParams(), asked, outputs.ScoringRequestOutput, make)
+
+    def _asked(
+        self,
+        prompts: Any,
+        params: PooledParams,
+        asked: PoolingParams,
+        kind: type[Made],
+        make: Callable[[np.ndarray], Any],
+    ) -> Asked:
+        fitted = [self._fitted(one, asked) for one in prompt_list(prompts)]
+        return Asked(fitted, params, lambda found: [kind.of(one, make) for one in found])
+
+    def _cosines(
+        self, pairs: list[tuple[str, str]], asked: PoolingParams, template: str | None
+    ) -> Asked:
+        """The cosine of the embeddings of both texts, of which each different one is made once."""
+        if template is not None:
+            raise RequestError(
+                "template joins a pair to one prompt, and this checkpoint gives a vector for each"
+                " text: leave it out, or give answers=('no', 'yes')"
+            )
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+
+        def finish(found: list[RequestOutput]) -> list[Any]:
+            of_text = dict(zip(texts, found, strict=True))
+            return [cosine_output(of_text[a], of_text[b]) for a, b in pairs]
+
+        return self.embed(texts, asked)._replace(finish=finish)
+
+    # --- prompts --------------------------------------------------------------------------------
+
+    def _fitted(self, prompt: Any, asked: PoolingParams) -> Any:
+        """The prompt, cut where that is asked for; or why it is too long for the checkpoint."""
+        most, cut = self._max_model_len, asked.truncate_prompt_tokens
+        limit = self.embeds.max_tokens or most
         if limit >= most and cut is None:
             return prompt
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(ids, Sequence) or isinstance(ids, str):
+        given = prompt if isinstance(prompt, Mapping) else {}
+        text = given.get("prompt") if given else prompt
+        ids = given.get("prompt_token_ids") if given else prompt
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
             if not isinstance(text, str):
                 return prompt  # a conversation, or what the reader refuses
-            ids = tokenizer().encode(text)
+            ids = self.tokenizer.encode(text)
         most = int(min(most, limit, most if cut in (None, -1) else cut))
         if len(ids) > most and cut is None:
             return PromptTooLongError(
@@ -178,20 +275,41 @@ class Pools:
                 f" most {most} (max_seq_length, model_max_length): shorten it, or set"
                 " truncate_prompt_tokens=-1"
             )
+        text = text if isinstance(text, str) else None
         if len(ids) > most:
-            ids = cut_text(text, list(ids), most, tokenizer)
-        given = prompt if isinstance(prompt, Mapping) else {}
-        return {**given, "prompt": text if isinstance(text, str) else None, "prompt_token_ids": ids}
+            ids = self._cut(text, list(ids), most)
+        return {**given, "prompt": text, "prompt_token_ids": ids}
 
-    # --- answering ----------------------------------------------------------------------------
+    def _cut(self, text: str | None, ids: list[int], most: int) -> list[int]:
+        """The first tokens, and behind them those that the tokenizer puts behind each text."""
+        behind = 0
+        if text is not None:
+            plain = self.tokenizer.encode(text, add_special_tokens=False)
+            starts = range(len(ids) - len(plain) + 1)
+            start = next((n for n in starts if ids[n : n + len(plain)] == plain), len(ids))
+            behind = min(max(len(ids) - len(plain) - start, 0), most)
+        return ids[: most - behind] + ids[len(ids) - behind :]
 
-    def embedding(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
+    def _joined(self, first: str, second: str, template: str | None) -> Any:
+        """One prompt of a pair: the template filled in, or both texts as the tokenizer joins them.
+
+        Why the template is split first: texts may hold its words, too.
+        """
+        if template is None:
+            return {"prompt_token_ids": self.tokenizer.backend(first, second)["input_ids"]}
+        parts = template.split("{query}")
+        if len(parts) != 2 or template.count("{document}") != 1:
+            raise RequestError("template must hold {query} once and {document} once")
+        return first.join(part.replace("{document}", second) for part in parts)
+
+    # --- hidden states --------------------------------------------------------------------------
+
+    def vector(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
         """A hidden state, or a mean of some, [hidden_size] as an embedding [dimensions]."""
-        size = asked.dimensions or len(hidden)
+        size, asks = asked.dimensions or len(hidden), asked.use_activation
         if size > len(hidden):
             raise RequestError(f"dimensions must be at most {len(hidden)}, got {size}")
         vector = hidden[:size]
-        asks = asked.use_activation
         if self.embeds.normalize if asks is None else asks:
             vector = vector / max(float(np.linalg.norm(vector)), LEAST_LENGTH)
         return vector
@@ -201,22 +319,10 @@ class Pools:
         found = self.classes @ hidden
         return found if asked.use_activation is False else self.activation(found)
 
-    def require_score(self) -> None:
-        """Raises UnsupportedModelError for a head of more than one class, which gives no score."""
-        if len(self.classes) != 1:
-            raise UnsupportedModelError(
-                f"a score needs a head of one class, and score.weight has {len(self.classes)}:"
-                " call classify"
-            )
-
-    def answer_head(self, answers: Sequence[str], tokenizer: Tokenizer) -> Activation:
-        """Hidden state [hidden_size] -> how likely the last of the answers is among them all.
-
-        Args:
-            answers: words that are one token each.
-        """
+    def _answer_head(self, answers: Sequence[str]) -> Activation:
+        """Hidden state [hidden_size] -> how likely the last of the answers is among them all."""
         answers = check_value(answers, tuple[str, ...], "answers", RequestError)
-        ids = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+        ids = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
         if len(answers) < 2 or any(len(tokens) != 1 for tokens in ids):
             raise RequestError(
                 f"answers must be two words or more, each one token, got {shown(answers)}, which"
@@ -226,177 +332,31 @@ class Pools:
         plan = load_model_config(self.directory).plan
         scale, cap = plan.logit_scale, plan.logit_softcap
 
-        def score(hidden: np.ndarray) -> np.ndarray:
+        def head(hidden: np.ndarray) -> np.ndarray:
             logits = rows @ hidden * scale
             return softmax(cap * np.tanh(logits / cap) if cap else logits)[-1]
 
-        return score
+        return head
 
 
-def cut_text(
-    text: object, ids: list[int], most: int, tokenizer: Callable[[], Tokenizer]
-) -> list[int]:
-    """The first tokens, and behind them those that the tokenizer puts at the end of each text."""
-    behind = 0
-    if isinstance(text, str):
-        plain = tokenizer().encode(text, add_special_tokens=False)
-        before = next(n for n in range(len(ids) + 1) if ids[n : n + len(plain)] == plain)
-        behind = min(len(ids) - len(plain) - before, most)
-    return ids[: most - behind] + ids[len(ids) - behind :]
+def cosine_output(first: RequestOutput, second: RequestOutput) -> Made:
+    """The cosine of two embeddings as a score."""
+    error, score = first.error or second.error, None
+    if error is None:
+        a, b = first.pooled, second.pooled
+        lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+        score = outputs.ScoringOutput(score=float(a @ b) / max(lengths, LEAST_LENGTH))
+    return outputs.ScoringRequestOutput(
+        request_id=second.request_id,
+        outputs=score,
+        prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        error=error,
+    )
 
 
-class PooledCalls:
-    """The calls of an LLM that generate nothing.
-
-    Args:
-        generate: the LLM's.
-        tokenizer: gives the LLM's, or raises RequestError.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        info: EngineInfo,
-        generate: Callable[..., list[RequestOutput]],
-        tokenizer: Callable[[], Tokenizer],
-    ) -> None:
-        self.pools = Pools(config)
-        self._info, self._generate, self._tokenizer = info, generate, tokenizer
-
-    def _run(
-        self, prompts: Any, params: PooledParams, asked: PoolingParams, options: dict[str, Any]
-    ) -> list[RequestOutput]:
-        given, most = prompt_list(prompts), self._info.max_model_len
-        fitted = [self.pools.fitted(one, asked, self._tokenizer, most) for one in given]
-        return self._generate(fitted, params, **options)
-
-    def embed(
-        self, prompts: Any, *, pooling_params: PoolingParams | None = None, **options: Any
-    ) -> list[EmbeddingRequestOutput]:
-        """A vector a prompt."""
-        asked = pooling_params or PLAIN
-        pools = self.pools
-
-        def make(hidden: np.ndarray) -> EmbeddingOutput:
-            return EmbeddingOutput(embedding=pools.embedding(hidden, asked).tolist())
-
-        found = self._run(prompts, pools.embed_params(asked), asked, options)
-        return [EmbeddingRequestOutput.of(one, make) for one in found]
-
-    def classify(
-        self, prompts: Any, *, pooling_params: PoolingParams | None = None, **options: Any
-    ) -> list[ClassificationRequestOutput]:
-        """The classes of each prompt."""
-        asked, pools = pooling_params or PLAIN, self.pools
-        _ = pools.classes
-
-        def make(hidden: np.ndarray) -> ClassificationOutput:
-            return ClassificationOutput(probs=pools.probs(hidden, asked).tolist())
-
-        found = self._run(prompts, PooledParams(), asked, options)
-        return [ClassificationRequestOutput.of(one, make) for one in found]
-
-    def reward(
-        self, prompts: Any, *, pooling_params: PoolingParams | None = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
-        """What the head of classes makes of each prompt's last token, as it is."""
-        head = self.pools.classes
-
-        def make(hidden: np.ndarray) -> PoolingOutput:
-            return PoolingOutput(data=head @ hidden)
-
-        found = self._run(prompts, PooledParams(), pooling_params or PLAIN, options)
-        return [PoolingRequestOutput.of(one, make) for one in found]
-
-    def score(
-        self,
-        data_1: Any,
-        data_2: Any,
-        *,
-        pooling_params: PoolingParams | None = None,
-        answers: Sequence[str] | None = None,
-        template: str | None = None,
-        **options: Any,
-    ) -> list[ScoringRequestOutput]:
-        """How well each text of `data_2` belongs to its one of `data_1`."""
-        asked = pooling_params or PLAIN
-        firsts, seconds = paired(data_1, data_2)
-        if answers is None and not self.pools.is_classifier:
-            return self._cosines(firsts, seconds, asked, template, options)
-        pairs = self.pairs(firsts, seconds, template)
-        head = self.score_head(answers, asked)
-
-        def make(hidden: np.ndarray) -> ScoringOutput:
-            return ScoringOutput(score=float(head(hidden)))
-
-        found = self._run(pairs, PooledParams(), asked, options)
-        return [ScoringRequestOutput.of(one, make) for one in found]
-
-    def score_head(self, answers: Sequence[str] | None, asked: PoolingParams) -> Activation:
-        """Hidden state of a pair's last token [hidden_size] -> its score."""
-        if answers is not None:
-            return self.pools.answer_head(answers, self._tokenizer())
-        self.pools.require_score()
-        return lambda hidden: self.pools.probs(hidden, asked)[0]
-
-    def pairs(self, firsts: list[str], seconds: list[str], template: str | None) -> list[Any]:
-        """A prompt for each pair: the template filled in, or both texts as the tokenizer puts a
-        pair."""
-        both = zip(firsts, seconds, strict=True)
-        if template is not None:
-            return [filled(template, *one) for one in both]
-        backend = self._tokenizer().backend
-        return [{"prompt_token_ids": backend(*one)["input_ids"]} for one in both]
-
-    def _cosines(
-        self,
-        firsts: list[str],
-        seconds: list[str],
-        asked: PoolingParams,
-        template: str | None,
-        options: dict[str, Any],
-    ) -> list[ScoringRequestOutput]:
-        """The cosine of the embeddings of both texts, of which each different one is made once."""
-        if template is not None:
-            raise RequestError(
-                "template joins a pair to one prompt, and this checkpoint gives a vector for each"
-                " text: leave it out, or give answers=('no', 'yes')"
-            )
-        texts = list(dict.fromkeys([*firsts, *seconds]))
-        found = self._run(texts, self.pools.embed_params(asked), asked, options)
-        by_text = dict(zip(texts, found, strict=True))
-        return [self._cosine(by_text[a], by_text[b]) for a, b in zip(firsts, seconds, strict=True)]
-
-    def _cosine(self, first: RequestOutput, second: RequestOutput) -> ScoringRequestOutput:
-        error = first.error or second.error
-        score = None
-        if error is None:
-            score = ScoringOutput(score=cosine(first.pooled, second.pooled))
-        return ScoringRequestOutput(
-            request_id=second.request_id,
-            outputs=score,
-            prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
-            num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
-            error=error,
-        )
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """The cosine between two vectors [hidden_size]."""
-    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-    return float(a @ b) / max(lengths, LEAST_LENGTH)
-
-
-def filled(template: str, first: str, second: str) -> str:
-    """A template with a pair in the places of {query} and {document}; texts may hold these too."""
-    parts = template.split("{query}")
-    if len(parts) != 2 or template.count("{document}") != 1:
-        raise RequestError("template must hold {query} once and {document} once")
-    return first.join(part.replace("{document}", second) for part in parts)
-
-
-def paired(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:
-    """Both sides of pairs, the first one's single text repeated for each of the second's."""
+def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
+    """The pairs of two sides; the first one's single text goes with each of the second's."""
     sides = []
     for name, given in (("data_1", data_1), ("data_2", data_2)):
         side = [given] if isinstance(given, str) else given
@@ -408,4 +368,4 @@ def paired(data_1: Any, data_2: Any) -> tuple[list[str], list[str]]:
         raise RequestError(
             f"data_1 must be one text, or as many as data_2, got {len(firsts)} and {len(seconds)}"
         )
-    return firsts, seconds
+    return list(zip(firsts, seconds, strict=True))
