@@ -6,6 +6,7 @@ manual.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from nanoengine.jobs.work import TooManyErrorsError
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
+    from nanoengine.features.pooling import Pools
     from nanoengine.llm import LLM
     from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
@@ -155,7 +157,15 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    work = job.work(args.model, llm.info.generation_defaults)
+
+    @functools.cache
+    def pools() -> Pools:
+        from nanoengine.features.pooling import Pools
+
+        config = EngineConfig.from_kwargs(**engine_options(args))
+        return Pools(config, llm.info.max_model_len)
+
+    work = job.work(args.model, llm.info.generation_defaults, pools)
     signals.work = work
     progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM

@@ -118,6 +118,11 @@ class Pools:
         return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
 
     @functools.cached_property
+    def hidden_size(self) -> int:
+        """How many numbers a vector has."""
+        return load_model_config(self.directory).hidden_size
+
+    @functools.cached_property
     def embeds(self) -> checkpoint.PoolingConfig:
         """What the checkpoint says of embeddings."""
         found = checkpoint.read_pooling(self.directory)
@@ -168,6 +173,10 @@ class Pools:
     def embed(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
         """A vector a prompt."""
         asked = asked or PLAIN
+        if (asked.dimensions or 1) > self.hidden_size:
+            raise RequestError(
+                f"dimensions must be at most {self.hidden_size}, got {asked.dimensions}"
+            )
         params = PooledParams(pooling=asked.pooling or self.embeds.pooling)
 
         def make(hidden: np.ndarray) -> outputs.EmbeddingOutput:
@@ -306,10 +315,7 @@ class Pools:
 
     def vector(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
         """A hidden state, or a mean of some, [hidden_size] as an embedding [dimensions]."""
-        size, asks = asked.dimensions or len(hidden), asked.use_activation
-        if size > len(hidden):
-            raise RequestError(f"dimensions must be at most {len(hidden)}, got {size}")
-        vector = hidden[:size]
+        vector, asks = hidden[: asked.dimensions], asked.use_activation
         if self.embeds.normalize if asks is None else asks:
             vector = vector / max(float(np.linalg.norm(vector)), LEAST_LENGTH)
         return vector

@@ -44,6 +44,7 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
 
 if TYPE_CHECKING:
+    from nanoengine.features.pooling import Pools
     from nanoengine.outputs import RequestOutput
 
 MIB = 1 << 20
@@ -285,15 +286,21 @@ class Job:
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(self, model: str, defaults: Mapping[str, Any] | None = None) -> Work:
+    def work(
+        self,
+        model: str,
+        defaults: Mapping[str, Any] | None = None,
+        pools: Callable[[], Pools] | None = None,
+    ) -> Work:
         """What is left to do.
 
         Args:
             model: name of the loaded one.
             defaults: sampling parameters of the model's own.
+            pools: makes what knows its vectors and scores.
         """
         options, deaths = self.options, self.deaths
-        reader = RowReader(options, model, defaults)
+        reader = RowReader(options, model, defaults, pools)
         recorder = Recorder(model, self.created)
         counts = deaths.counts if deaths is not None else {}
 

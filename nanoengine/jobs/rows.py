@@ -15,9 +15,9 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.feed import size_of
@@ -28,7 +28,10 @@ from nanoengine.settings.vllm_names import SAMPLING_PARAMS, Alias, Refused, Tabl
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
-Kind = Literal["chat", "completion", "simple"]
+if TYPE_CHECKING:
+    from nanoengine.features.pooling import Pools
+
+Kind = Literal["chat", "completion", "simple", "pooled"]
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
@@ -99,7 +102,9 @@ class Task:
         key: names the row's random numbers.
         size: of all that the row holds, near enough [bytes].
         turns: what the user says next, once there is an answer.
-        outputs: answers to earlier turns.
+        outputs: answers to earlier turns, or to some of the parts.
+        parts: the prompts of a row that has several, which run side by side.
+        answer: makes the body of its response of the outputs, in the order of the parts.
         error: why it can't run.
     """
 
@@ -115,6 +120,8 @@ class Task:
     size: int = 0
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)
+    answer: Callable[[list[Any]], dict[str, Any]] | None = None
     error: RowError | None = None
 
 
@@ -162,15 +169,20 @@ class RowReader:
     Args:
         model: name of the loaded one.
         defaults: sampling parameters of the model's own.
+        pools: makes what knows the model's vectors and scores; None: rows can't ask for any.
 
     Raises:
         ConfigError: the template is none, or an option of sampling is out of range.
     """
 
     def __init__(
-        self, options: RowOptions, model: str = "", defaults: Mapping[str, Any] | None = None
+        self,
+        options: RowOptions,
+        model: str = "",
+        defaults: Mapping[str, Any] | None = None,
+        pools: Callable[[], Pools] | None = None,
     ) -> None:
-        self._options = options
+        self._options, self._pools = options, pools
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
@@ -267,24 +279,34 @@ class RowReader:
         if not isinstance(row.get("custom_id"), str):
             raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
         task.custom_id = task.key = row["custom_id"]
+        pooled, names = "", BODY.get(task.kind, {})
         if known is None:
-            told = f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
-            raise RowError("unknown_url", told)
+            from nanoengine.jobs import pooled as other
+
+            pooled = other.KINDS.get(str(row.get("url")), "")
+            if not pooled or self._pools is None:
+                urls = ", ".join([*KINDS, *(other.KINDS if self._pools else ())])
+                raise RowError(
+                    "unknown_url", f"url must be one of {urls}, got {shown(row.get('url'))}"
+                )
+            task.kind, names = "pooled", dict.fromkeys(other.BODY[pooled])
         if row.get("method", "POST") != "POST":
             raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
         if not isinstance(row.get("body"), dict):
             raise RequestError(f"body must be an object, got {shown(row.get('body'))}")
         body = {name: value for name, value in row["body"].items() if value is not None}
-        self._check_names(body, known)
+        self._check_names(body, names)
         self._check_model(body.get("model"))
-        if known == "chat":
+        if pooled:
+            assert self._pools is not None
+            other.fill(task, pooled, body, self._pools())
+        elif known == "chat":
             self._fill_chat(task, body)
         else:
             task.prompt = _completion_prompt(body)
-            task.params = self._params_for(body, known)
+            task.params = self._params_for(body, "completion")
 
-    def _check_names(self, body: dict[str, Any], kind: Kind) -> None:
-        names = BODY[kind]
+    def _check_names(self, body: dict[str, Any], names: dict[str, None]) -> None:
         for name in body.keys() - names.keys():
             if not self._options.ignore_unknown:
                 raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")
