@@ -80,7 +80,7 @@ class RequestChecker:
             raise RequestError("the prompt is empty: give at least one token")
         token_ids = self._plain_ids("prompt token ids", prompt_token_ids)
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
-        num_generated = 0 if params.is_pooled else 1
+        num_generated = 0 if params.pooling else 1
         self.check_length(len(token_ids), num_generated=num_generated)
         if has_options(params):
             from nanoengine.core.request_options import check_options

@@ -67,7 +67,7 @@ class HeadlessChecker(RequestChecker):
     def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any
     ) -> Request:
-        if isinstance(params, SamplingParams) and not params.is_pooled:
+        if isinstance(params, SamplingParams) and not params.pooling:
             raise RequestError(
                 "this checkpoint has no language head, so it generates nothing: call embed, score,"
                 " classify or reward"

@@ -68,7 +68,7 @@ class SpecialRows:
                 self.pooler.release(row)
         for new in plan.admitted:
             self._asks[new.row] = self.all_rows or not is_plain(new)
-            if new.params.is_pooled:
+            if new.params.pooling:
                 self._need_pooler().admit(new)
                 continue
             self.sampler.admit(new)

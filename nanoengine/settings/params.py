@@ -121,8 +121,8 @@ class SamplingParams:
     detokenize: bool = True
     priority: int = 0
 
-    is_pooled = False
-    """True of `settings.pooling.PooledParams` alone: the prompt is computed, nothing is sampled."""
+    # Why no field: `settings.pooling.PooledParams` alone has one, and then nothing is sampled.
+    pooling = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

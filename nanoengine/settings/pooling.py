@@ -79,8 +79,6 @@ class PooledParams(SamplingParams):
     _: KW_ONLY
     pooling: Pooling = "last"
 
-    is_pooled = True
-
     @property
     def first_scored_position(self) -> int:
         """The first position that must be computed, beside the last one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from nanoengine.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from nanoengine.observe.trace_reader import read_trace
 from nanoengine.settings.pooling import PooledParams
 from tests.support.pooled_checkpoints import describe, make_pooled, set_keys
 
@@ -125,6 +127,19 @@ def test_vectors_and_answers_run_side_by_side(lm):
         if one.pooled is not None:
             assert_close([one.pooled], [other.pooled])
             assert one.outputs[0].token_ids == []
+
+
+def test_a_trace_of_pooled_prompts_is_replayed(lm, tmp_path):
+    directory, _ = lm
+    asked = [PooledParams(pooling=pooling) for pooling in ("last", "mean", "cls", "last")]
+    path = str(tmp_path / "run.trace")
+    with LLM(directory, **OPTIONS, trace=path) as llm:
+        llm.generate(PROMPTS, asked, **QUIET)
+        steps = llm.stats().steps
+    ended = []
+    replay = read_trace(path).replay()
+    replay.run(SimpleNamespace(on_step=lambda plan, result, scheduler: ended.append(plan.step)))
+    assert len(ended) == steps
 
 
 def test_dimensions_are_cut_before_the_length(lm):
