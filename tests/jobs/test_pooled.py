@@ -11,6 +11,7 @@ import pytest
 from nanoengine import LLM, PoolingParams
 from nanoengine.cli import main as cli
 from nanoengine.errors import RequestError
+from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.jobs.work import Work
@@ -181,19 +182,21 @@ def test_parts_that_end_in_any_order_are_told_in_theirs():
     source = Input(name="in.jsonl", form="jsonl")
     tasks = [reader.task(Line(n, source, n + 1, {"prompt": "a"})) for n in range(2)]
     for task in tasks:
-        task.parts = ["a", "b", "c"]
+        task.parts, task.kind, task.custom_id = ["a", "b", "c"], "pooled", "x"
+        task.answer = lambda outputs: {"order": [one.index for one in outputs]}
     told = []
     work = Work(tasks, lambda task, result: told.append((task, result)))
 
     def stream(rows):
         assert len(list(rows)) == 6
-        for index, error in ((2, None), (5, None), (0, None), (4, "bad"), (1, None), (3, None)):
+        for index, error in ((2, None), (5, None), (0, None), (4, "bad"), (1, None), (3, "too")):
             yield make_output(index, error)
 
     work.run(stream)
     (bad, error), (good, last) = told
     assert (bad.row, str(error)) == (1, "bad")
-    assert good.row == 0 and [one.index for one in [*good.outputs, last]] == [2, 0, 1]
+    record = json.loads(Recorder("m").record(good, last))
+    assert good.row == 0 and record["response"]["body"]["order"] == [0, 1, 2]
     assert (work.counts.answered, work.counts.failed) == (1, 1)
 
 
