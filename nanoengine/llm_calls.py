@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from nanoengine.features.pooling import Asked, Pools
-    from nanoengine.settings.pooling import PoolingParams
     from nanoengine.text.prompt_forms import Row
 
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
@@ -198,61 +197,48 @@ class OtherCalls:
             defaults=self.info.generation_defaults,
         )
 
-    def embed(
-        self, prompts: Any, *, pooling_params: PoolingParams | None = None, **options: Any
-    ) -> list[EmbeddingRequestOutput]:
+    def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
         """A vector a prompt, `outputs.embedding`; docs/embedding.md says of what hidden states.
 
         Args:
             prompts: as in `generate`.
-            options: use_tqdm, priority and on_error, as in `generate`.
+            options: pooling_params (`PoolingParams`); use_tqdm, priority and on_error as in
+                `generate`.
 
         Raises:
             RequestError, PromptTooLongError, CapacityError: as `generate`.
             UnsupportedModelError: the checkpoint asks for what is not implemented.
         """
-        return self._pool(self._pools.embed(prompts, pooling_params), options)
+        return self._pool(self._pools.embed, prompts, **options)
 
-    def classify(
-        self, prompts: Any, *, pooling_params: PoolingParams | None = None, **options: Any
-    ) -> list[ClassificationRequestOutput]:
+    def classify(self, prompts: Any, **options: Any) -> list[ClassificationRequestOutput]:
         """The classes of each prompt, `outputs.probs`, by the checkpoint's head of classes; as
         `embed`."""
-        return self._pool(self._pools.classify(prompts, pooling_params), options)
+        return self._pool(self._pools.classify, prompts, **options)
 
-    def reward(
-        self, prompts: Any, *, pooling_params: PoolingParams | None = None, **options: Any
-    ) -> list[PoolingRequestOutput]:
+    def reward(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
         """What the head of classes gives for each prompt's last token, as it is, `outputs.data`; as
         `embed`."""
-        return self._pool(self._pools.reward(prompts, pooling_params), options)
+        return self._pool(self._pools.reward, prompts, **options)
 
-    def score(
-        self,
-        data_1: Any,
-        data_2: Any,
-        *,
-        pooling_params: PoolingParams | None = None,
-        answers: Sequence[str] | None = None,
-        template: str | None = None,
-        **options: Any,
-    ) -> list[ScoringRequestOutput]:
+    def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
         """How well two texts belong together, for each of `data_2`, `outputs.score`; as `embed`.
 
         A head of one class scores the pair; without one it is the cosine of both embeddings.
 
         Args:
             data_1: one text, or one for each of `data_2`.
-            answers: words of one token each, such as ("no", "yes"): the score is how likely the
-                last of them is among all of them, as the next token.
-            template: makes one prompt of a pair, with {query} and {document}.
+            options: as of `embed`; answers, words of one token each, such as ("no", "yes"): the
+                score is how likely the last of them is among all, as the next token; template,
+                which makes one prompt of a pair, with {query} and {document}.
         """
-        asked = self._pools.score(
-            data_1, data_2, pooling_params, answers=answers, template=template
-        )
-        return self._pool(asked, options)
+        pair = {name: options.pop(name, None) for name in ("answers", "template")}
+        return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
 
-    def _pool(self, asked: Asked, options: dict[str, Any]) -> list[Any]:
+    def _pool(
+        self, ask: Callable[..., Asked], prompts: Any, pooling_params: Any = None, **options: Any
+    ) -> list[Any]:
+        asked = ask(prompts, pooling_params)
         return asked.finish(self.generate(asked.prompts, asked.params, **options))
 
     @functools.cached_property

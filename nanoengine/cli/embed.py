@@ -118,16 +118,11 @@ def write(path: Path, matrix: np.ndarray, errors: dict[int, str]) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        table = {
-            "row": range(len(matrix)),
-            "embedding": [None if row in errors else one for row, one in enumerate(matrix)],
-            "error": [errors.get(row) for row in range(len(matrix))],
+        rows = range(len(matrix))
+        vectors = [None if row in errors else matrix[row] for row in rows]
+        columns = {
+            "row": pyarrow.array(rows, pyarrow.int64()),
+            "embedding": pyarrow.array(vectors, pyarrow.list_(pyarrow.float32())),
+            "error": pyarrow.array(map(errors.get, rows), pyarrow.string()),
         }
-        schema = pyarrow.schema(
-            [
-                ("row", pyarrow.int64()),
-                ("embedding", pyarrow.list_(pyarrow.float32())),
-                ("error", pyarrow.string()),
-            ]
-        )
-        pyarrow.parquet.write_table(pyarrow.table(table, schema), file)
+        pyarrow.parquet.write_table(pyarrow.table(columns), file)

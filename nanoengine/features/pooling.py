@@ -32,7 +32,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.settings.checks import check_value, read_object, shown
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.pooling import PooledParams, PoolingParams
+from nanoengine.settings.pooling import PooledParams, Pooling, PoolingParams
 from nanoengine.text.prompt_forms import prompt_list
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -174,36 +174,30 @@ class Pools:
         """A vector a prompt."""
         asked = asked or PLAIN
         if (asked.dimensions or 1) > self.hidden_size:
-            raise RequestError(
-                f"dimensions must be at most {self.hidden_size}, got {asked.dimensions}"
-            )
-        params = PooledParams(pooling=asked.pooling or self.embeds.pooling)
-
-        def make(hidden: np.ndarray) -> outputs.EmbeddingOutput:
-            return outputs.EmbeddingOutput(embedding=self.vector(hidden, asked).tolist())
-
-        return self._asked(prompts, params, asked, outputs.EmbeddingRequestOutput, make)
+            told = f"dimensions must be at most {self.hidden_size}, got {asked.dimensions}"
+            raise RequestError(told)
+        return self._asked(
+            (prompts, asked, asked.pooling or self.embeds.pooling),
+            outputs.EmbeddingRequestOutput,
+            lambda it: outputs.EmbeddingOutput(embedding=self.vector(it, asked).tolist()),
+        )
 
     def classify(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
         """The classes of each prompt."""
         asked, _ = asked or PLAIN, self.classes
-
-        def make(hidden: np.ndarray) -> outputs.ClassificationOutput:
-            return outputs.ClassificationOutput(probs=self.probs(hidden, asked).tolist())
-
         return self._asked(
-            prompts, PooledParams(), asked, outputs.ClassificationRequestOutput, make
+            (prompts, asked, "last"),
+            outputs.ClassificationRequestOutput,
+            lambda it: outputs.ClassificationOutput(probs=self.probs(it, asked).tolist()),
         )
 
     def reward(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
         """What the head of classes makes of each prompt's last token, as it is."""
         head = self.classes
-
-        def make(hidden: np.ndarray) -> outputs.PoolingOutput:
-            return outputs.PoolingOutput(data=head @ hidden)
-
         return self._asked(
-            prompts, PooledParams(), asked or PLAIN, outputs.PoolingRequestOutput, make
+            (prompts, asked or PLAIN, "last"),
+            outputs.PoolingRequestOutput,
+            lambda it: outputs.PoolingOutput(data=head @ it),
         )
 
     def score(
@@ -219,30 +213,24 @@ class Pools:
         asked, pairs = asked or PLAIN, paired(data_1, data_2)
         if answers is None and self._head is None:
             return self._cosines(pairs, asked, template)
-        if answers is None and len(self.classes) != 1:
-            raise UnsupportedModelError(
-                f"a score needs a head of one class, and score.weight has {len(self.classes)}:"
-                " call classify"
-            )
-        head: Activation = lambda hidden: self.probs(hidden, asked)[0]  # noqa: E731
-        if answers is not None:
-            head = self._answer_head(answers)
-
-        def make(hidden: np.ndarray) -> outputs.ScoringOutput:
-            return outputs.ScoringOutput(score=float(head(hidden)))
-
-        prompts = [self._joined(*pair, template) for pair in pairs]
-        return self._asked(prompts, PooledParams(), asked, outputs.ScoringRequestOutput, make)
+        head = self._answer_head(answers) if answers is not None else self._only_class(asked)
+        return self._asked(
+            ([self._joined(*pair, template) for pair in pairs], asked, "last"),
+            outputs.ScoringRequestOutput,
+            lambda it: outputs.ScoringOutput(score=float(head(it))),
+        )
 
     def _asked(
         self,
-        prompts: Any,
-        params: PooledParams,
-        asked: PoolingParams,
+        what: tuple[Any, PoolingParams, Pooling],
         kind: type[Made],
         make: Callable[[np.ndarray], Any],
     ) -> Asked:
+        """What is asked of prompts: an output of `kind` each, with what `make` makes of hidden
+        states [hidden_size]."""
+        prompts, asked, pooling = what
         fitted = [self._fitted(one, asked) for one in prompt_list(prompts)]
+        params = PooledParams(pooling=pooling)
         return Asked(fitted, params, lambda found: [kind.of(one, make) for one in found])
 
     def _cosines(
@@ -324,6 +312,15 @@ class Pools:
         """The classes of a prompt, by its last token's hidden state [hidden_size]."""
         found = self.classes @ hidden
         return found if asked.use_activation is False else self.activation(found)
+
+    def _only_class(self, asked: PoolingParams) -> Activation:
+        """Hidden state [hidden_size] -> the only class."""
+        if len(self.classes) != 1:
+            raise UnsupportedModelError(
+                f"a score needs a head of one class, and score.weight has {len(self.classes)}:"
+                " call classify"
+            )
+        return lambda hidden: self.probs(hidden, asked)[0]
 
     def _answer_head(self, answers: Sequence[str]) -> Activation:
         """Hidden state [hidden_size] -> how likely the last of the answers is among them all."""

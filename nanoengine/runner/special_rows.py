@@ -69,20 +69,17 @@ class SpecialRows:
         for new in plan.admitted:
             self._asks[new.row] = self.all_rows or not is_plain(new)
             if new.params.pooling:
-                self._need_pooler().admit(new)
+                if self.pooler is None:
+                    from nanoengine.runner.pooling import Pooler
+
+                    self.pooler = Pooler()
+                self.pooler.admit(new)
                 continue
             self.sampler.admit(new)
             self.scorer.admit(new)
         for fork in plan.forks:
             self._asks[fork.row] = self._asks[fork.parent_row]
             self.sampler.fork(fork)
-
-    def _need_pooler(self) -> Pooler:
-        if self.pooler is None:
-            from nanoengine.runner.pooling import Pooler
-
-            self.pooler = Pooler()
-        return self.pooler
 
     def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
         """The positions whose hidden states are wanted beside those that sample, as
