@@ -4,7 +4,7 @@
     {"text_1": one or many, "text_2": one or many}
     {"query": text, "documents": [...], "top_n": ...}
 
-One row may hold many prompts: `Task.parts`, which run side by side. Loaded at the first such row.
+One row may hold many prompts: the parts of a `Task`, which run side by side. Loaded at the first such row.
 Source: OpenAI's API for embeddings, vLLM's for scores, and the forms of their answers.
 """
 
@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanoengine.errors import RequestError
-from nanoengine.jobs.rows import NOTES, Task
 from nanoengine.settings.checks import nearest, shown
-from nanoengine.settings.pooling import POOLING_PARAMS, PoolingParams
+from nanoengine.settings.pooling import POOLING_PARAMS, PooledParams, PoolingParams
 
 if TYPE_CHECKING:
     from nanoengine.features.pooled_outputs import PoolingRequestOutput
@@ -35,17 +34,19 @@ KINDS = {
 _PARAMS = (*(one.name for one in dataclasses.fields(PoolingParams)), *POOLING_PARAMS)
 _PAIR = ("answers", "template")
 BODY = {
-    "embedding": ("model", "input", "encoding_format", *_PARAMS, *NOTES),
-    "score": ("model", "text_1", "text_2", *_PAIR, *_PARAMS, *NOTES),
-    "rerank": ("model", "query", "documents", "top_n", *_PAIR, *_PARAMS, *NOTES),
+    "embedding": ("model", "input", "encoding_format", *_PARAMS),
+    "score": ("model", "text_1", "text_2", *_PAIR, *_PARAMS),
+    "rerank": ("model", "query", "documents", "top_n", *_PAIR, *_PARAMS),
 }
 """Fields of a body, in the order in which a message names them."""
 
 ENCODINGS = ("float", "base64")
 
 
-def fill(task: Task, kind: str, body: Mapping[str, Any], pools: Pools) -> None:
-    """Makes the prompts of a row, and notes how they are answered.
+def read(
+    kind: str, body: Mapping[str, Any], pools: Pools
+) -> tuple[list[Any], PooledParams, Callable[[list[RequestOutput]], dict[str, Any]]]:
+    """The prompts of a row, how they are run, and what makes the body of its response.
 
     Raises:
         RequestError: a field is missing or wrong.
@@ -57,7 +58,6 @@ def fill(task: Task, kind: str, body: Mapping[str, Any], pools: Pools) -> None:
     asked = _asked(kind, body, pools)
     if not asked.prompts:
         raise RequestError("the body has no prompt: input must not be empty")
-    task.parts, task.params, task.prompt = asked.prompts, asked.params, asked.prompts[0]
 
     def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
         found, usage = asked.finish(outputs), sum(len(one.prompt_token_ids) for one in outputs)
@@ -65,7 +65,7 @@ def fill(task: Task, kind: str, body: Mapping[str, Any], pools: Pools) -> None:
             "usage": {"prompt_tokens": usage, "total_tokens": usage}
         }
 
-    task.answer = answer
+    return asked.prompts, asked.params, answer
 
 
 def _asked(kind: str, body: Mapping[str, Any], pools: Pools) -> Asked:

@@ -289,7 +289,7 @@ class RowReader:
                 raise RowError(
                     "unknown_url", f"url must be one of {urls}, got {shown(row.get('url'))}"
                 )
-            task.kind, names = "pooled", dict.fromkeys(other.BODY[pooled])
+            task.kind, names = "pooled", dict.fromkeys((*other.BODY[pooled], *NOTES))
         if row.get("method", "POST") != "POST":
             raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
         if not isinstance(row.get("body"), dict):
@@ -299,7 +299,8 @@ class RowReader:
         self._check_model(body.get("model"))
         if pooled:
             assert self._pools is not None
-            other.fill(task, pooled, body, self._pools())
+            task.parts, task.params, task.answer = other.read(pooled, body, self._pools())
+            task.prompt = task.parts[0]
         elif known == "chat":
             self._fill_chat(task, body)
         else:
