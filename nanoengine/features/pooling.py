@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Activation = Callable[[np.ndarray], np.ndarray]
 Made = outputs.PoolingRequestOutput
+Maker = Callable[[np.ndarray], Any]
 
 PLAIN = PoolingParams()
 LEAST_LENGTH = 1e-12
@@ -157,12 +158,10 @@ class Pools:
         named, kind = raw.get("sentence_transformers"), raw.get("problem_type")
         if isinstance(named, Mapping) and named.get("activation_fn") is not None:
             name = str(named["activation_fn"]).rpartition(".")[2]
-            if name not in ACTIVATIONS:
-                raise UnsupportedModelError(
-                    f"config.json: activation_fn={shown(named['activation_fn'])} is not"
-                    f" implemented; supported: {', '.join(ACTIVATIONS)}"
-                )
-            return ACTIVATIONS[name]
+            if name in ACTIVATIONS:
+                return ACTIVATIONS[name]
+            told = f"activation_fn={shown(name)} is not implemented"
+            raise UnsupportedModelError(f"{told}; supported: {', '.join(ACTIVATIONS)}")
         if kind == "regression":
             return ACTIVATIONS["Identity"]
         each = len(self.classes) == 1 or kind == "multi_label_classification"
@@ -221,10 +220,7 @@ class Pools:
         )
 
     def _asked(
-        self,
-        what: tuple[Any, PoolingParams, Pooling],
-        kind: type[Made],
-        make: Callable[[np.ndarray], Any],
+        self, what: tuple[Any, PoolingParams, Pooling], kind: type[Made], make: Maker
     ) -> Asked:
         """What is asked of prompts: an output of `kind` each, with what `make` makes of hidden
         states [hidden_size]."""

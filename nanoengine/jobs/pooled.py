@@ -4,7 +4,8 @@
     {"text_1": one or many, "text_2": one or many}
     {"query": text, "documents": [...], "top_n": ...}
 
-One row may hold many prompts: the parts of a `Task`, which run side by side. Loaded at the first such row.
+One row may hold many prompts, the parts of a `Task`, which run side by side. Loaded at the first
+such row.
 Source: OpenAI's API for embeddings, vLLM's for scores, and the forms of their answers.
 """
 
