@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from nanoengine.features.beam import BeamSearchOutput as BeamSearchOutput
     from nanoengine.features.beam import BeamSearchParams as BeamSearchParams
     from nanoengine.features.beam import BeamSequence as BeamSequence
+    from nanoengine.features.pooled_outputs import (
+        ClassificationRequestOutput as ClassificationRequestOutput,
+    )
+    from nanoengine.features.pooled_outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from nanoengine.features.pooled_outputs import PoolingRequestOutput as PoolingRequestOutput
+    from nanoengine.features.pooled_outputs import ScoringRequestOutput as ScoringRequestOutput
     from nanoengine.llm import LLM as LLM
     from nanoengine.outputs import CompletionOutput as CompletionOutput
     from nanoengine.outputs import Logprob as Logprob
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from nanoengine.runner.logits import RowState as RowState
     from nanoengine.settings.config import EngineConfig as EngineConfig
     from nanoengine.settings.params import SamplingParams as SamplingParams
+    from nanoengine.settings.pooling import PoolingParams as PoolingParams
     from nanoengine.settings.structured import StructuredOutputs as StructuredOutputs
     from nanoengine.settings.structured import StructuredOutputsParams as StructuredOutputsParams
     from nanoengine.settings.tiers import DiskTier as DiskTier
@@ -55,6 +62,9 @@ _NAMES = {
     "settings.tiers": "HostTier DiskTier",
     "settings.params": "SamplingParams",
     "settings.structured": "StructuredOutputs StructuredOutputsParams",
+    "settings.pooling": "PoolingParams",
+    "features.pooled_outputs": "ClassificationRequestOutput EmbeddingRequestOutput"
+    " PoolingRequestOutput ScoringRequestOutput",
     "runner.logits": "LogitsProcessor RowState",
     "text.prompt_forms": "Row TextPrompt TokensPrompt",
     "features.beam": "BeamSearchOutput BeamSearchParams BeamSequence",

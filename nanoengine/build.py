@@ -184,6 +184,10 @@ def _engine_on(
             check_params=stages.check,
             params_ready=stages.is_ready,
         )
+        if runner.model_config.headless:
+            from nanoengine.features.pooling import HeadlessChecker
+
+            engine.checker = HeadlessChecker(info, manager)
         if config.speculative or config.logits_processors:
             engine.draft()  # Why processors: one may know what must come next.
         return engine

@@ -1,6 +1,7 @@
 """OtherCalls: what an LLM can be asked besides `generate` and `stream`.
 
     chat, beam_search, generate_dataset     each is a few calls of the others, or of a feature
+    embed, score, classify, reward          of hidden states: features/pooling.py
     reset_prefix_cache, evict               of the engine's cache
     get_tokenizer, ...                      vLLM's names
 
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanoengine.features.beam import BeamSearchOutput, BeamSearchParams
+    from nanoengine.features.pooled_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from nanoengine.features.pooling import Asked, Pools
     from nanoengine.text.prompt_forms import Row
 
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
@@ -205,6 +213,56 @@ class OtherCalls:
             config=self.config,
             defaults=self.info.generation_defaults,
         )
+
+    def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
+        """A vector a prompt, `outputs.embedding`; docs/embedding.md says of what hidden states.
+
+        Args:
+            prompts: as in `generate`.
+            options: pooling_params (`PoolingParams`); use_tqdm, priority and on_error as in
+                `generate`.
+
+        Raises:
+            RequestError, PromptTooLongError, CapacityError: as `generate`.
+            UnsupportedModelError: the checkpoint asks for what is not implemented.
+        """
+        return self._pool(self._pools.embed, prompts, **options)
+
+    def classify(self, prompts: Any, **options: Any) -> list[ClassificationRequestOutput]:
+        """The classes of each prompt, `outputs.probs`, by the checkpoint's head of classes; as
+        `embed`."""
+        return self._pool(self._pools.classify, prompts, **options)
+
+    def reward(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """What the head of classes gives for each prompt's last token, as it is, `outputs.data`; as
+        `embed`."""
+        return self._pool(self._pools.reward, prompts, **options)
+
+    def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
+        """How well two texts belong together, for each of `data_2`, `outputs.score`; as `embed`.
+
+        A head of one class scores the pair; without one it is the cosine of both embeddings.
+
+        Args:
+            data_1: one text, or one for each of `data_2`.
+            options: as of `embed`; answers, words of one token each, such as ("no", "yes"): the
+                score is how likely the last of them is among all, as the next token; template,
+                which makes one prompt of a pair, with {query} and {document}.
+        """
+        pair = {name: options.pop(name, None) for name in ("answers", "template")}
+        return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
+
+    def _pool(
+        self, ask: Callable[..., Asked], prompts: Any, pooling_params: Any = None, **options: Any
+    ) -> list[Any]:
+        asked = ask(prompts, pooling_params)
+        return asked.finish(self.generate(asked.prompts, asked.params, **options))
+
+    @functools.cached_property
+    def _pools(self) -> Pools:
+        from nanoengine.features.pooling import Pools
+
+        return Pools(self.config, self.info.max_model_len, lambda: self.tokenizer)
 
     def beam_search(
         self,

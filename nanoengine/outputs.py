@@ -125,6 +125,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     key: str | None = None
+    pooled: Any = None
 
     @property
     def error(self) -> str | None:
@@ -227,6 +228,7 @@ class OutputBuilder:
             num_cached_tokens=request.num_cached_tokens,
             metrics=request_metrics(request),
             key=self._prompt.request.key,
+            pooled=request.pooled,
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:

@@ -60,6 +60,7 @@ class ModelConfig:
         quantization: how linear layers are stored, where they are not floats.
         eos_token_ids: generation_config.json's, then config.json's; any of them ends a sequence.
         generation_defaults: sampling settings that the authors recommend.
+        headless: there is no language head: the checkpoint is of vectors or classes.
     """
 
     architecture: str
@@ -84,6 +85,7 @@ class ModelConfig:
     quantization: StoredQuantization | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: dict[str, float] = field(default_factory=dict)
+    headless: bool = False
 
     @property
     def linear_inputs(self) -> dict[str, int]:
@@ -153,7 +155,10 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         extra, absent = family.rope_extra, family.rope
         rope = read_rope(keys, absent=absent, extra=extra, partial=partial_heads)
         ropes = tuple(rope if turned else None for turned in family.turned(keys, slides))
-    tied = keys.get("tie_word_embeddings")
+    named = raw.get("architectures") or [architecture]
+    headless = not is_part and architecture not in named
+    # Why tied: nothing is made for a head then.
+    tied = keys.get("tie_word_embeddings") or headless
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
         architecture=architecture,
@@ -178,6 +183,7 @@ def parse_model_config(raw: Json, generation: Json | None = None) -> ModelConfig
         quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
         eos_token_ids=_end_ids(vocab_size, keys, generation),
         generation_defaults=_generation_defaults(generation),
+        headless=headless,
     )
     _check_longrope(config)
     keys.refuse_others()
@@ -208,6 +214,11 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named or [by_type.get(given.get("model_type", ""))]:
         if name in FAMILIES:
             return raw, name, False
+    from nanoengine.checkpoint.pooling import decoder_of
+
+    for name in named:
+        if (generator := decoder_of(name, FAMILIES)) is not None:
+            return raw, generator, False
     what = ", ".join(map(shown, named)) or f"model_type={shown(given.get('model_type'))}"
     raise UnsupportedModelError(
         f"unsupported architecture {what}; supported: {', '.join([*FAMILIES, *TEXT_PARTS])}"

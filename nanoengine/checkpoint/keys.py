@@ -78,6 +78,7 @@ KEYS: dict[str, Key] = {
     "head_dim": Key(int, 2, 2**16),
     **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _MATHS_FLAG),
     **_each("clip_qkv kv_lora_rank attention_chunk_size dual_chunk_attention_config", _REFUSED),
+    "is_causal": Key(bool, default=True, unread="refused"),
     **_each("use_mla attn_output_gate use_bidirectional_attention", _MATHS_FLAG),
     "num_kv_shared_layers": Key(int, 0, 10_000, 0, "refused"),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "refused"),

@@ -32,6 +32,7 @@ from nanoengine.jobs.work import TooManyErrorsError
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
+    from nanoengine.features.pooling import Pools
     from nanoengine.llm import LLM
     from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
@@ -165,14 +166,12 @@ def _verified(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:
     from nanoengine.llm import LLM
 
     with LLM(**options) as llm:
-        template = functools.partial(chat_template, llm, args)
-        facts = (args.model, llm.info.generation_defaults, template)
 
         def alone(rows: Any) -> Any:
             llm.reset_prefix_cache()
             return llm.stream(rows, on_error="record")
 
-        count, told = verify(job, alone, args.verify or 0, args.seed, *facts)
+        count, told = verify(job, alone, args.verify or 0, args.seed, *_facts(llm, args))
     for one in told:
         print(one, file=sys.stderr)
     print(
@@ -204,8 +203,7 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
     """Answers the rows that are left; returns the exit code."""
-    template = functools.partial(chat_template, llm, args)
-    work = job.work(args.model, llm.info.generation_defaults, template)
+    work = job.work(*_facts(llm, args))
     signals.work = work
     progress = Progress(job, work.counts, llm.stats)
     from nanoengine.llm import LLM
@@ -253,6 +251,21 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         except OSError as error:
             raise lost(args.summary_json, error) from error
     return code
+
+
+def _facts(llm: LLM | Replicas, args: BatchArgs) -> tuple[Any, ...]:
+    """What rows are read by: the model's name, its own sampling parameters, and what gives its chat
+    template and what knows its vectors and scores."""
+
+    @functools.cache
+    def pools() -> Pools:
+        from nanoengine.features.pooling import Pools
+
+        config = EngineConfig.from_kwargs(**engine_options(args))
+        return Pools(config, llm.info.max_model_len)
+
+    template = functools.partial(chat_template, llm, args)
+    return args.model, llm.info.generation_defaults, template, pools
 
 
 def chat_template(llm: LLM | Replicas, args: EngineArgs) -> Any:

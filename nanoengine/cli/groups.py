@@ -21,8 +21,8 @@ T = TypeVar("T")
 GROUPS = {
     "input": ("What is asked, and how rows are understood.",
         """prompt file input_format prompt_column template chat system any_model ignore_unknown
-        strict max_row_mib dry_run dataset workload smoke num_requests input_len output_len
-        prefix_len length_cap temperature rounds"""),
+        strict max_row_mib dry_run dimensions pooling truncate dataset workload smoke num_requests
+        input_len output_len prefix_len length_cap temperature rounds"""),
     "output": ("Where answers go, and what happens to rows without one.",
         """output errors in_order reasoning_parser tool_call_parser max_errors fail_fast
         retry_errors restart verify grace summary_json json"""),

@@ -34,6 +34,7 @@ COMMANDS = {
     "simulate": ("SimulateArgs", "try pool sizes and admission policies on a workload, no model"),
     "explain": ("ExplainArgs", "say in sentences what a trace shows: run, request or step"),
     "trace": ("TraceArgs", "convert a trace for Perfetto"),
+    "embed": ("EmbedArgs", "write a vector for each text of a file"),
     "eval": (None, "score a model on tasks of lm-evaluation-harness"),
     "info": ("InfoArgs", "show versions, device, attention backends and a model"),
     "completion": (None, "print what completes these commands in bash, zsh or fish"),

@@ -92,6 +92,9 @@ class Specials(Forks):
             return
         if seq.request.chooser is not None:
             seq.num_pending_tokens -= 1  # Why: its next token is chosen, not sampled.
+        elif seq.params.pooling:
+            seq.num_pending_tokens -= 1  # Why: no token follows.
+            plan.num_logits[-1] = 0
         elif self.are_due(seq):
             self.fork_prompt(plan, scheduled, seq)
 
@@ -105,6 +108,10 @@ class Specials(Forks):
             _extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
         if i in result.errors:
             scheduler.fail_result(seq, result.errors[i])
+        elif seq.params.pooling:
+            if plan.starts[i] + plan.num_scheduled_tokens[i] == seq.num_prompt_tokens:
+                seq.request.pooled = result.pooled.get(i)
+                scheduler.end(seq, "length")
         elif plan.num_logits[i] and seq.request.chooser is not None:
             self.offer(seq, result.logprobs[i][0][1:])
         elif plan.num_logits[i]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanoengine.settings.params import SamplingParams
 
@@ -200,6 +200,7 @@ class StepResult:
         logprobs: index -> for each sampled token: the sampled token first, then the top candidates.
         prompt_logprobs: index -> the same for the prompt tokens whose predecessor was computed in
             this step, in order.
+        pooled: index -> the vector [hidden_size] of a pooled prompt that has come to its end.
         errors: index -> why this row has no valid token (say, NaN logits); it ends that request
             alone.
     """
@@ -207,5 +208,6 @@ class StepResult:
     token_ids: list[list[int]]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    pooled: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)

@@ -80,12 +80,13 @@ class RequestChecker:
             raise RequestError("the prompt is empty: give at least one token")
         token_ids = self._plain_ids("prompt token ids", prompt_token_ids)
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
-        self.check_length(len(token_ids))
+        num_generated = 0 if params.pooling else 1
+        self.check_length(len(token_ids), num_generated=num_generated)
         if has_options(params):
             from nanoengine.core.request_options import check_options
 
             params = check_options(params, self.info.vocab_size, self._further)
-        longest = self.info.max_model_len
+        longest = self.info.max_model_len + 1 - num_generated
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         eos = () if params.ignore_eos else self.info.eos_token_ids
@@ -114,18 +115,19 @@ class RequestChecker:
             raise RequestError(f"{name} must be in [0, {self.info.vocab_size}), got {bad}")
         return plain
 
-    def check_length(self, num_tokens: int, at_least: str = "") -> None:
+    def check_length(self, num_tokens: int, at_least: str = "", *, num_generated: int = 1) -> None:
         """Raises PromptTooLongError or CapacityError if a prompt of so many tokens can't run.
 
         Args:
             at_least: these words, for a prompt that may have more.
+            num_generated: tokens that there must be room for behind it: 1, or 0.
         """
         info, manager = self.info, self._manager
-        if num_tokens >= info.max_model_len:
+        if num_tokens + num_generated > info.max_model_len:
+            room = f"leaves room for {info.max_model_len - 1} and one generated"
             raise PromptTooLongError(
                 f"the prompt has {at_least}{num_tokens} tokens; max_model_len={info.max_model_len}"
-                f" leaves room for {info.max_model_len - 1} and one generated: shorten it, or raise"
-                " max_model_len"
+                f" {room if num_generated else 'is the most'}: shorten it, or raise max_model_len"
             )
         if not manager.can_ever_allocate(num_tokens):
             from nanoengine.core.request_options import too_large

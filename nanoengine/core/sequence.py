@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanoengine.core.plan import TokenLogprob, TokenLogprobs
 from nanoengine.core.prefixes import Prefix
@@ -211,7 +211,7 @@ class Request:
     the others' are derived; it is drawn by `key`, if there is one and `params` have none. `arrival`
     numbers requests in the order they came; `arrival_time` is in seconds of `time.perf_counter`.
     `stop_ids` and `max_num_tokens` are those of its sequences. `error` says why a request failed
-    while running.
+    while running. `pooled` is the vector [hidden_size] of a pooled prompt.
     """
 
     request_id: str
@@ -235,6 +235,7 @@ class Request:
     num_cached_tokens: int = 0
     prompt_logprobs: TokenLogprobs | None = field(init=False)
     error: str | None = None
+    pooled: Any = None
 
     def __post_init__(self) -> None:
         self.next_index = self.params.n

@@ -9,9 +9,10 @@ the KV cache has room for a prompt, and what fails while it runs. Called by `cli
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
@@ -26,6 +27,9 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanoengine.features.pooling import Pools
 
 
 def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
@@ -49,7 +53,17 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     checker = RequestChecker(limits, room, Stages(config, model_config, directory).check)
     prompts = PromptReader(tokenizer, checker, SamplingParams)
     defaults = model_config.generation_defaults
-    reader = RowReader(options, model, defaults, lambda: prompts.tokenizer.backend.chat_template)
+
+    @functools.cache
+    def pools() -> Pools:
+        from nanoengine.features.pooling import Pools
+
+        return Pools(config, limits.max_model_len, lambda: prompts.tokenizer)
+
+    def template() -> Any:
+        return prompts.tokenizer.backend.chat_template
+
+    reader = RowReader(options, model, defaults, template, pools)
     num_rows = num_failed = num_prompt = longest = num_output = 0
     for task in tasks_of(inputs, options, reader):
         if task is PAUSE:
@@ -58,14 +72,14 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         code, why = "", ""
         if task.error is not None:
             code, why = task.error.code, str(task.error)
-        else:
-            read = prompts.read(0, task.prompt, task.params, None, "record")
+        for prompt in (task.parts or [task.prompt]) if not code else ():
+            read = prompts.read(0, prompt, task.params, None, "record")
             if isinstance(read, RefusedPrompt):
                 code, why = "invalid_request", read.message
-            else:
-                count = len(read.request.prompt_token_ids)
-                num_prompt, longest = num_prompt + count, max(longest, count)
-                num_output += task.params.n * (read.request.max_num_tokens - count)
+                break
+            count = len(read.request.prompt_token_ids)
+            num_prompt, longest = num_prompt + count, max(longest, count)
+            num_output += task.params.n * (read.request.max_num_tokens - count)
         if code:
             num_failed += 1
             print(f"{task.input.name}:{task.number}: {code}: {why}")

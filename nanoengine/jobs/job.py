@@ -44,6 +44,7 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
 
 if TYPE_CHECKING:
+    from nanoengine.features.pooling import Pools
     from nanoengine.outputs import RequestOutput
 
 MIB = 1 << 20
@@ -286,14 +287,15 @@ class Job:
         model: str,
         defaults: Mapping[str, Any] | None = None,
         chat_template: Callable[[], Any] = str,
+        pools: Callable[[], Pools] | None = None,
     ) -> Work:
         """What is left to do.
 
         Args:
-            model, defaults, chat_template: as `RowReader` takes them.
+            model, defaults, chat_template, pools: as `RowReader` takes them.
         """
         options, deaths = self.options, self.deaths
-        reader, recorder = self.reader(model, defaults, chat_template)
+        reader, recorder = self.reader(model, defaults, chat_template, pools)
         counts = deaths.counts if deaths is not None else {}
 
         def finish(task: Task, result: RequestOutput | RowError) -> None:

@@ -54,6 +54,8 @@ class Recorder:
             keys = (f"{task.key}/{turn}" for turn in range(len(outputs)))
             outputs = list(map(task.form.taken_apart, outputs, keys))
             output = outputs[-1]
+        if task.answer is not None:
+            return self._pooled(task, sorted(outputs, key=lambda one: one.index))
         usage = _usage(outputs)
         if task.kind == "simple":
             texts = [
@@ -75,8 +77,14 @@ class Recorder:
         }
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_logprobs(output)
-        response = {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
-        return json_line(_openai_record(task, response, None))
+        return json_line(_openai_record(task, _response(task, body), None))
+
+    def _pooled(self, task: Task, outputs: list[RequestOutput]) -> bytes:
+        """The record of a row of vectors or scores."""
+        assert task.answer is not None
+        own = {"id": f"{task.kind}-{task.row}", "created": self._created, "model": self._model}
+        body = own | task.answer(outputs)
+        return json_line(_openai_record(task, _response(task, body), None))
 
     def _failure(self, task: Task, error: RowError) -> bytes:
         """The record of a row that has no answer."""
@@ -95,6 +103,10 @@ def _simple_record(task: Task, outputs: object, usage: object, error: object) ->
     """The row's columns with what the job adds, which replaces columns of these names."""
     columns = {name: value for name, value in task.columns.items() if name not in SIMPLE_FIELDS}
     return {"_row": task.row, **columns, "outputs": outputs, "usage": usage, "error": error}
+
+
+def _response(task: Task, body: dict[str, Any]) -> dict[str, Any]:
+    return {"status_code": 200, "request_id": f"req_{task.row}", "body": body}
 
 
 def _openai_record(task: Task, response: object, error: object) -> dict[str, Any]:

@@ -31,8 +31,9 @@ from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
     from nanoengine.features.answers import AnswerForm
+    from nanoengine.features.pooling import Pools
 
-Kind = Literal["chat", "completion", "simple"]
+Kind = Literal["chat", "completion", "simple", "pooled"]
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
@@ -109,8 +110,10 @@ class Task:
         key: names the row's random numbers.
         size: of all that the row holds, near enough [bytes].
         turns: what the user says next, once there is an answer.
-        outputs: answers to earlier turns.
+        outputs: answers to earlier turns, or to some of the parts.
         form: how its answers are taken apart; None: they stay whole.
+        parts: the prompts of a row that has several, which run side by side.
+        answer: makes the body of its response of the outputs, in the order of the parts.
         error: why it can't run.
     """
 
@@ -127,6 +130,8 @@ class Task:
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     form: AnswerForm | None = None
+    parts: list[Any] = field(default_factory=list)
+    answer: Callable[[list[Any]], dict[str, Any]] | None = None
     error: RowError | None = None
 
 
@@ -195,6 +200,7 @@ class RowReader:
         model: name of the loaded one.
         defaults: sampling parameters of the model's own.
         chat_template: gives the model's, which shows the form of its answers.
+        pools: makes what knows the model's vectors and scores; None: rows can't ask for any.
 
     Raises:
         ConfigError: the template is none, or an option of sampling is out of range.
@@ -206,8 +212,9 @@ class RowReader:
         model: str = "",
         defaults: Mapping[str, Any] | None = None,
         chat_template: Callable[[], Any] = str,
+        pools: Callable[[], Pools] | None = None,
     ) -> None:
-        self._options = options
+        self._options, self._pools = options, pools
         self._chat_template = functools.cache(chat_template)
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
@@ -306,24 +313,35 @@ class RowReader:
         if not isinstance(row.get("custom_id"), str):
             raise RequestError(f"custom_id must be a string, got {shown(row.get('custom_id'))}")
         task.custom_id = task.key = row["custom_id"]
+        pooled, names = "", BODY.get(task.kind, {})
         if known is None:
-            told = f"url must be one of {', '.join(KINDS)}, got {shown(row.get('url'))}"
-            raise RowError("unknown_url", told)
+            from nanoengine.jobs import pooled as other
+
+            pooled = other.KINDS.get(str(row.get("url")), "")
+            if not pooled or self._pools is None:
+                urls = ", ".join([*KINDS, *(other.KINDS if self._pools else ())])
+                raise RowError(
+                    "unknown_url", f"url must be one of {urls}, got {shown(row.get('url'))}"
+                )
+            task.kind, names = "pooled", dict.fromkeys((*other.BODY[pooled], *NOTES))
         if row.get("method", "POST") != "POST":
             raise RequestError(f"method must be 'POST', got {shown(row['method'])}")
         if not isinstance(row.get("body"), dict):
             raise RequestError(f"body must be an object, got {shown(row.get('body'))}")
         body = {name: value for name, value in row["body"].items() if value is not None}
-        self._check_names(body, known)
+        self._check_names(body, names)
         self._check_model(body.get("model"))
-        if known == "chat":
+        if pooled:
+            assert self._pools is not None
+            task.parts, task.params, task.answer = other.read(pooled, body, self._pools())
+            task.prompt = task.parts[0]
+        elif known == "chat":
             self._fill_chat(task, body)
         else:
             task.prompt = _completion_prompt(body)
-            task.params = self._params_for(body, known)
+            task.params = self._params_for(body, "completion")
 
-    def _check_names(self, body: dict[str, Any], kind: Kind) -> None:
-        names = BODY[kind]
+    def _check_names(self, body: dict[str, Any], names: dict[str, None]) -> None:
         for name in body.keys() - names.keys():
             if not self._options.ignore_unknown:
                 raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")

@@ -165,10 +165,14 @@ class Work:
                     self._fail(task, task.error)
                     continue
                 self._note(task)
-                running[index] = task
-                index += 1
+                if task.parts:
+                    task.outputs.clear()  # Why: some may have been answered before a death.
                 key = f"{task.key}/{len(task.outputs)}" if task.outputs else task.key
-                yield Row(task.prompt, sampling_params=task.params, key=key)
+                for prompt in task.parts or (task.prompt,):
+                    if task.error is None:
+                        running[index] = task
+                        index += 1
+                        yield Row(prompt, sampling_params=task.params, key=key)
 
         with contextlib.closing(stream(rows())) as outputs:
             while True:
@@ -195,7 +199,7 @@ class Work:
 
     def _suspect_all(self, tasks: Iterable[Task], why: str, least: int = 1) -> None:
         """Counts one more death of each, but as many as `least`."""
-        for task in tasks:
+        for task in {task.row: task for task in tasks if task.error is None}.values():
             self.suspect(task, max(least, self._deaths[task.row] + 1), why)
 
     def suspect(self, task: Task, deaths: int, why: str = "the process died") -> None:
@@ -213,9 +217,14 @@ class Work:
             counts.prompt_tokens += len(output.prompt_token_ids)
             counts.cached_tokens += output.num_cached_tokens
             counts.output_tokens += sum(len(one.token_ids) for one in output.outputs)
+            if task.error is not None:
+                return  # another part of it has failed
             if output.error is not None:
                 code = "invalid_request" if output.metrics.e2e_s is None else "request_failed"
-                self._fail(task, RowError(code, output.error))
+                task.error = RowError(code, output.error)
+                self._fail(task, task.error)
+            elif task.parts and len(task.outputs) + 1 < len(task.parts):
+                task.outputs.append(output)
             elif task.turns:
                 self._go_on(task, output)
             else:

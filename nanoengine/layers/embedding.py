@@ -41,9 +41,10 @@ class Embedding(Layer):
             self.lookup: Callable[[torch.Tensor], torch.Tensor] = self.method.rows
             return
         self.weight = context.parameter(local, hidden_size, dtype=context.stored_dtype)
-        self.lookup = self._plain_lookup
+        self.lookup = self.plain_lookup
 
-    def _plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
+    def plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] -> rows of the weight as it is stored."""
         return F.embedding(ids, self.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

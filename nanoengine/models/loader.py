@@ -28,6 +28,9 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 FLOATS = {"BF16", "F16", "F32", "F64"}
 """What may be stored beside whole numbers."""
 
+CLASSES = "score.weight"
+"""A head of classes, which is read by whoever asks for classes."""
+
 LONGEST_DEFAULT = 2**20
 """Longest context [tokens] that is taken without being asked for. Why: tables of rotations and of
 token ids are made for all of it."""
@@ -78,6 +81,10 @@ def load_model(
             context = replace(context, weight_dtype=None)
     check_ranks(config, context.shard.world_size)
     model = model_class(config)(config, context).eval()
+    if config.headless:
+        from nanoengine.models.headless import take_head_off
+
+        model = take_head_off(model)
     context.kernels.place(model)
     slots = weight_slots(model)
     if any(name.endswith((".k_scale", ".v_scale")) for name in stored):
@@ -154,6 +161,8 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
 
 def _tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
     """The tensors but those for images or drafts."""
+    if config.headless:
+        stored = {name: tensor for name, tensor in stored.items() if name != CLASSES}
     if not config.left_out:
         return stored
     left_out = {name: re.match(config.left_out, name) for name in stored}

@@ -312,6 +312,7 @@ def _request(request: Request, start_s: float) -> dict[str, Any]:
                    if getattr(params, name) != usual[name]},
         "follower": request.make_follower is not None,
         "chooser": request.chooser is not None,
+        "pooling": params.pooling,
     }  # fmt: skip
     if params.structured_outputs is not None:
         line["params"].pop("min_tokens", None)  # Why: a grammar says when the text may end.

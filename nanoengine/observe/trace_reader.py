@@ -190,10 +190,15 @@ class Replay:
     def _add(self, told: Told) -> tuple[Any, ...]:
         self.time_s = float(told["t"])
         follower = functools.partial(self._follower, told["add"])
+        params = SamplingParams(**{"max_tokens": None} | told.get("params", {}))
+        if "pooling" in told:
+            from nanoengine.settings.pooling import PooledParams
+
+            params = PooledParams(pooling=told["pooling"])
         request = Request(
             str(told["id"]),
             _ints(told["prompt"]),
-            SamplingParams(**{"max_tokens": None} | told.get("params", {})),
+            params,
             arrival=told["add"],
             arrival_time=self.time_s,
             priority=told.get("priority", 0),

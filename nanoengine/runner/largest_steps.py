@@ -59,7 +59,10 @@ def largest_batches(rows: RowBuffers, budget: int) -> list[Batch]:
 
 def run(model: CausalLM, batch: Batch, num_logits: int) -> None:
     """A forward of all rows, with so many logits, sampled as filters want it."""
-    logits = model.logits(model(batch)[:num_logits])
+    hidden = model(batch)[:num_logits]
+    if model.config.headless:
+        return
+    logits = model.logits(hidden)
     lines, params = np.arange(logits.shape[0]), SamplingParams(top_p=0.9)
     sampler = Sampler(model.config.vocab_size, len(lines))
     for row in lines.tolist():

@@ -70,7 +70,7 @@ class ModelRunner(RunnerParts):
             assert special is not None
             return self.graphed.run(step, special)
         asked = special if special is not None and special.are_asked(plan) else None
-        scored = None if asked is None else asked.scorer.scored(plan)
+        scored = None if asked is None else asked.scored(plan)
         batch, step.lines = self.rows.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s

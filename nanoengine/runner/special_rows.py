@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from nanoengine.runner.sampler import Sampler
 from nanoengine.runner.scores import PromptScorer
 from nanoengine.runner.step import LaunchedStep
 
+if TYPE_CHECKING:
+    from nanoengine.runner.pooling import Pooler
+
 
 class SpecialRows:
     """What all rows ask for.
@@ -36,6 +40,7 @@ class SpecialRows:
 
     Attributes:
         latest: the step before, whose tokens processors must know.
+        pooler: of rows whose hidden states are wanted; None while there was none.
     """
 
     def __init__(
@@ -52,19 +57,35 @@ class SpecialRows:
         self.scorer = PromptScorer(rows, model.logits)
         self._asks = np.full(num_rows, all_rows)
         self.latest: LaunchedStep | None = None
+        self.pooler: Pooler | None = None
 
     def update(self, plan: StepPlan) -> None:
         """Carries out the plan's changes of rows."""
         for row in plan.released:
             self.sampler.release(row)
             self.scorer.release(row)
+            if self.pooler is not None:
+                self.pooler.release(row)
         for new in plan.admitted:
             self._asks[new.row] = self.all_rows or not is_plain(new)
+            if new.params.pooling:
+                if self.pooler is None:
+                    from nanoengine.runner.pooling import Pooler
+
+                    self.pooler = Pooler()
+                self.pooler.admit(new)
+                continue
             self.sampler.admit(new)
             self.scorer.admit(new)
         for fork in plan.forks:
             self._asks[fork.row] = self._asks[fork.parent_row]
             self.sampler.fork(fork)
+
+    def scored(self, plan: StepPlan) -> tuple[Ints, Ints] | None:
+        """The positions whose hidden states are wanted beside those that sample, as
+        `RowBuffers.make_batch` takes them."""
+        scored = self.scorer.scored(plan)
+        return scored if self.pooler is None else self.pooler.join(plan, scored)
 
     def rewrite(self, plan: StepPlan) -> None:
         """Tells processors of tokens that were chosen outside; the rows know them already."""
@@ -82,14 +103,16 @@ class SpecialRows:
 
         Args:
             hidden: of the lines, then of the scored positions, [.., hidden_size].
-            scored: as `PromptScorer.scored` returns them.
+            scored: as the method of this name returns them.
         """
         sampling, scoring = hidden.tensor_split([len(step.lines.entries)])
-        sampled = self._most_likely(step, sampling)
-        logits = None if sampled else self.model.logits(sampling)  # [L, V]
+        sampled, logits, any_sample = None, None, bool(len(step.lines.entries))
+        if any_sample:
+            sampled = self._most_likely(step, sampling)
+            logits = None if sampled else self.model.logits(sampling)  # [L, V]
         step.marks.append(step.now())
         tensors: list[torch.Tensor] = []
-        if len(step.lines.entries):
+        if any_sample:
             sampled = sampled or self.sample(step, logits)
             # Why not with drafts: how many of them count is found on the host, in `take`.
             if not step.plan.draft_token_ids:
@@ -97,6 +120,10 @@ class SpecialRows:
             tensors += self.await_tokens(step, sampled)
         if scored is not None:
             step.special = step.special or Awaited()
+            if self.pooler is not None:
+                scoring, ended = self.pooler.take(step.plan, scored[1], scoring)
+                step.special.pooled_entries = list(ended)
+                tensors += [torch.stack(list(ended.values()))] if ended else []
             step.special.scored_entries, scores = self.scorer.score(step.plan, scored, scoring)
             tensors += scores
         step.marks.append(step.now())
@@ -144,15 +171,22 @@ class Awaited:
     Attributes:
         sampled: what was sampled; None if nobody samples.
         edits: what processors remember of rows, and must see the tokens, by entry of the plan.
+        pooled_entries: of the plan; their vectors come in one tensor, if there are any.
         scored_entries: for each tensor of prompt scores, the entry of the plan that it belongs to.
     """
 
     sampled: SampledTokens | None = None
     edits: dict[int, RowEdits] = field(default_factory=dict)
+    pooled_entries: list[int] = field(default_factory=list)
     scored_entries: list[int] = field(default_factory=list)
 
     def take(self, step: LaunchedStep, tensors: list[torch.Tensor], result: StepResult) -> None:
-        """Fills the result: the tensors are those of `sampled`, then those of the prompt scores."""
+        """Fills the result: the tensors are those of `sampled`, then one of vectors, if there
+        are any, then those of the prompt scores."""
+        if self.pooled_entries:
+            from nanoengine.runner.pooling import tell
+
+            tell(self.pooled_entries, tensors[-1 - len(self.scored_entries)], result)
         scores = tensors[len(tensors) - len(self.scored_entries) :]
         for entry, tensor in zip(self.scored_entries, scores, strict=True):
             found = result.prompt_logprobs.setdefault(entry, [])

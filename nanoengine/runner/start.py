@@ -177,7 +177,7 @@ class RunnerParts:
     @property
     def _uses_graphs(self) -> bool:
         """On a GPU, unless eager is asked for or something decides on the host."""
-        safe = self.backend.graph_safe and self.model.graph_safe
+        safe = self.backend.graph_safe and self.model.graph_safe and not self.model_config.headless
         return self.device.type == "cuda" and safe and not self.config.enforce_eager
 
     def need_special(self, *, all_rows: bool = False) -> SpecialRows:

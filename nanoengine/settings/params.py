@@ -124,6 +124,9 @@ class SamplingParams:
     detokenize: bool = True
     priority: int = 0
 
+    # Why no field: `settings.pooling.PooledParams` alone has one, and then nothing is sampled.
+    pooling = None
+
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))

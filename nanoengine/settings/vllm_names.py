@@ -68,7 +68,8 @@ def _asks_for_no_media(value: Any) -> bool:
 
 LORA = "LoRA adapters are not implemented"
 TEXT_ONLY = "prompts are text; images, audio and video are not implemented"
-GENERATES = "models generate text; embeddings, classes and scores are not implemented"
+POOLS = "each LLM has generate, embed, score, classify and reward"
+POOLING = "give pooling_params=PoolingParams(pooling='mean') to the call"
 GRAMMARS = "llguidance compiles every grammar"
 BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 DRAFTS = "set speculative: 'ngram', or the path of a draft model"
@@ -115,9 +116,9 @@ LLM_OPTIONS: Table = {
     "generation_config": Idle(
         "the checkpoint's gives the default sampling parameters", among("auto")
     ),
-    "task": Idle(GENERATES, among("auto", "generate")),
-    "runner": Idle(GENERATES, among("auto", "generate")),
-    "convert": Idle(GENERATES, among("auto", "none")),
+    "task": Idle(POOLS, among("auto", "generate", "embed", "score", "classify", "reward")),
+    "runner": Idle(POOLS, among("auto", "generate", "pooling")),
+    "convert": Idle(POOLS, among("auto", "none", "embed", "classify", "reward")),
     "scheduling_policy": Idle(
         "lower priorities run first, equal ones as they come", among("fcfs", "priority")
     ),
@@ -136,8 +137,8 @@ LLM_OPTIONS: Table = {
     "max_cpu_loras": Refused(LORA),
     "speculative_config": Refused(DRAFTS),
     "reasoning_parser": Refused("answers are not parsed", (None, "")),
-    "pooler_config": Refused(GENERATES),
-    "override_pooler_config": Refused(GENERATES),
+    "pooler_config": Refused(POOLING),
+    "override_pooler_config": Refused(POOLING),
     "mm_processor_kwargs": Refused(TEXT_ONLY),
     "allowed_local_media_path": Refused(TEXT_ONLY, (None, "")),
     "cpu_offload_gb": Refused("weights stay on the device", (None, 0, 0.0)),
@@ -206,11 +207,7 @@ BEAM_SEARCH_PARAMS: Table = {
 """Fields of vLLM's `BeamSearchParams`."""
 
 LLM_METHODS: Mapping[str, str] = {
-    "encode": GENERATES,
-    "embed": GENERATES,
-    "classify": GENERATES,
-    "score": GENERATES,
-    "reward": GENERATES,
+    "encode": "embed, classify, score and reward each say what they give",
     "llm_engine": "llm.engine is the engine, llm.info what was found at its start",
     "model_config": "llm.info has the model's facts",
     "from_engine_args": "give the arguments to LLM",

@@ -155,7 +155,7 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     (chat("x", chat_template="one"), "invalid_row", "(--trust-row-templates) runs those of rows"),
     (chat("x", tools="x"), "invalid_request", "'tools' must be a list"),
     (chat(5), "invalid_row", "custom_id must be a string, got 5"),
-    ({**chat("x"), "url": "/v1/embeddings"}, "unknown_url", "url must be one of"),
+    ({**chat("x"), "url": "/v1/images"}, "unknown_url", "url must be one of"),
     ({**chat("x"), "url": None}, "unknown_url", "url must be one of"),
     ({**chat("x"), "method": "GET"}, "invalid_row", "method must be 'POST'"),
     ({**chat("x"), "body": []}, "invalid_row", "body must be an object"),

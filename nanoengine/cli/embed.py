@@ -1,0 +1,128 @@
+"""`nanoengine embed`: a file of texts in, a matrix of vectors out.
+
+Vectors are held in memory until the last one is there. A job that resumes, or that answers with
+records, is `nanoengine batch` with rows of /v1/embeddings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from tyro.conf import Positional, arg
+
+from nanoengine.cli.options import EngineArgs, engine_options
+from nanoengine.errors import ConfigError
+from nanoengine.jobs.log import replacing
+from nanoengine.jobs.paths import real_path
+from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.source import find_inputs, read_lines, require_pyarrow
+from nanoengine.settings.pooling import Pooling, PoolingParams
+from nanoengine.text.prompt_forms import Row
+
+MAX_ROW_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedArgs(EngineArgs):
+    """Writes a vector for each text of a file.
+
+    examples:
+      nanoengine embed Qwen/Qwen3-Embedding-0.6B texts.txt --output vectors.npy
+      nanoengine embed demo 'data/*.csv' --prompt-column text --output vectors.parquet
+
+    Attributes:
+        inputs: Files, globs, or - for stdin: .txt, .jsonl, .csv, packed or not, .parquet.
+        output: A matrix of NumPy's, .npy, with a row a text; or a table, .parquet, with columns
+            row, embedding and error.
+        prompt_column: The column that is the text.
+        template: Jinja over the columns that makes the text.
+        dimensions: Keep so many of each vector's first numbers.
+        pooling: Which hidden states count: the last token's, the mean of all, or the first
+            token's; by default as the checkpoint says.
+        truncate: Cut texts that are longer than the model takes, in place of an error.
+    """
+
+    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
+    output: Path
+    prompt_column: str | None = None
+    template: str | None = None
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    truncate: bool = False
+
+
+def main(args: EmbedArgs) -> int:
+    """Runs the command; returns 1 if a text has no vector, else 0.
+
+    Raises:
+        ConfigError: an input, the output or an option can't be used; before the model loads.
+    """
+    if args.output.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"--output must end in .npy or .parquet, got {str(args.output)!r}")
+    if args.output.suffix == ".parquet":
+        require_pyarrow("Parquet files")
+    output_path = real_path(args.output)
+    inputs = find_inputs(args.inputs)
+    reader = RowReader(RowOptions(prompt_column=args.prompt_column, template=args.template))
+    cut = -1 if args.truncate else None
+    asked = PoolingParams(
+        dimensions=args.dimensions, pooling=args.pooling, truncate_prompt_tokens=cut
+    )
+    from nanoengine.features.pooling import Pools
+    from nanoengine.llm import LLM
+
+    found: dict[int, np.ndarray] = {}
+    errors: dict[int, str] = {}
+    with LLM(**engine_options(args)) as llm:
+        pools = Pools(llm.config, llm.info.max_model_len, lambda: llm.tokenizer)
+        params, places = pools.embed([], asked).params, dict[int, str]()
+
+        def rows() -> Iterator[Row]:
+            for line in read_lines(inputs, MAX_ROW_BYTES):
+                task = reader.task(line)
+                places[line.row] = f"{line.input.name}:{line.number}"
+                prompt = task.error or pools.embed([task.prompt], asked).prompts[0]
+                yield Row(prompt, sampling_params=params)
+
+        for output in llm.stream(rows(), on_error="record", use_tqdm=True):
+            place = places.pop(output.index)
+            if output.error is None:
+                found[output.index] = pools.vector(output.pooled, asked)
+            else:
+                errors[output.index] = output.error
+                print(f"{place}: {output.error}", file=sys.stderr)
+        size = asked.dimensions or pools.hidden_size
+    matrix = np.full((len(found) + len(errors), size), np.nan, np.float32)
+    for row, vector in found.items():
+        matrix[row] = vector
+    write(output_path, matrix, errors)
+    print(f"{len(found)} vectors of {size} numbers, {len(errors)} errors", file=sys.stderr)
+    return int(bool(errors))
+
+
+def write(path: Path, matrix: np.ndarray, errors: dict[int, str]) -> None:
+    """Writes the file, whole or not at all; a row without a vector is NaN, or null in a table.
+
+    Raises:
+        OutputLostError: it can't be written.
+    """
+    with replacing(path) as file:
+        if path.suffix == ".npy":
+            np.save(file, matrix)
+            return
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = range(len(matrix))
+        vectors = [None if row in errors else matrix[row] for row in rows]
+        columns = {
+            "row": pyarrow.array(rows, pyarrow.int64()),
+            "embedding": pyarrow.array(vectors, pyarrow.list_(pyarrow.float32())),
+            "error": pyarrow.array(map(errors.get, rows), pyarrow.string()),
+        }
+        pyarrow.parquet.write_table(pyarrow.table(columns), file)

@@ -1,0 +1,370 @@
+"""Vectors, scores, classes and rewards of prompts: what becomes of their hidden states.
+
+    Pools.embed, score, ... ─▶ Asked: prompts, PooledParams, finish
+                                         │ an engine, or a job's
+    hidden states [hidden_size]  ◀───────┘
+      embedding      cut to dimensions, length 1
+      probs, reward  score.weight [classes, hidden_size]
+      score          cosine of two; a head of one class; one answer among several
+
+`Pools` knows what a checkpoint says of this and reads its small heads. They are multiplied here, on
+the host: engines give the hidden states alone. `LLM` and jobs/pooled.py ask.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanoengine.checkpoint import pooling as checkpoint
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.find import resolve_model
+from nanoengine.core.requests import RequestChecker
+from nanoengine.core.sequence import Request
+from nanoengine.errors import ModelError, PromptTooLongError, RequestError, UnsupportedModelError
+from nanoengine.features import pooled_outputs as outputs
+from nanoengine.outputs import RequestOutput
+from nanoengine.settings.checks import check_value, read_object, shown
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.pooling import PooledParams, Pooling, PoolingParams
+from nanoengine.text.prompt_forms import prompt_list
+from nanoengine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Activation = Callable[[np.ndarray], np.ndarray]
+Made = outputs.PoolingRequestOutput
+Maker = Callable[[np.ndarray], Any]
+
+PLAIN = PoolingParams()
+LEAST_LENGTH = 1e-12
+"""A vector shorter than this is not made longer. Source: torch's `normalize`."""
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x))."""
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """exp(x) by its sum."""
+    powers = np.exp(x - x.max())
+    return powers / powers.sum()
+
+
+ACTIVATIONS: dict[str, Activation] = {"Identity": lambda x: x, "Sigmoid": sigmoid}
+"""Names of torch's modules that a cross-encoder of sentence-transformers may name."""
+
+
+class HeadlessChecker(RequestChecker):
+    """Checks requests to a checkpoint that can't generate."""
+
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any
+    ) -> Request:
+        if isinstance(params, SamplingParams) and not params.pooling:
+            raise RequestError(
+                "this checkpoint has no language head, so it generates nothing: call embed, score,"
+                " classify or reward"
+            )
+        return super().check(prompt_token_ids, params, **options)
+
+
+class Asked(NamedTuple):
+    """What an engine is to run, and what becomes of its outputs, which have the prompts' order."""
+
+    prompts: list[Any]
+    params: PooledParams
+    finish: Callable[[list[RequestOutput]], list[Any]]
+
+
+class Pools:
+    """What a checkpoint's hidden states become. Each part is read when it is first asked for.
+
+    Args:
+        config: names the checkpoint.
+        max_model_len: tokens of the longest prompt.
+        tokenizer: gives it, or raises RequestError; None: it is loaded.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        tokenizer: Callable[[], Tokenizer] | None = None,
+    ) -> None:
+        self._config, self._max_model_len = config, max_model_len
+        self._given = tokenizer
+
+    # --- the checkpoint -------------------------------------------------------------------------
+
+    @functools.cached_property
+    def directory(self) -> Path:
+        """Of the checkpoint."""
+        return resolve_model(self._config)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        config = self._config
+        if self._given is not None:
+            return self._given()
+        name = config.tokenizer or str(self.directory)
+        return Tokenizer.load(name, trust_remote_code=config.trust_remote_code)
+
+    @functools.cached_property
+    def hidden_size(self) -> int:
+        """How many numbers a vector has."""
+        return load_model_config(self.directory).hidden_size
+
+    @functools.cached_property
+    def embeds(self) -> checkpoint.PoolingConfig:
+        """What the checkpoint says of embeddings."""
+        found = checkpoint.read_pooling(self.directory)
+        if found.default_prompt:
+            told = "the checkpoint's default prompt is not put before texts: %r"
+            logger.warning(told, found.default_prompt)
+        return found
+
+    @functools.cached_property
+    def _head(self) -> np.ndarray | None:
+        head = checkpoint.read_classes(self.directory)
+        return None if head is None else head.numpy()
+
+    @property
+    def classes(self) -> np.ndarray:
+        """The head of classes [classes, hidden_size].
+
+        Raises:
+            UnsupportedModelError: there is none.
+        """
+        if self._head is None:
+            raise UnsupportedModelError(
+                f"{self._config.model!r} has no head of classes (score.weight): use a checkpoint"
+                " of ...ForSequenceClassification, or embed, or score with answers=('no', 'yes')"
+            )
+        return self._head
+
+    @functools.cached_property
+    def activation(self) -> Activation:
+        """What makes probabilities of the head's results. Source: vLLM, `PoolerClassify`."""
+        raw = read_object(self.directory / "config.json", ModelError)
+        named, kind = raw.get("sentence_transformers"), raw.get("problem_type")
+        if isinstance(named, Mapping) and named.get("activation_fn") is not None:
+            name = str(named["activation_fn"]).rpartition(".")[2]
+            if name in ACTIVATIONS:
+                return ACTIVATIONS[name]
+            told = f"activation_fn={shown(name)} is not implemented"
+            raise UnsupportedModelError(f"{told}; supported: {', '.join(ACTIVATIONS)}")
+        if kind == "regression":
+            return ACTIVATIONS["Identity"]
+        each = len(self.classes) == 1 or kind == "multi_label_classification"
+        return sigmoid if each else softmax
+
+    # --- asking ---------------------------------------------------------------------------------
+
+    def embed(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """A vector a prompt."""
+        asked = asked or PLAIN
+        if (asked.dimensions or 1) > self.hidden_size:
+            told = f"dimensions must be at most {self.hidden_size}, got {asked.dimensions}"
+            raise RequestError(told)
+        return self._asked(
+            (prompts, asked, asked.pooling or self.embeds.pooling),
+            outputs.EmbeddingRequestOutput,
+            lambda it: outputs.EmbeddingOutput(embedding=self.vector(it, asked).tolist()),
+        )
+
+    def classify(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """The classes of each prompt."""
+        asked, _ = asked or PLAIN, self.classes
+        return self._asked(
+            (prompts, asked, "last"),
+            outputs.ClassificationRequestOutput,
+            lambda it: outputs.ClassificationOutput(probs=self.probs(it, asked).tolist()),
+        )
+
+    def reward(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+        """What the head of classes makes of each prompt's last token, as it is."""
+        head = self.classes
+        return self._asked(
+            (prompts, asked or PLAIN, "last"),
+            outputs.PoolingRequestOutput,
+            lambda it: outputs.PoolingOutput(data=head @ it),
+        )
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        asked: PoolingParams | None = None,
+        *,
+        answers: Sequence[str] | None = None,
+        template: str | None = None,
+    ) -> Asked:
+        """How well each text of `data_2` belongs to its one of `data_1`."""
+        asked, pairs = asked or PLAIN, paired(data_1, data_2)
+        if answers is None and self._head is None:
+            return self._cosines(pairs, asked, template)
+        head = self._answer_head(answers) if answers is not None else self._only_class(asked)
+        return self._asked(
+            ([self._joined(*pair, template) for pair in pairs], asked, "last"),
+            outputs.ScoringRequestOutput,
+            lambda it: outputs.ScoringOutput(score=float(head(it))),
+        )
+
+    def _asked(
+        self, what: tuple[Any, PoolingParams, Pooling], kind: type[Made], make: Maker
+    ) -> Asked:
+        """What is asked of prompts: an output of `kind` each, with what `make` makes of hidden
+        states [hidden_size]."""
+        prompts, asked, pooling = what
+        fitted = [self._fitted(one, asked) for one in prompt_list(prompts)]
+        params = PooledParams(pooling=pooling)
+        return Asked(fitted, params, lambda found: [kind.of(one, make) for one in found])
+
+    def _cosines(
+        self, pairs: list[tuple[str, str]], asked: PoolingParams, template: str | None
+    ) -> Asked:
+        """The cosine of the embeddings of both texts, of which each different one is made once."""
+        if template is not None:
+            raise RequestError(
+                "template joins a pair to one prompt, and this checkpoint gives a vector for each"
+                " text: leave it out, or give answers=('no', 'yes')"
+            )
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+
+        def finish(found: list[RequestOutput]) -> list[Any]:
+            of_text = dict(zip(texts, found, strict=True))
+            return [cosine_output(of_text[a], of_text[b]) for a, b in pairs]
+
+        return self.embed(texts, asked)._replace(finish=finish)
+
+    # --- prompts --------------------------------------------------------------------------------
+
+    def _fitted(self, prompt: Any, asked: PoolingParams) -> Any:
+        """The prompt, cut where that is asked for; or why it is too long for the checkpoint."""
+        most, cut = self._max_model_len, asked.truncate_prompt_tokens
+        limit = self.embeds.max_tokens or most
+        if limit >= most and cut is None:
+            return prompt
+        given = prompt if isinstance(prompt, Mapping) else {}
+        text = given.get("prompt") if given else prompt
+        ids = given.get("prompt_token_ids") if given else prompt
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            if not isinstance(text, str):
+                return prompt  # a conversation, or what the reader refuses
+            ids = self.tokenizer.encode(text)
+        most = int(min(most, limit, most if cut in (None, -1) else cut))
+        if len(ids) > most and cut is None:
+            return PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, and the checkpoint's vectors are made for at"
+                f" most {most} (max_seq_length, model_max_length): shorten it, or set"
+                " truncate_prompt_tokens=-1"
+            )
+        text = text if isinstance(text, str) else None
+        if len(ids) > most:
+            ids = self._cut(text, list(ids), most)
+        return {**given, "prompt": text, "prompt_token_ids": ids}
+
+    def _cut(self, text: str | None, ids: list[int], most: int) -> list[int]:
+        """The first tokens, and behind them those that the tokenizer puts behind each text."""
+        behind = 0
+        if text is not None:
+            plain = self.tokenizer.encode(text, add_special_tokens=False)
+            starts = range(len(ids) - len(plain) + 1)
+            start = next((n for n in starts if ids[n : n + len(plain)] == plain), len(ids))
+            behind = min(max(len(ids) - len(plain) - start, 0), most)
+        return ids[: most - behind] + ids[len(ids) - behind :]
+
+    def _joined(self, first: str, second: str, template: str | None) -> Any:
+        """One prompt of a pair: the template filled in, or both texts as the tokenizer joins them.
+
+        Why the template is split first: texts may hold its words, too.
+        """
+        if template is None:
+            return {"prompt_token_ids": self.tokenizer.backend(first, second)["input_ids"]}
+        parts = template.split("{query}")
+        if len(parts) != 2 or template.count("{document}") != 1:
+            raise RequestError("template must hold {query} once and {document} once")
+        return first.join(part.replace("{document}", second) for part in parts)
+
+    # --- hidden states --------------------------------------------------------------------------
+
+    def vector(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
+        """A hidden state, or a mean of some, [hidden_size] as an embedding [dimensions]."""
+        vector, asks = hidden[: asked.dimensions], asked.use_activation
+        if self.embeds.normalize if asks is None else asks:
+            vector = vector / max(float(np.linalg.norm(vector)), LEAST_LENGTH)
+        return vector
+
+    def probs(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
+        """The classes of a prompt, by its last token's hidden state [hidden_size]."""
+        found = self.classes @ hidden
+        return found if asked.use_activation is False else self.activation(found)
+
+    def _only_class(self, asked: PoolingParams) -> Activation:
+        """Hidden state [hidden_size] -> the only class."""
+        if len(self.classes) != 1:
+            raise UnsupportedModelError(
+                f"a score needs a head of one class, and score.weight has {len(self.classes)}:"
+                " call classify"
+            )
+        return lambda hidden: self.probs(hidden, asked)[0]
+
+    def _answer_head(self, answers: Sequence[str]) -> Activation:
+        """Hidden state [hidden_size] -> how likely the last of the answers is among them all."""
+        answers = check_value(answers, tuple[str, ...], "answers", RequestError)
+        ids = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+        if len(answers) < 2 or any(len(tokens) != 1 for tokens in ids):
+            raise RequestError(
+                f"answers must be two words or more, each one token, got {shown(answers)}, which"
+                f" are {shown(ids)}"
+            )
+        rows = checkpoint.read_token_rows(self.directory, [tokens[0] for tokens in ids]).numpy()
+        plan = load_model_config(self.directory).plan
+        scale, cap = plan.logit_scale, plan.logit_softcap
+
+        def head(hidden: np.ndarray) -> np.ndarray:
+            logits = rows @ hidden * scale
+            return softmax(cap * np.tanh(logits / cap) if cap else logits)[-1]
+
+        return head
+
+
+def cosine_output(first: RequestOutput, second: RequestOutput) -> Made:
+    """The cosine of two embeddings as a score."""
+    error, score = first.error or second.error, None
+    if error is None:
+        a, b = first.pooled, second.pooled
+        lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+        score = outputs.ScoringOutput(score=float(a @ b) / max(lengths, LEAST_LENGTH))
+    return outputs.ScoringRequestOutput(
+        request_id=second.request_id,
+        outputs=score,
+        prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        error=error,
+    )
+
+
+def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
+    """The pairs of two sides; the first one's single text goes with each of the second's."""
+    sides = []
+    for name, given in (("data_1", data_1), ("data_2", data_2)):
+        side = [given] if isinstance(given, str) else given
+        sides.append(check_value(side, list[str], name, RequestError))
+    firsts, seconds = sides
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds) or not seconds:
+        raise RequestError(
+            f"data_1 must be one text, or as many as data_2, got {len(firsts)} and {len(seconds)}"
+        )
+    return list(zip(firsts, seconds, strict=True))

@@ -1,0 +1,85 @@
+"""PooledParams: a prompt that is computed for its hidden states; PoolingParams: what users ask for.
+
+Loaded by whoever asks for vectors, scores or classes, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from nanoengine.errors import RequestError
+from nanoengine.settings.checks import checked, shown
+from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.vllm_names import Alias, Idle, Refused, Table, translate
+
+Pooling = Literal["last", "mean", "cls"]
+"""Which hidden states count: the last token's, the mean of all, the first token's."""
+
+NO_POSITION = 2**31 - 1
+
+POOLING_PARAMS: Table = {
+    "normalize": Alias("use_activation"),
+    "softmax": Alias("use_activation"),
+    "activation": Alias("use_activation"),
+    "task": Idle("the method says the task"),
+    "skip_reading_prefix_cache": Refused("set enable_prefix_caching=False"),
+}
+"""Names of vLLM's `PoolingParams` whose meaning is not simply a field here."""
+
+
+@checked(RequestError, functools.partial(translate, table=POOLING_PARAMS, error=RequestError))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What becomes of a prompt's hidden states.
+
+    Attributes:
+        dimensions: keep so many of an embedding's first numbers, as models with Matryoshka
+            embeddings allow; None: all.
+        use_activation: scale an embedding to length 1, or make probabilities of scores; None: as
+            the checkpoint says. vLLM's `normalize`, `softmax` and `activation` are the same.
+        pooling: which hidden states count; None: as the checkpoint says, else the last token's.
+        truncate_prompt_tokens: keep at most so many tokens of a prompt, -1 being as many as the
+            model takes; None: a longer one is refused.
+
+    Raises:
+        RequestError: a value is of another type, or out of range.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    pooling: Pooling | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"dimensions": self.dimensions, "truncate_prompt_tokens": self._truncated}
+        for name, value in least.items():
+            if value is not None and value < 1:
+                also = "-1 or " if name == "truncate_prompt_tokens" else ""
+                raise RequestError(f"{name} must be {also}at least 1, got {shown(value)}")
+
+    @property
+    def _truncated(self) -> int | None:
+        return None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PooledParams(SamplingParams):
+    """A request of which nothing is sampled: it ends with its prompt's last token.
+
+    To the core it is a prompt with scored positions, which must be computed: all of them, unless
+    only the last token's hidden state counts. So only then may its beginning come from the prefix
+    cache.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int | None = 1
+    prompt_logprobs: int | None = 0
+    _: KW_ONLY
+    pooling: Pooling = "last"
+
+    @property
+    def first_scored_position(self) -> int:
+        """The first position that must be computed, beside the last one."""
+        return NO_POSITION if self.pooling == "last" else 0

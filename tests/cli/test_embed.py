@@ -1,0 +1,58 @@
+"""`nanoengine embed`: a matrix or a table with a row a text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nanoengine import LLM, PoolingParams
+from nanoengine.assets import demo_model_path
+from nanoengine.cli import main as cli
+
+TEXTS = ["Tom had a dog.", "One day the sun was hot."]
+ALL = "\n".join(TEXTS)
+
+
+def run(tmp_path, output, *options, text=ALL):
+    given = tmp_path / "texts.txt"
+    given.write_text(text)
+    command = ["embed", "demo", str(given), "--output", str(tmp_path / output)]
+    return cli.main([*command, "--num-kv-blocks", "64", *options])
+
+
+def test_a_matrix_has_the_vectors_of_the_api(tmp_path):
+    asked = PoolingParams(dimensions=16, pooling="mean")
+    with LLM(demo_model_path(), num_kv_blocks=64) as llm:
+        wanted = llm.embed(TEXTS, pooling_params=asked, use_tqdm=False)
+    assert run(tmp_path, "v.npy", "--dimensions", "16", "--pooling", "mean") == 0
+    found = np.load(tmp_path / "v.npy")
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [one.outputs.embedding for one in wanted], atol=1e-5)
+
+
+def test_a_text_without_a_vector_is_told_and_its_neighbours_have_theirs(tmp_path, capsys):
+    text = f"{TEXTS[0]}\n{'word ' * 50}\n{TEXTS[1]}"
+    assert run(tmp_path, "v.npy", "--max-model-len", "32", text=text) == 1
+    assert "texts.txt:2: the prompt has" in capsys.readouterr().err
+    found = np.load(tmp_path / "v.npy")
+    assert np.isnan(found).all(1).tolist() == [False, True, False]
+    assert run(tmp_path, "v.npy", "--max-model-len", "32", "--truncate", text=text) == 0
+    assert np.isfinite(np.load(tmp_path / "v.npy")).all()
+
+
+def test_what_can_not_be_written_is_refused_before_the_model_loads(tmp_path, capsys):
+    assert run(tmp_path, "v.json") == 2
+    assert ".npy or .parquet" in capsys.readouterr().err
+    assert run(tmp_path, "v.npy", "--dimensions", "0") == 2
+    assert "dimensions must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.extra
+def test_a_table_has_a_row_a_text(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    text = f"{TEXTS[0]}\n{'word ' * 50}\n{TEXTS[1]}"
+    assert run(tmp_path, "v.parquet", "--max-model-len", "32", text=text) == 1
+    table = parquet.read_table(tmp_path / "v.parquet").to_pylist()
+    assert [one["row"] for one in table] == [0, 1, 2]
+    assert table[0]["error"] is None and len(table[0]["embedding"]) == 192
+    assert table[1]["embedding"] is None and "tokens" in table[1]["error"]

@@ -1,0 +1,338 @@
+"""Vectors, scores, classes and rewards against transformers, and against each other."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine import LLM, PoolingParams, SamplingParams
+from nanoengine.errors import (
+    ModelError,
+    PromptTooLongError,
+    RequestError,
+    UnsupportedModelError,
+)
+from nanoengine.observe.trace_reader import read_trace
+from nanoengine.settings.pooling import PooledParams
+from tests.support.pooled_checkpoints import describe, make_pooled, set_keys
+
+OPTIONS = {"num_kv_blocks": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+QUIET = {"use_tqdm": False}
+TEXTS = ["The little girl", "a dog went to the park. " * 3, "é", "def f(x): return x + 1 " * 4]
+RANDOM = torch.Generator().manual_seed(7)
+PROMPTS = [torch.randint(5, 400, (n,), generator=RANDOM).tolist() for n in (1, 17, 70, 33)]
+RAW = PoolingParams(normalize=False)
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lm")
+    return directory, make_pooled(directory, "lm")
+
+
+@pytest.fixture(scope="module")
+def one_class(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("one")
+    return directory, make_pooled(directory, "classes", num_labels=1)
+
+
+def hidden_states(model, token_ids):
+    return model.base_model(torch.tensor([token_ids])).last_hidden_state[0]
+
+
+def vectors(outputs):
+    return [np.array(one.outputs.embedding, np.float32) for one in outputs]
+
+
+def assert_close(found, wanted, atol=2e-5):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=atol, rtol=0)
+
+
+# --- vectors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "gemma3", "qwen3_moe", "lfm2", "stablelm"]
+)
+def test_a_decoder_without_head_gives_the_hidden_states_of_transformers(tmp_path, family):
+    model = make_pooled(tmp_path, "model", family)
+    with LLM(tmp_path, **OPTIONS, max_model_len=128) as llm:
+        for pooling in ("last", "mean", "cls"):
+            asked = PoolingParams(pooling=pooling, normalize=False)
+            found = llm.embed(PROMPTS, pooling_params=asked, **QUIET)
+            for token_ids, vector in zip(PROMPTS, vectors(found), strict=True):
+                states = hidden_states(model, token_ids)
+                wanted = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
+                cosine = torch.cosine_similarity(torch.from_numpy(vector), wanted, dim=0)
+                assert cosine > 0.99999
+                assert_close([vector], [wanted], atol=1e-4)
+        with pytest.raises(RequestError, match="no language head"):
+            llm.generate(PROMPTS[:1], **QUIET)
+        (vector,) = vectors(llm.embed([[5, 6, 7]], **QUIET))
+        assert np.isclose(np.linalg.norm(vector), 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 200},
+        {"attention_backend": "naive", "max_num_batched_tokens": 7},
+        {"overlap": True, "num_kv_blocks": 7, "debug_checks": True, "block_size": 16},
+    ],
+)
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
+def test_no_option_changes_a_vector(lm, options, pooling):
+    directory, model = lm
+    shared = [PROMPTS[2][:48] + tail for tail in ([7], [8, 9], PROMPTS[3], [7])]
+    asked = PoolingParams(pooling=pooling, normalize=False)
+    with LLM(directory, **{**OPTIONS, **options}, max_model_len=96) as llm:
+        found = llm.embed(PROMPTS + shared, pooling_params=asked, **QUIET)
+    for token_ids, vector in zip(PROMPTS + shared, vectors(found), strict=True):
+        states = hidden_states(model, token_ids)
+        wanted = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
+        assert_close([vector], [wanted], atol=1e-4)
+
+
+def test_a_shared_beginning_is_computed_once_unless_all_of_it_counts(lm):
+    directory, _ = lm
+    begins = PROMPTS[2][:48]
+    with LLM(directory, **OPTIONS, block_size=16) as llm:
+        for pooling, cached in (("last", 48), ("mean", 0), ("cls", 0)):
+            asked = PoolingParams(pooling=pooling)
+            llm.embed([[*begins, 9]], pooling_params=asked, **QUIET)
+            (again,) = llm.embed([[*begins, 7, 8]], pooling_params=asked, **QUIET)
+            assert again.num_cached_tokens == cached
+        assert llm.stats().output_tokens == 0
+
+
+def test_vectors_and_answers_run_side_by_side(lm):
+    directory, _ = lm
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    scored = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1)
+    drawn = SamplingParams(temperature=1, max_tokens=6, seed=3, logprobs=1)
+    asked = [greedy, PooledParams(), scored, PooledParams(pooling="mean"), drawn]
+    prompts = [PROMPTS[n % 4] for n in range(len(asked))]
+    with LLM(directory, **OPTIONS, enable_prefix_caching=False) as llm:
+        alone = [llm.generate([p], one, **QUIET)[0] for p, one in zip(prompts, asked, strict=True)]
+        together = llm.generate(prompts, asked, **QUIET)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        for mine, its in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+            assert (mine or {}).keys() == (its or {}).keys()
+        if one.pooled is not None:
+            assert_close([one.pooled], [other.pooled])
+            assert one.outputs[0].token_ids == []
+
+
+def test_a_trace_of_pooled_prompts_is_replayed(lm, tmp_path):
+    directory, _ = lm
+    asked = [PooledParams(pooling=pooling) for pooling in ("last", "mean", "cls", "last")]
+    path = str(tmp_path / "run.trace")
+    with LLM(directory, **OPTIONS, trace=path) as llm:
+        llm.generate(PROMPTS, asked, **QUIET)
+        steps = llm.stats().steps
+    ended = []
+    replay = read_trace(path).replay()
+    replay.run(SimpleNamespace(on_step=lambda plan, result, scheduler: ended.append(plan.step)))
+    assert len(ended) == steps
+
+
+def test_dimensions_are_cut_before_the_length(lm):
+    directory, _ = lm
+    with LLM(directory, **OPTIONS) as llm:
+        (whole,) = vectors(llm.embed([PROMPTS[1]], **QUIET))
+        (cut,) = vectors(
+            llm.embed([PROMPTS[1]], pooling_params=PoolingParams(dimensions=8), **QUIET)
+        )
+        assert_close([cut], [whole[:8] / np.linalg.norm(whole[:8])])
+        with pytest.raises(RequestError, match="dimensions must be at most 64, got 65"):
+            llm.embed([PROMPTS[1]], pooling_params=PoolingParams(dimensions=65), **QUIET)
+    with pytest.raises(RequestError, match="dimensions must be at least 1"):
+        PoolingParams(dimensions=0)
+
+
+def test_a_prompt_may_be_as_long_as_the_model_takes(lm):
+    directory, model = lm
+    with LLM(directory, **OPTIONS, max_model_len=64) as llm:
+        (found,) = llm.embed([PROMPTS[2][:64]], pooling_params=RAW, **QUIET)
+        assert_close(vectors([found]), [hidden_states(model, PROMPTS[2][:64])[-1]], atol=1e-4)
+        with pytest.raises(PromptTooLongError, match="65 tokens; max_model_len=64 is the most"):
+            llm.embed([PROMPTS[2][:65]], **QUIET)
+        bad, good = llm.embed([PROMPTS[2], PROMPTS[1]], on_error="record", **QUIET)
+        assert bad.outputs is None and "70 tokens" in bad.error
+        assert good.error is None
+
+
+def test_what_no_vector_can_be_made_of_fails_alone(lm):
+    directory, _ = lm
+    with LLM(directory, **OPTIONS) as llm:
+        table = llm.engine.executor.model.model.embed_tokens
+        plain = table.lookup
+
+        def broken(ids):
+            rows = plain(ids).clone()
+            rows[ids == 9] = torch.nan
+            return rows
+
+        table.lookup = broken
+        bad, good = llm.embed([[5, 9], [5, 6]], **QUIET)
+    assert bad.outputs is None and "NaN" in bad.error
+    assert good.error is None
+
+
+# --- Sentence Transformers' files -----------------------------------------------------------------
+
+
+def test_modules_json_says_the_pooling(tmp_path):
+    model = make_pooled(tmp_path, "model")
+    states = hidden_states(model, PROMPTS[1])
+    for config, wanted in (
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, states.mean(0)),
+        ({"pooling_mode_lasttoken": True}, states[-1]),
+        ({"pooling_mode": "cls"}, states[0]),
+    ):
+        describe(tmp_path, config)
+        with LLM(tmp_path, **OPTIONS) as llm:
+            assert_close(vectors(llm.embed([PROMPTS[1]], **QUIET)), [wanted], atol=1e-4)
+    describe(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling", "Normalize"))
+    with LLM(tmp_path, **OPTIONS) as llm:
+        (vector,) = vectors(llm.embed([PROMPTS[1]], **QUIET))
+        assert_close([vector], [states.mean(0) / states.mean(0).norm()])
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "said"),
+    [
+        ({"pooling_mode_max_tokens": True}, ("Transformer", "Pooling"), "pooling_mode_max_tokens"),
+        ({"pooling_mode": ["cls", "mean"]}, ("Transformer", "Pooling"), "pooling_mode_cls_token"),
+        ({}, ("Transformer", "Pooling"), "no pooling"),
+        ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"), "'Dense'"),
+    ],
+)
+def test_modules_that_are_not_implemented_are_named(lm, tmp_path, config, kinds, said):
+    shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
+    describe(tmp_path, config, kinds)
+    with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(UnsupportedModelError, match=said):
+        llm.embed(["a"], **QUIET)
+
+
+def test_a_module_outside_of_the_checkpoint_is_not_read(lm, tmp_path):
+    shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
+    describe(tmp_path, {"pooling_mode": "mean"})
+    modules = (tmp_path / "modules.json").read_text().replace("1_Pooling", "../1_Pooling")
+    (tmp_path / "modules.json").write_text(modules)
+    with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(ModelError, match="directory outside"):
+        llm.embed(["a"], **QUIET)
+
+
+def test_texts_longer_than_the_checkpoint_says_are_refused_or_cut(lm, tmp_path):
+    shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
+    describe(tmp_path, {"pooling_mode": "mean"})
+    set_keys(tmp_path / "sentence_bert_config.json", max_seq_length=8)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        with pytest.raises(PromptTooLongError, match="at most 8"):
+            llm.embed([TEXTS[1]], **QUIET)
+        ids = llm.tokenizer.encode(TEXTS[1])
+        for most, length in ((-1, 8), (5, 5), (100, 8)):
+            cut = PoolingParams(truncate_prompt_tokens=most)
+            (found,) = llm.embed([TEXTS[1]], pooling_params=cut, **QUIET)
+            assert found.prompt_token_ids == ids[:length]
+        (given,) = llm.embed([PROMPTS[1]], pooling_params=cut, **QUIET)
+        assert given.prompt_token_ids == PROMPTS[1][:8]
+
+
+# --- architectures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"architectures": ["BertModel"]}, "'BertModel' is an encoder"),
+        ({"architectures": ["XLMRobertaForSequenceClassification"]}, "is an encoder"),
+        ({"architectures": ["ModernBertModel"]}, "is an encoder"),
+        ({"architectures": ["FalconModel"]}, "unsupported architecture 'FalconModel'"),
+        ({"is_causal": False}, "is_causal=False is not implemented"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_who_sees_what_stands_behind_is_refused_by_name(lm, tmp_path, keys, said):
+    shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
+    set_keys(tmp_path / "config.json", **keys)
+    with pytest.raises(UnsupportedModelError, match=said):
+        LLM(tmp_path, **OPTIONS)
+
+
+# --- classes and scores ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "llama"])
+def test_classes_are_those_of_transformers(tmp_path, family):
+    model = make_pooled(tmp_path, "classes", family, num_labels=3)
+    logits = [model(torch.tensor([ids])).logits[0] for ids in PROMPTS]
+    with LLM(tmp_path, **OPTIONS) as llm:
+        found = [one.outputs.probs for one in llm.classify(PROMPTS, **QUIET)]
+        assert_close(found, [one.softmax(0) for one in logits])
+        found = [one.outputs.probs for one in llm.classify(PROMPTS, pooling_params=RAW, **QUIET)]
+        assert_close(found, logits, atol=1e-4)
+        assert_close([one.outputs.data for one in llm.reward(PROMPTS, **QUIET)], logits, atol=1e-4)
+        with pytest.raises(UnsupportedModelError, match=r"score\.weight has 3: call classify"):
+            llm.score("a", "b", **QUIET)
+    set_keys(tmp_path / "config.json", problem_type="multi_label_classification")
+    with LLM(tmp_path, **OPTIONS) as llm:
+        found = [one.outputs.probs for one in llm.classify(PROMPTS, **QUIET)]
+        assert_close(found, [one.sigmoid() for one in logits])
+
+
+def test_a_head_of_one_class_scores_pairs(one_class):
+    directory, model = one_class
+    with LLM(directory, **OPTIONS) as llm:
+        backend = llm.get_tokenizer()
+        ids = [backend(TEXTS[0], text)["input_ids"] for text in TEXTS[1:]]
+        wanted = [model(torch.tensor([one])).logits[0, 0].sigmoid() for one in ids]
+        found = llm.score(TEXTS[0], TEXTS[1:], **QUIET)
+        assert_close([one.outputs.score for one in found], wanted)
+        assert [one.prompt_token_ids for one in found] == ids
+        text = f"Q: {TEXTS[0]} D: {{query}} é"
+        (filled,) = llm.score(TEXTS[0], "{query} é", template="Q: {query} D: {document}", **QUIET)
+        assert filled.prompt_token_ids == llm.tokenizer.encode(text)
+        for template in ("{query}", "{document}", "{query}{query}{document}"):
+            with pytest.raises(RequestError, match="template must hold"):
+                llm.score("a", "b", template=template, **QUIET)
+
+
+def test_a_language_model_scores_pairs_by_an_answer(lm):
+    directory, model = lm
+    with LLM(directory, **OPTIONS) as llm:
+        encode = llm.tokenizer.encode
+        words = ("n", "y")
+        ids = [encode(word, add_special_tokens=False)[0] for word in words]
+        template = "{query} | {document} ?"
+        found = llm.score(TEXTS[0], TEXTS[1:], answers=words, template=template, **QUIET)
+        for one, text in zip(found, TEXTS[1:], strict=True):
+            prompt = encode(f"{TEXTS[0]} | {text} ?")
+            logits = model(torch.tensor([prompt])).logits[0, -1, ids]
+            assert_close([one.outputs.score], [logits.softmax(0)[1]])
+        for answers in (["y"], ["y", "The little"]):
+            with pytest.raises(RequestError, match="answers must be two words or more"):
+                llm.score("a", "b", answers=answers, **QUIET)
+
+
+def test_without_a_head_a_score_is_the_cosine_of_both_vectors(lm):
+    directory, model = lm
+    with LLM(directory, **OPTIONS) as llm:
+        states = [hidden_states(model, llm.tokenizer.encode(text))[-1] for text in TEXTS]
+        found = llm.score(TEXTS[:2], TEXTS[2:], **QUIET)
+        wanted = [
+            torch.cosine_similarity(a, b, dim=0)
+            for a, b in zip(states[:2], states[2:], strict=True)
+        ]
+        assert_close([one.outputs.score for one in found], wanted)
+        with pytest.raises(RequestError, match="got 2 and 3"):
+            llm.score(TEXTS[:2], TEXTS[:3], **QUIET)
+        with pytest.raises(UnsupportedModelError, match="no head of classes"):
+            llm.classify(TEXTS, **QUIET)
