@@ -29,3 +29,9 @@ def resolve_chat_template(
 def destroy(shutdown_ray: bool = False) -> None:
     """Collects garbage: an LLM that nobody holds gives its memory back; no process groups stay."""
     gc.collect()
+
+
+def print_embeddings(embeds: list[float], prefix: str = "Embeddings") -> None:
+    """Prints the first numbers of a vector, and how many there are."""
+    shown = ", ".join(f"{number:.4f}" for number in embeds[:16])
+    print(f"{prefix}: [{shown}{', ...' if len(embeds) > 16 else ''}] (size={len(embeds)})")

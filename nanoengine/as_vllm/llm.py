@@ -68,6 +68,12 @@ class VLLM(LLM):
         """An LLM of an EngineArgs."""
         return cls(**dataclasses.asdict(engine_args))
 
+    def _pool(
+        self, ask: Any, prompts: Any, pooling_params: Any = None, **options: Any
+    ) -> list[Any]:
+        asked = ask(prompts, pooling_params)
+        return asked.finish(super().generate(asked.prompts, asked.params, **obeyed(options)))
+
     def generate(  # type: ignore[override]
         self, prompts: Any = None, sampling_params: Any = None, *args: Any, **options: Any
     ) -> list[VLLMOutput]:

@@ -25,9 +25,9 @@ from nanoengine.as_vllm.params import RequestOutputKind, VLLMForm, VLLMParams
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, NanoEngineError, RequestError
 from nanoengine.settings.vllm_names import (
-    GENERATES,
     LLM_OPTIONS,
     LORA,
+    POOLING,
     SAMPLING_PARAMS,
     TEXT_ONLY,
 )
@@ -45,6 +45,17 @@ def llm() -> Iterator[VLLM]:
         yield llm
 
 
+@pytest.mark.usefixtures("vllm_modules")
+def test_vectors_and_scores_are_those_of_the_plain_llm(llm: VLLM) -> None:
+    vllm = importlib.import_module("vllm")
+    asked = vllm.PoolingParams(dimensions=8)
+    found = llm.embed(["Once", "upon"], pooling_params=asked, use_tqdm=False)
+    assert {type(one) for one in found} == {vllm.EmbeddingRequestOutput}
+    assert [len(one.outputs.embedding) for one in found] == [8, 8]
+    same, other = llm.score("a dog", ["a dog", "Once upon"], use_tqdm=False)
+    assert same.outputs.score == pytest.approx(1) and other.outputs.score < 0.999
+
+
 # --- modules --------------------------------------------------------------------------------------
 
 
@@ -59,7 +70,7 @@ def test_every_name_of_the_tables_is_found_in_every_module() -> None:
 
 @pytest.mark.usefixtures("vllm_modules")
 def test_a_name_without_a_meaning_raises_when_it_is_used() -> None:
-    assert {LORA, GENERATES, TEXT_ONLY} < TABLES["absent"].keys()
+    assert {LORA, POOLING, TEXT_ONLY} < TABLES["absent"].keys()
     for why, names in TABLES["absent"].items():
         for name in names:
             found = getattr(importlib.import_module("vllm"), name)
