@@ -31,7 +31,7 @@ ROOMS = {
     "features": 2340,
     "jobs": 2580,
     "kernels": 4319,
-    "layers": 2509,
+    "layers": 2520,
     "models": 1007,
     "observe": 2001,
     "parallel": 578,

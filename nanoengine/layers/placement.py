@@ -10,6 +10,8 @@ here (`kernels/pool.py`), before anything is loaded.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Collection
 
 import numpy as np
@@ -17,6 +19,10 @@ import torch
 from torch import nn
 
 LINE = 64  # bytes of a cache line; every tensor starts at one
+
+MOVED_BYTES = 64 << 20
+"""Bytes of buffers that move before what they leave is given back to the system. Why: the C library
+keeps small pieces for itself, so that all of a model's would stay in memory twice."""
 
 
 def place_parameters(model: nn.Module) -> None:
@@ -38,9 +44,20 @@ def place_buffers(model: nn.Module) -> None:
         if buffer is not None and buffer.device.type == "cpu"
     ]
     places = _side_by_side([buffer for _, _, buffer in named])
-    while named:  # one by one, so that none but the last is there twice
+    moved = 0
+    while named:  # one by one, so that only the last ones are there twice
         module, name, buffer = named.pop()
         setattr(module, name, _touched(places.pop()).copy_(buffer))
+        moved += buffer.nbytes
+        if moved >= MOVED_BYTES or not named:
+            moved, buffer = 0, None
+            _give_back()
+
+
+def _give_back() -> None:
+    """Has the C library give back memory that nobody uses, where it can: glibc's."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _touched(tensor: torch.Tensor) -> torch.Tensor:
