@@ -183,6 +183,28 @@ def read_rows(tensor: GGUFTensor, first: int = 0, last: int | None = None) -> to
     return rows.view(FLOATS[tensor.type]) if tensor.type in FLOATS else rows
 
 
+class StoredRows:
+    """Rows of blocks, [rows, row_bytes] uint8, which are read where they are sliced.
+
+    Why: the largest matrix is a third of a small model, and would be there as bytes beside what it
+    is packed into.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, tensor: GGUFTensor, first: int, last: int) -> None:
+        self._tensor, self._first, self._last = tensor, first, last
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor):
+            return read_rows(self._tensor, self._first, self._last)[rows]
+        start, stop, _ = rows.indices(len(self))
+        return read_rows(self._tensor, self._first + start, self._first + stop)
+
+
 def find_gguf(directory: Path) -> Path | None:
     """The one GGUF of a folder without a config.json; of a set, the part with the least number.
 

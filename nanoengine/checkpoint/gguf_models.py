@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from nanoengine.checkpoint.families import FAMILIES
-from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, read_gguf, read_rows
+from nanoengine.checkpoint.gguf import FLOATS, TYPES, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
@@ -545,14 +545,17 @@ def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
 
 def read_entries(
     path: Path, parts: Mapping[str, tuple[slice, ...]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """See `read_tensors`. Rows of a quantized tensor come whole, as bytes."""
+) -> Iterator[tuple[str, torch.Tensor | StoredRows]]:
+    """See `read_tensors`. Rows of a quantized tensor come whole, as bytes that are read later."""
     here = GGUFModel(path).entries()
     for name, part in parts.items():
         tensor, shape, change = here[name]
         first, last, columns = 0, tensor.num_rows, part
         if part and shape == tensor.shape and len(shape) == 2:
             (first, last, _), columns = part[0].indices(shape[0]), (slice(None), *part[1:])
+        if tensor.type not in FLOATS and change is None:
+            yield name, StoredRows(tensor, first, last)
+            continue
         found = read_rows(tensor, first, last)
         if tensor.type in FLOATS and len(found) == tensor.num_rows:
             found = found.view(shape)

@@ -22,6 +22,7 @@ from nanoengine.kernels.grouped_tiles import MINS, NONE, TABLES, UNITS, ZEROS, F
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.threads import num_workers
 from nanoengine.kernels.tiles import LINE, PANEL
+from nanoengine.layers.placement import room_for
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, row_factors
 
 BLOCK = UNIT * UNITS
@@ -114,7 +115,7 @@ class GroupedPanels:
         return 8 * (HEAD + parts * RECORD)
 
     def _room(self, size: int, parts: int) -> torch.Tensor:
-        return torch.empty(self._start(parts) + size, dtype=torch.uint8)
+        return room_for(self._start(parts) + size)
 
     def _pack_loose(self) -> None:
         """Packs rows that fill no whole panels, together with those beside them."""

@@ -20,7 +20,11 @@ from torch import nn
 
 LINE = 64  # bytes of a cache line; every tensor starts at one
 
-MOVED_BYTES = 64 << 20
+LARGE_BYTES = 32 << 20
+"""Of a buffer that stays where `room_for` it was: it would be there twice while it moves. A head may
+be a third of a small model."""
+
+MOVED_BYTES = 16 << 20
 """Bytes of buffers that move before what they leave is given back to the system. Why: the C library
 keeps small pieces for itself, so that all of a model's would stay in memory twice."""
 
@@ -39,9 +43,12 @@ def place_buffers(model: nn.Module) -> None:
     """Moves what is kept in buffers, the packed numbers of quantized layers, into one array."""
     named = [
         (module, name, buffer)
-        for module in model.modules()
+        for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.device.type == "cpu"
+        if buffer is not None
+        and buffer.device.type == "cpu"
+        # Why not experts: kernels want those of a layer at equal distances.
+        and (buffer.nbytes < LARGE_BYTES or buffer.data_ptr() % LINE or ".experts." in path)
     ]
     places = _side_by_side([buffer for _, _, buffer in named])
     moved = 0
@@ -73,13 +80,18 @@ def _touched(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def room_for(size: int) -> torch.Tensor:
+    """Bytes, uint8 and empty, from the begin of a cache line on; on huge pages if they are many."""
+    whole = np.empty(size + LINE, np.uint8)
+    at = -whole.ctypes.data % LINE
+    return torch.from_numpy(whole[at : at + size])
+
+
 def _side_by_side(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
     """Empty tensors of the same shapes and dtypes in one array."""
     sizes = [-(-tensor.nbytes // LINE) * LINE for tensor in tensors]
-    whole = np.empty(sum(sizes) + LINE, np.uint8)
-    at, made = -whole.ctypes.data % LINE, []
-    for tensor, size in zip(tensors, sizes, strict=True):
-        part = torch.from_numpy(whole[at : at + tensor.nbytes])
-        made.append(part.view(tensor.dtype).view(tensor.shape))
-        at += size
-    return made
+    parts = room_for(sum(sizes)).split(sizes)
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]

@@ -408,10 +408,10 @@ def as_floats(slot: WeightSlot, type: str) -> WeightSlot:
     is_matrix = len(slot.shape) == 2
 
     def store(stored: torch.Tensor) -> None:
-        parts = stored.split(ROWS_AT_ONCE)
         floats = torch.empty(len(stored), slot.shape[-1])
-        for found, part in zip(floats.split(ROWS_AT_ONCE), parts, strict=True):
-            found.copy_(read_blocks(type, part).dequantized())
+        for start in range(0, len(stored), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            floats[part] = read_blocks(type, stored[part]).dequantized()
         slot.store(floats[:, *columns] if is_matrix else floats.view(slot.shape)[slot.part])
 
     return replace(slot, part=(rows,) if is_matrix else (), dtypes=BYTES, store=store)

@@ -52,6 +52,7 @@ RESULT = StepResult(
     logprobs={0: [[TokenLogprob(5, -0.25, 1), TokenLogprob(6, float("-inf"), 2)]]},
     prompt_logprobs={1: [[TokenLogprob(4, -1e-300, 1)]]},
     errors={1: "NaN"},
+    pooled={2: [0.5, -1e-30]},
     times=StepTimes(schedule_s=1.0, prepare_s=2.0, load_s=3.0, forward_s=4.0, sample_s=5.0),
 )
 
