@@ -21,8 +21,8 @@ from torch import nn
 LINE = 64  # bytes of a cache line; every tensor starts at one
 
 LARGE_BYTES = 32 << 20
-"""Of a buffer that stays in its `room_for` it: it would be there twice while it moves. A head may be
-a third of a small model."""
+"""Of a buffer that stays where it was made by `room_for`. Why: it would be there twice while it
+moves, and a head may be a third of a small model."""
 
 MOVED_BYTES = 16 << 20
 """Bytes of buffers that move before what they leave is given back to the system. Why: the C library
