@@ -28,7 +28,7 @@ ROOMS = {
     "checkpoint": 2655,
     "cli": 1135,
     "core": 2883,
-    "features": 2340,
+    "features": 2344,
     "jobs": 2580,
     "kernels": 4319,
     "layers": 2526,

@@ -19,12 +19,13 @@ Made by `build.py`. Legend: L lines of logits, V vocabulary, W = ceil(V / 32) wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -100,6 +101,15 @@ class Compiled(Future[Grammar]):
         """Time that it may still take [s]. The tokenizer's tables, made first, are not its own."""
         return COMPILE_S if self.began is None else self.began + COMPILE_S - time.monotonic()
 
+    def wait(self, seconds: float) -> None:
+        """Until it is done, at most so long.
+
+        Why not `concurrent.futures.wait`: Ctrl-C could come behind its taking of the lock, which
+        stayed taken then, so that the thread could never say that it was done.
+        """
+        with contextlib.suppress(TimeoutError):
+            self.exception(seconds)
+
 
 class Structured:
     """The stage of structured outputs.
@@ -134,7 +144,7 @@ class Structured:
             return True
         is_new = params.structured_outputs not in self._compiled
         found = self._begin(params.structured_outputs)
-        wait([found], SOON_S if is_new else SOON_S / 10)  # Why at all: perhaps nothing else runs.
+        found.wait(SOON_S if is_new else SOON_S / 10)  # Why at all: perhaps nothing else runs.
         return found.done() or found.left() <= 0
 
     def check(self, params: SamplingParams) -> None:
@@ -197,7 +207,7 @@ class Structured:
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )
-            wait([found], found.left())
+            found.wait(found.left())
         if error := found.exception():
             raise error.with_traceback(None)  # Why: of each time that it is raised it kept one.
         return found.result()
