@@ -324,6 +324,7 @@ def kill_until_complete(
     before: dict[int, Any] = {}
     may_be_early = True  # Why once: three deaths before anything is finished make a row poison.
     while True:
+        told.touch()  # Why: a process may be killed before it has opened its stderr.
         pid = server.start(args, stderr=str(told))
         if counts["kills"] < NUM_KILLS:
             if may_be_early and draw.random() < 0.3:
