@@ -110,6 +110,7 @@ class Architecture:
         pairs: rows of queries and keys lie so that neighbours turn together, which they do not in
             the family's own checkpoints.
         slides: where the file has a window, all layers but each n-th have it; 0: its family knows.
+        tiled: rows of value heads of linear attention lie in another order: see `_grouped`.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     pairs: bool = False
     slides: int = 0
+    tiled: bool = False
 
 
 # fmt: off
@@ -130,9 +132,15 @@ KEYS = {
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
 }
 """Keys of all architectures -> what config.json calls them."""
+CONVOLVED = {"shortconv.l_cache": "conv_L_cache"}
 CAPS = {"final_logit_softcapping": "final_logit_softcapping"}
 EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
 SHARED = EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+ROUTED = EXPERTS | {
+    "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace",
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+}
 DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -145,6 +153,13 @@ YARN = {
     "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+GROWING = {
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
+}
+"""Keys of models whose queries grow with their position -> those of `rope_parameters`."""
+SCORES = {1: "softmax", 2: "sigmoid"}
+"""What router logits become, by its number."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
@@ -182,12 +197,20 @@ def _lfm2(given: Metadata) -> Json:
     }
 
 
+def _images(given: Metadata) -> Json:
+    """Where positions and features of images go. Why unread: a text's positions are all the same,
+    and it has no such features."""
+    for name in ("rope.dimension_sections", "n_deepstack_layers"):
+        given.get(name, Any)
+    return {}
+
+
 def _delta(given: Metadata) -> Json:
     """Which layers have linear attention, and the sizes of its heads."""
     every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
     kinds = given.get("attention.recurrent_layers", list[bool])
     kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
-    given.get("rope.dimension_sections", Any)  # of images: all positions of a text are the same
+    _images(given)
     heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
     main = layers - given.get("nextn_predict_layers", int, 0)
     return {
@@ -205,13 +228,14 @@ NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "attention_output_norm", "post_ffw_norm": "mlp_output_norm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_up_exps": "mlp.experts.{}.{}_proj",
     "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
     "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
@@ -222,7 +246,7 @@ NAMES = {
     "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
 }
 """A tensor's name, without the layer before it and mostly without ".weight" -> ours; {} is the
-number of an expert in a stack."""
+number of an expert in a stack; where there are two, rows of its gate and its up lie together."""
 DELTA_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
@@ -233,14 +257,24 @@ DELTA_NAMES = {
 }
 BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
 MERGED_GATE = {"ffn_up": "mlp.gate_up_proj"}
+SPLIT: dict[str, dict[str, tuple[int, ...]]] = {
+    "attn_qkv": {"self_attn.q_proj": (0,), "self_attn.k_proj": (1,), "self_attn.v_proj": (2,)},
+    "ssm_in": {"linear_attn.in_proj_qkv": (0, 1, 2), "linear_attn.in_proj_z": (3,)},
+    "ssm_ba": {"linear_attn.in_proj_b": (0,), "linear_attn.in_proj_a": (1,)},
+}
+"""A tensor that is several of ours, unless its architecture names it -> which parts of its rows are
+each: see `GGUFModel._sizes`."""
 
 # --- the table ------------------------------------------------------------------------------------
 
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("ArceeForCausalLM", pairs=True, fixed={"hidden_act": "relu2"}),
+    "chatglm": Architecture("GlmForCausalLM", names=MERGED_GATE),
     "cohere2": Architecture("Cohere2ForCausalLM", keys={"logit_scale": "logit_scale"}, slides=4),
     "command-r": Architecture("CohereForCausalLM", keys={"logit_scale": "logit_scale"}),
+    "dots1": Architecture("Dots1ForCausalLM", keys=ROUTED),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "exaone": Architecture("LlamaForCausalLM"),
     "exaone4": Architecture("Exaone4ForCausalLM", slides=4),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", more=_gemma, slides=2,
@@ -248,33 +282,62 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3": Architecture("Gemma3ForCausalLM", keys=CAPS, more=_gemma, slides=6),
     "glm4": Architecture("Glm4ForCausalLM", names=MERGED_GATE),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM", keys=ROUTED, fixed={"use_qk_norm": True}, names=BEFORE_MLP,
+    ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
         names=BEFORE_MLP, slides=2,
     ),
     "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=SCALES, pairs=True),
-    "lfm2": Architecture("Lfm2ForCausalLM", keys={"shortconv.l_cache": "conv_L_cache"}, more=_lfm2),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
+    "internlm2": Architecture("LlamaForCausalLM", pairs=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", keys=CONVOLVED, more=_lfm2),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM", more=_lfm2,
+        keys=CONVOLVED | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
+    ),
     "llama": Architecture(
         "LlamaForCausalLM", also={"expert_count": "MixtralForCausalLM"}, pairs=True,
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
+    ),
+    "mistral3": Architecture(
+        "MistralForCausalLM", also={"attention.temperature_scale": "Ministral3ForCausalLM"},
+        pairs=True,
     ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM", also={"attention.sliding_window": "Olmo3ForCausalLM"}, slides=4,
     ),
     "olmoe": Architecture("OlmoeForCausalLM"),
-    "phi3": Architecture("Phi3ForCausalLM", names=MERGED_GATE),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", names=MERGED_GATE | {"attn_qkv": "self_attn.qkv_proj"},
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", keys=SHARED),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", more=_images),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}),
     "qwen35": Architecture(
-        "Qwen3_5ForCausalLM", keys=DELTA, more=_delta, names=DELTA_NAMES,
+        "Qwen3_5ForCausalLM", keys=DELTA, more=_delta, names=DELTA_NAMES, tiled=True,
     ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES,
+        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES, tiled=True,
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES,
+    ),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", more=_images),
+    "qwen3vlmoe": Architecture(
+        "Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, more=_images,
     ),
     "seed_oss": Architecture("SeedOssForCausalLM", names=BEFORE_MLP),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
+    "stablelm": Architecture(
+        "StableLmForCausalLM", keys={"use_parallel_residual": "use_parallel_residual"},
+    ),
 }
 # fmt: on
 """`general.architecture` -> its row."""
@@ -289,12 +352,12 @@ class Entry(NamedTuple):
     Attributes:
         tensor: where it is; of a stack of experts, one expert's matrix.
         shape: as layers have it.
-        change: what its rows become when they are read; None: they stay.
+        changes: what its rows become when they are read, one after the other.
     """
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
-    change: Change | None = None
+    changes: tuple[Change, ...] = ()
 
 
 class GGUFModel:
@@ -324,21 +387,36 @@ class GGUFModel:
         """All tensors by our names. One that is nothing here keeps its part of the name, and is
         told as unexpected."""
         found, changes = dict[str, Entry](), self._changes()
+
+        def put(ours: str, tensor: GGUFTensor, shape: tuple[int, ...], *first: Change) -> None:
+            then = changes.get(ours.partition("_")[2])
+            found[ours] = Entry(tensor, shape, (*first, *((then,) if then else ())))
+
         for name, tensor in self.tensors.items():
             if name in ROTATIONS:
                 continue
-            ours, shape = self._our_name(name), tensor.shape
-            if "{}" in ours:
-                each = tensor.num_rows // shape[0] * tensor.row_bytes
-                for n in range(shape[0]):
-                    one = tensor._replace(shape=shape[1:], offset=tensor.offset + n * each)
-                    found[ours.format(n)] = Entry(one, one.shape)
+            ours, shape, stem = self._our_name(name), tensor.shape, name.split(".")[-2:][0]
+            parts = ("gate", "up") if ours.count("{}") == 2 else ("",)
+            if "{}" in ours and len(shape) == 3 and not shape[1] % len(parts):
+                one = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
+                for n in range(shape[0] * len(parts)):
+                    place = tensor.offset + n * one.num_rows * one.row_bytes
+                    name = ours.format(n // len(parts), parts[n % len(parts)])
+                    put(name, one._replace(offset=place), one.shape)
+                continue
+            if stem in SPLIT and stem not in self.row.names:
+                groups, sizes = self._sizes(stem)
+                for part, wanted in SPLIT[stem].items():
+                    # Why so: a tensor of any other size has a shape that nobody expects.
+                    rows = shape[0] - groups * (sum(sizes) - sum(sizes[n] for n in wanted))
+                    own = partial(_parts, groups=groups, sizes=sizes, wanted=wanted)
+                    put(ours.replace(stem, part), tensor, (rows, *shape[1:]), own)
                 continue
             if ours.endswith("shared_expert_gate.weight"):
                 shape = (1, prod(shape))
             elif ours.endswith(("conv.conv.weight", "conv1d.weight")):
                 shape = (shape[0], 1, prod(shape[1:]))
-            found[ours] = Entry(tensor, shape, changes.get(ours.partition("_")[2]))
+            put(ours, tensor, shape)
         return found
 
     def _changes(self) -> dict[str, Change]:
@@ -347,8 +425,9 @@ class GGUFModel:
         if self.row.pairs:
             unpaired = partial(_unpaired, head_dim=given.head_dim)
             found |= {f"attn.{x}_proj.{end}": unpaired for x in "qk" for end in ("weight", "bias")}
+        found["attn.A_log"] = lambda rows: (-rows).log()
         key_heads, heads = (given.get(f"ssm.{n}", int) for n in ("group_count", "time_step_rank"))
-        if key_heads and heads:
+        if self.row.tiled and key_heads and heads:
             grouped = partial(_grouped, key_heads=key_heads, each=max(1, heads // key_heads))
             skipping = partial(grouped, skipped=2 * key_heads * given.get("ssm.state_size", int, 0))
             names = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")
@@ -356,6 +435,22 @@ class GGUFModel:
             found |= dict.fromkeys(("attn.in_proj_qkv.weight", "attn.conv1d.weight"), skipping)
             found["attn.A_log"] = lambda rows: grouped(-rows).log()
         return found
+
+    def _sizes(self, stem: str) -> tuple[int, tuple[int, ...]]:
+        """In how many groups the rows of a tensor of `SPLIT` lie, and how many rows of a group each
+        part has."""
+        given = self.given
+        if stem == "attn_qkv":
+            heads = given.one("attention.head_count", int, 0)
+            key_heads = given.one("attention.head_count_kv", int, heads)
+            return 1, tuple(given.head_dim * count for count in (heads, key_heads, key_heads))
+        groups = given.get("ssm.group_count", int) or 1
+        each, key, value = (
+            given.get(f"ssm.{name}", int, 0)
+            for name in ("time_step_rank", "state_size", "inner_size")
+        )
+        each, value = each // groups, value // groups
+        return groups, (each, each) if stem == "ssm_ba" else (key, key, value, value)
 
     def _our_name(self, name: str) -> str:
         begin, _, rest = name.partition(".")
@@ -377,6 +472,15 @@ def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) ->
     heads; those that are skipped are of other heads."""
     values = rows[skipped:].unflatten(0, (each, key_heads, -1)).transpose(0, 1).flatten(0, 2)
     return torch.cat((rows[:skipped], values))
+
+
+def _parts(
+    rows: torch.Tensor, groups: int, sizes: tuple[int, ...], wanted: tuple[int, ...]
+) -> torch.Tensor:
+    """Of rows of so many groups, each of parts of these sizes: those of the wanted parts, one part
+    behind the other."""
+    parts = rows.unflatten(0, (groups, -1)).split(sizes, dim=1)
+    return torch.cat([parts[n].flatten(0, 1) for n in wanted])
 
 
 # --- the config -----------------------------------------------------------------------------------
@@ -411,7 +515,7 @@ def differences(
     return {
         "plan": replace(plan, norm=norm, **biases),
         "moe": None if moe is None else replace(moe, inputs_first=False),
-        "states": None if states is None else replace(states, tiled=states.kind == "delta"),
+        "states": None if states is None else replace(states, merged=False, tiled=model.row.tiled),
         "tensor_names": {},
         "left_out": rf"model\.layers\.({'|'.join(map(str, drafting))})\." if drafting else "",
         "dtype": {"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
@@ -424,7 +528,7 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     given, row, tensors = model.given, model.row, model.tensors
     family, more = FAMILIES[row.name], row.more(given)
     raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
-    raw |= {key: given.one(name, float) for name, key in (KEYS | row.keys).items()}
+    raw |= {key: given.one(name, float | bool) for name, key in (KEYS | row.keys).items()}
     raw["num_hidden_layers"] = given.layers - given.get("nextn_predict_layers", int, 0)
     if "num_key_value_heads" not in more:
         heads = raw["num_attention_heads"]
@@ -444,6 +548,10 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     if family.moe is not None:
         raw["num_local_experts"] = given.get("expert_count", int)
         raw["num_experts_per_tok"] = given.one("expert_used_count", int)
+    if score := given.get("expert_gating_func", int):
+        raw["scoring_func"] = SCORES.get(score) or given.refuse("expert_gating_func", "1 and 2")
+    if "use_qk_norm" in raw:
+        raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     if "token_embd.weight" in tensors:
         raw["vocab_size"] = tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in tensors
@@ -488,12 +596,17 @@ def _rotation(model: GGUFModel) -> Json:
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "truncate": family.rope.get("truncate")}
         scaling |= {key: given.get(f"rope.scaling.{name}", float) for name, key in YARN.items()}
+        if "llama_4_scaling_beta" in family.rope:
+            scaling |= {key: given.get(name, float) for name, key in GROWING.items()}
+            scaling["mscale"] = 1.0  # Why: no file says another one.
         if given.get("rope.scaling.yarn_ext_factor", float, 1.0) != 1:
             given.refuse("rope.scaling.yarn_ext_factor", "1")
     elif kind == "linear" and factor != 1:
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
         given.refuse("rope.scaling.type", "none, linear, yarn, longrope with its tensors")
+    if "llama_4_scaling_beta" in family.rope.keys() - scaling.keys():
+        given.refuse("attention.temperature_scale", "0 without yarn")
     if magnitude != 1 and not factors:
         given.refuse("rope.scaling.attn_factor", "1 without longrope's tensors")
     original = given.get("rope.scaling.original_context_length", int)
@@ -549,17 +662,19 @@ def read_entries(
     """See `read_tensors`. Rows of a quantized tensor come whole, as bytes that are read later."""
     here = GGUFModel(path).entries()
     for name, part in parts.items():
-        tensor, shape, change = here[name]
+        tensor, shape, changes = here[name]
         first, last, columns = 0, tensor.num_rows, part
         if part and shape == tensor.shape and len(shape) == 2:
             (first, last, _), columns = part[0].indices(shape[0]), (slice(None), *part[1:])
-        if tensor.type not in FLOATS and change is None:
+        if tensor.type not in FLOATS and not changes:
             yield name, StoredRows(tensor, first, last)
             continue
         found = read_rows(tensor, first, last)
-        if tensor.type in FLOATS and len(found) == tensor.num_rows:
-            found = found.view(shape)
-        found = found if change is None else change(found)
+        whole = tensor.type in FLOATS and len(found) == tensor.num_rows
+        found = found.view(tensor.shape) if whole else found
+        for change in changes:
+            found = change(found)
+        found = found.view(shape) if whole else found
         yield name, found[columns] if tensor.type in FLOATS else found
 
 
