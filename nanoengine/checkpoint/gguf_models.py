@@ -110,6 +110,7 @@ class Architecture:
         pairs: rows of queries and keys lie so that neighbours turn together, which they do not in
             the family's own checkpoints.
         slides: where the file has a window, all layers but each n-th have it; 0: its family knows.
+        unread: keys of its metadata that change nothing of a text.
         tiled: rows of value heads of linear attention lie in another order: see `_grouped`.
     """
 
@@ -121,6 +122,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     pairs: bool = False
     slides: int = 0
+    unread: tuple[str, ...] = ()
     tiled: bool = False
 
 
@@ -149,6 +151,13 @@ SCALES = {
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
 }
+IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
+"""Where positions and features of images go: positions of a text are all the same."""
+NO_STATES = (
+    "expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
+    "ssm.inner_size", "ssm.time_step_rank",
+)
+"""What dense Granite 4 has of its hybrids: an MLP's size once more, and that of no states."""
 YARN = {
     "yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -197,20 +206,11 @@ def _lfm2(given: Metadata) -> Json:
     }
 
 
-def _images(given: Metadata) -> Json:
-    """Where positions and features of images go. Why unread: a text's positions are all the same,
-    and it has no such features."""
-    for name in ("rope.dimension_sections", "n_deepstack_layers"):
-        given.get(name, Any)
-    return {}
-
-
 def _delta(given: Metadata) -> Json:
     """Which layers have linear attention, and the sizes of its heads."""
     every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
     kinds = given.get("attention.recurrent_layers", list[bool])
     kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
-    _images(given)
     heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
     main = layers - given.get("nextn_predict_layers", int, 0)
     return {
@@ -283,13 +283,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture("Gemma3ForCausalLM", keys=CAPS, more=_gemma, slides=6),
     "glm4": Architecture("Glm4ForCausalLM", names=MERGED_GATE),
     "glm4moe": Architecture(
-        "Glm4MoeForCausalLM", keys=ROUTED, fixed={"use_qk_norm": True}, names=BEFORE_MLP,
+        "Glm4MoeForCausalLM", keys=ROUTED, fixed={"use_qk_norm": True}, unread=IMAGES,
+        names=BEFORE_MLP,
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"},
         names=BEFORE_MLP, slides=2,
     ),
-    "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True),
+    "granite": Architecture("GraniteForCausalLM", keys=SCALES, pairs=True, unread=NO_STATES),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=SCALES, pairs=True),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "internlm2": Architecture("LlamaForCausalLM", pairs=True),
@@ -317,21 +318,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", keys=SHARED),
-    "qwen2vl": Architecture("Qwen2ForCausalLM", more=_images),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", unread=IMAGES),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}),
     "qwen35": Architecture(
-        "Qwen3_5ForCausalLM", keys=DELTA, more=_delta, names=DELTA_NAMES, tiled=True,
+        "Qwen3_5ForCausalLM", keys=DELTA, more=_delta, names=DELTA_NAMES, unread=IMAGES,
+        tiled=True,
     ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES, tiled=True,
+        "Qwen3_5MoeForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES, unread=IMAGES,
+        tiled=True,
     ),
     "qwen3next": Architecture(
         "Qwen3NextForCausalLM", keys=DELTA | SHARED, more=_delta, names=DELTA_NAMES,
     ),
-    "qwen3vl": Architecture("Qwen3ForCausalLM", more=_images),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", unread=IMAGES),
     "qwen3vlmoe": Architecture(
-        "Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, more=_images,
+        "Qwen3MoeForCausalLM", keys=EXPERTS, fixed={"norm_topk_prob": True}, unread=IMAGES,
     ),
     "seed_oss": Architecture("SeedOssForCausalLM", names=BEFORE_MLP),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
@@ -401,8 +404,8 @@ class GGUFModel:
                 one = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
                 for n in range(shape[0] * len(parts)):
                     place = tensor.offset + n * one.num_rows * one.row_bytes
-                    name = ours.format(n // len(parts), parts[n % len(parts)])
-                    put(name, one._replace(offset=place), one.shape)
+                    each = ours.format(n // len(parts), parts[n % len(parts)])
+                    put(each, one._replace(offset=place), one.shape)
                 continue
             if stem in SPLIT and stem not in self.row.names:
                 groups, sizes = self._sizes(stem)
@@ -529,6 +532,8 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     family, more = FAMILIES[row.name], row.more(given)
     raw: dict[str, Any] = {"architectures": [row.name], "eos_token_id": [], **row.fixed}
     raw |= {key: given.one(name, float | bool) for name, key in (KEYS | row.keys).items()}
+    for name in row.unread:
+        given.get(name, Any)
     raw["num_hidden_layers"] = given.layers - given.get("nextn_predict_layers", int, 0)
     if "num_key_value_heads" not in more:
         heads = raw["num_attention_heads"]
