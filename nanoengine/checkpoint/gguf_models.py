@@ -27,7 +27,7 @@ from nanoengine.checkpoint.keys import Json
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.readers import CONV, FULL, LINEAR, SLIDING
 from nanoengine.checkpoint.rope import ORIGINAL
-from nanoengine.errors import UnsupportedModelError
+from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.settings.checks import check_value, plain, shown
 
 if TYPE_CHECKING:
@@ -409,9 +409,13 @@ class GGUFModel:
                 continue
             if stem in SPLIT and stem not in self.row.names:
                 groups, sizes = self._sizes(stem)
+                if (expected := groups * sum(sizes)) != shape[0]:
+                    raise WeightLoadError(
+                        f"{tensor.file}: {shown(name)} has {shape[0]} rows; by the sizes that the"
+                        f" file names it has {expected}"
+                    )
                 for part, wanted in SPLIT[stem].items():
-                    # Why so: a tensor of any other size has a shape that nobody expects.
-                    rows = shape[0] - groups * (sum(sizes) - sum(sizes[n] for n in wanted))
+                    rows = groups * sum(sizes[n] for n in wanted)
                     own = partial(_parts, groups=groups, sizes=sizes, wanted=wanted)
                     put(ours.replace(stem, part), tensor, (rows, *shape[1:]), own)
                 continue

@@ -26,6 +26,7 @@ from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, We
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.layers import quantized_formats
 from nanoengine.settings.config import EngineConfig
+from tests.support import gguf_files
 from tests.support.engines import greedy, make_engine, run, tokens
 from tests.support.gguf_files import make_gguf
 from tests.support.model_helpers import all_logits, build, cpu_kernels, random_prompts
@@ -79,6 +80,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "arcee": ("arcee", {"mlp_bias": False}),
     "cohere": ("cohere", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "ministral3": ("ministral3", {}),
+    "mistral3": ("mistral", {"sliding_window": None, "architecture": "mistral3"}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe without norms": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "dots1": ("dots1", {"layer_types": None, "sliding_window": None}),
+    "hunyuan": ("hunyuan", {"attention_bias": False}),
+    "stablelm": ("stablelm", {}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+    "qwen2vl": ("qwen2", {"architecture": "qwen2vl"}),
+    "qwen3vl": ("qwen3", {"architecture": "qwen3vl"}),
+    "qwen3vlmoe": ("qwen3_moe", {"mlp_only_layers": [], "architecture": "qwen3vlmoe"}),
+    "internlm2": ("llama", {"architecture": "internlm2"}),
+    "exaone": ("llama", {"architecture": "exaone"}),
+    "one tensor": ("llama", {"joined": True}),
+    "glm one tensor": ("glm", {"head_dim": 16, "joined": True}),
+    "qwen3_next one tensor": ("qwen3_next", {"joined": True}),
+    "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
 }  # fmt: skip
 """Name -> a family and what its config must say so that a GGUF file can hold it."""
@@ -130,11 +152,11 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
 
 
 def test_every_row_has_a_case() -> None:
-    known = {name for name, _ in CASES.values()}
-    rows = {name.replace("-", "_") for name in ARCHITECTURES}
-    named = {"command_r": "cohere", "gpt_oss": "gpt_oss", "qwen2moe": "qwen2_moe"}
-    named |= {"qwen3moe": "qwen3_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
-    assert {named.get(name, name) for name in rows} <= known
+    written = {
+        overrides.get("architecture") or gguf_files.ARCHITECTURES.get(family, (family,))[0]
+        for family, overrides in CASES.values()
+    }
+    assert written == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("type", often(TYPES, "Q4_0"))
@@ -144,6 +166,12 @@ def test_every_type_with_activations_as_they_are(type: str, tmp_path: Path) -> N
     assert (found - logits_of(model)).abs().max() < 1e-4
 
 
+NEXT_32 = {
+    "shared_expert_intermediate_size": 32, "linear_value_head_dim": 16, "num_experts_per_tok": 8,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", FULL],
+}  # fmt: skip
+"""Rows of whole blocks; all experts, so that rounding does not choose others; a layer of each kind,
+because each of them adds to what rounding does."""
 QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "Q4_K_M": ("llama", {**WIDE, "tie_word_embeddings": True}, mixed),
     "some floats": ("qwen2", {}, partly),
@@ -154,6 +182,10 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Callable[[str], str]]] = {
     "granite": ("granite", {}, lambda name: "Q8_0"),
     "lfm2": ("lfm2", {}, lambda name: "Q8_0"),
     "qwen3_5": ("qwen3_5", {}, lambda name: "Q8_0"),
+    "qwen3_next": ("qwen3_next", NEXT_32, lambda name: "Q8_0"),
+    "qwen3_next one tensor": ("qwen3_next", {**NEXT_32, "joined": True}, lambda name: "Q8_0"),
+    "one tensor": ("llama", {"joined": True}, lambda name: "Q8_0"),
+    "lfm2_moe": ("lfm2_moe", {}, lambda name: "Q4_0"),
 }
 
 
@@ -228,6 +260,51 @@ def test_what_changes_the_maths_is_refused(
         config_with(tmp_path, **keys)
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("ministral3", {"rope__scaling__type": "none"}, r"attention\.temperature_scale=0\.5.*yarn"),
+        ("glm4_moe", {"expert_gating_func": 3}, r"glm4moe\.expert_gating_func=3.*1 and 2"),
+        ("glm4_moe", {"expert_gating_func": 1}, "scoring_func='softmax'"),
+        ("qwen3_moe", {"expert_gating_func": 2}, "scoring_func='sigmoid'"),
+        (
+            "qwen3_next",
+            {"rope__dimension_sections": [4, 4]},
+            r"qwen3next\.rope\.dimension_sections",
+        ),
+        ("granitemoe", {"expert_shared_feed_forward_length": 9}, "expert_shared_feed_forward"),
+    ],
+)
+def test_what_changes_the_maths_of_a_family_is_refused(
+    family: str, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_with(tmp_path, family, **keys)
+
+
+def test_dense_granite_4_names_states_that_it_has_not(tmp_path: Path) -> None:
+    sizes = {"ssm__state_size": 128, "ssm__group_count": 1, "ssm__time_step_rank": 8}
+    sizes |= {"ssm__inner_size": 128, "ssm__conv_kernel": 4}
+    found = config_with(tmp_path, "granite", expert_shared_feed_forward_length=96, **sizes)
+    assert found == config_with(tmp_path, "granite")
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "expected"),
+    [
+        ("llama", {"attention.head_count_kv": 4}, "attn_qkv.weight' has 128 rows;.* 192"),
+        ("qwen3_next", {"ssm.time_step_rank": 8}, "ssm_ba.weight' has 8 rows;.* 16"),
+        ("qwen3_next", {"ssm.inner_size": 64}, "ssm_in.weight' has 256 rows;.* 192"),
+    ],
+)
+def test_one_tensor_of_another_size_is_refused(
+    family: str, keys: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    make_gguf(tmp_path / "m.gguf", family, joined=True, keys=keys)
+    with pytest.raises(WeightLoadError, match=expected):
+        load_model_config(tmp_path / "m.gguf")
+
+
 LIES = [
     0, 1, -1, 7, 2**31, -(2**40), 1e300, float("nan"), 0.5, "", "x", True, [], [1], [0, 0], ["a"],
     np.array([1, 2, 3], "u4"), np.array([], "f4"), np.array([0, 0, 0], "i4"),
@@ -235,7 +312,9 @@ LIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_5", "lfm2", "qwen3_next", "glm4_moe", "ministral3"]
+)
 def test_keys_that_lie_are_refused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,18 +34,24 @@ NAMES = {
     "self_attn.out_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
     "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "feed_forward.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b", "feed_forward.expert_bias": "exp_probs_b",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b",
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
     "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
@@ -59,17 +65,23 @@ GLM = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": 
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, str]]] = {
     "cohere": ("command-r", {}), "exaone4": ("exaone4", BOTH), "gemma2": ("gemma2", BOTH),
-    "gemma3": ("gemma3", BOTH), "glm4": ("glm4", GLM), "gpt_oss": ("gpt-oss", BEHIND),
-    "granitemoe": ("granitemoe", {}), "mistral": ("llama", {}), "mixtral": ("llama", {}),
+    "gemma3": ("gemma3", BOTH), "glm": ("chatglm", {}), "glm4": ("glm4", GLM),
+    "glm4_moe": ("glm4moe", BEHIND), "gpt_oss": ("gpt-oss", BEHIND),
+    "granitemoe": ("granitemoe", {}), "hunyuan": ("hunyuan-dense", {}),
+    "lfm2_moe": ("lfm2moe", {}), "minimax_m2": ("minimax-m2", {}), "ministral3": ("mistral3", {}),
+    "mistral": ("llama", {}), "mixtral": ("llama", {}),
     "olmo2": ("olmo2", BOTH), "olmo3": ("olmo2", BOTH), "qwen2_moe": ("qwen2moe", {}),
     "qwen3_5": ("qwen35", BEHIND), "qwen3_5_moe": ("qwen35moe", BEHIND),
-    "qwen3_moe": ("qwen3moe", {}), "seed_oss": ("seed_oss", BEHIND),
+    "qwen3_moe": ("qwen3moe", {}), "qwen3_next": ("qwen3next", BEHIND),
+    "seed_oss": ("seed_oss", BEHIND),
 }  # fmt: skip
 """Family -> its `general.architecture`, where it has another name, and names of its own."""
 
-PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
+PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3", "internlm2")
 """Architectures whose queries and keys are stored so that neighbours turn together."""
-CENTERED = ("gemma2", "gemma3", "qwen35", "qwen35moe")
+TILED = ("qwen35", "qwen35moe")
+"""Those whose value heads of linear attention lie in another order."""
+CENTERED = ("gemma2", "gemma3", "qwen3next", *TILED)
 """Those whose norms are stored plus 1."""
 EXACT = (
     "ffn_gate_inp.weight",
@@ -80,8 +92,11 @@ EXACT = (
 """Matrices that converters never quantize."""
 NORMS = ("attn_norm.weight", "ffn_norm.weight", "output_norm.weight", "attention_norm.weight",
          "post_ffw_norm.weight", "q_norm.weight", "k_norm.weight")  # fmt: skip
-NO_HEAD_DIM = ("granite", "granitemoe", "phi3")
-TURNED = (*PAIRED, "qwen35", "qwen35moe", "phi3", "glm4", "cohere2")
+NO_HEAD_DIM = ("granite", "granitemoe", "phi3", "chatglm")
+TURNED = (
+    *PAIRED, *TILED, "qwen3next", "phi3", "chatglm", "glm4", "glm4moe", "cohere2", "minimax-m2",
+    "stablelm",
+)  # fmt: skip
 """Those that say how many dimensions of a head turn."""
 WINDOWS = ("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "phi3", "cohere2")
 PATTERNS = ("olmo2", "exaone4")
@@ -93,29 +108,41 @@ DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
 }  # fmt: skip
+INNER = {"expert_feed_forward_length": "moe_intermediate_size"}
+SHARED = INNER | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+ROUTED = INNER | {
+    "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace",
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+}  # fmt: skip
+SIGMOID = ("dots1", "glm4moe", "lfm2moe", "minimax-m2")
+"""Those whose files name the scores of routers."""
 FURTHER = {
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
     "gpt-oss": {"expert_feed_forward_length": "intermediate_size"},
-    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
-    "qwen2moe": {
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
+    "minimax-m2": {"expert_feed_forward_length": "intermediate_size"},
+    "qwen3moe": INNER,
+    "qwen3vlmoe": INNER,
+    "qwen2moe": SHARED,
     "qwen35": DELTA,
-    "qwen35moe": DELTA | {
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
+    "qwen35moe": DELTA | SHARED,
+    "qwen3next": DELTA | SHARED,
+    "dots1": ROUTED,
+    "glm4moe": ROUTED,
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
+    "lfm2moe": INNER
+    | {"shortconv.l_cache": "conv_L_cache", "leading_dense_block_count": "num_dense_layers"},
     "command-r": {"logit_scale": "logit_scale"},
     "cohere2": {"logit_scale": "logit_scale"},
     "granite": SCALES,
     "granitemoe": SCALES,
-}  # fmt: skip
+    "stablelm": {"use_parallel_residual": "use_parallel_residual"},
+}
 """Architecture -> further keys, and what they are called in the config."""
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -125,6 +152,8 @@ def make_gguf(
     *,
     types: Callable[[str], str] = lambda name: "F32",
     keys: Mapping[str, Any] | None = None,
+    architecture: str | None = None,
+    joined: bool = False,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Writes a random model of `family` to `path`, and returns it with the numbers that are there.
@@ -132,11 +161,15 @@ def make_gguf(
     Args:
         types: a matrix's name in the file -> its type; vectors and routers stay F32.
         keys: of the metadata, in place of others or besides; None: left out.
+        architecture: in place of the family's, of which it is another name.
+        joined: rows of q, k and v, and of experts' gate and up, are one tensor each; those of a
+            merged checkpoint stay so.
         overrides: see `make_checkpoint`.
     """
     directory = path.with_suffix("")
     model = make_checkpoint(directory, family, **overrides)
-    architecture, names = ARCHITECTURES.get(family, (family, {}))
+    own, names = ARCHITECTURES.get(family, (family, {}))
+    architecture = architecture or own
     stored = load_file(directory / "model.safetensors")
     # Where each number goes: the same changes, made to places.
     places, flat = Tensors(), torch.cat([tensor.flatten() for tensor in stored.values()]).float()
@@ -150,7 +183,8 @@ def make_gguf(
     for key, value in written.items():
         if value is not None:
             write_key(writer, key, value)
-    for name, place in converted(places, architecture, model.config):
+    tensors = converted(places, architecture, model.config, joined)
+    for name, place in together(dict(tensors)) if joined else tensors:
         ours = gguf_name(name, NAMES | names)
         data = flat[place].numpy()
         is_matrix = place.dim() > 1 and not ours.endswith((*EXACT, ".bias"))
@@ -185,17 +219,19 @@ def gguf_name(name: str, names: Mapping[str, str]) -> str:
     if stem == "linear_attn" and layer:  # two vectors of which this is no part
         return f"blk.{layer[1]}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
     if end not in ("weight", "bias"):
-        stem, end = rest, "weight"
+        stem, end = rest, "bias" if "bias" in end else "weight"
     return f"blk.{layer[1]}.{names[stem]}.{end}" if layer else f"{names[stem]}.{end}"
 
 
-def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tuple[str, Any]]:
+def converted(
+    tensors: Tensors, architecture: str, config: Any, merged: bool
+) -> Iterator[tuple[str, Any]]:
     """The tensors that a file holds in place of a checkpoint's; norms are as they were."""
     stacks: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         where = name.rpartition(".experts.")[0] or name.rpartition(".")[0]
         if expert := re.search(r"\.experts\.(\d+)\.(\w+)\.weight", name):
-            beside = re.sub(r"block_sparse_moe$", "mlp", where)
+            beside = re.sub(r"(block_sparse_moe|feed_forward)$", "mlp", where)
             part = NUMBERED.get(expert[2], expert[2])
             stacks[f"{beside}.experts.{part}.weight"][int(expert[1])] = tensor
         elif name.endswith("experts.gate_up_proj") and architecture != "gpt-oss":
@@ -218,7 +254,21 @@ def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tupl
         elif name.endswith("output_linear.weight"):
             ours = "mlp.experts.down_proj.weight"
             yield name.replace("block_sparse_moe.output_linear.weight", ours), tensor
-        elif ".linear_attn." in name and not name.endswith("linear_attn.norm.weight"):
+        elif name.endswith("in_proj_qkvz.weight") and not merged:
+            key_dim, heads = config.linear_key_head_dim, config.linear_num_key_heads
+            own = tensor.unflatten(0, (heads, -1))
+            q, k, vz = own.split((key_dim, key_dim, own.shape[1] - 2 * key_dim), dim=1)
+            v, z = vz.chunk(2, dim=1)
+            qkv = torch.cat([part.flatten(0, 1) for part in (q, k, v)])
+            yield name.replace("qkvz", "qkv"), qkv
+            yield name.replace("qkvz", "z"), z.flatten(0, 1)
+        elif name.endswith("linear_attn.conv1d.weight") and architecture not in TILED:
+            yield name, tensor.squeeze(1)
+        elif (
+            architecture in TILED
+            and ".linear_attn." in name
+            and not name.endswith("linear_attn.norm.weight")
+        ):
             yield name, tiled(name, tensor, config)
         elif name.endswith("conv.conv.weight"):
             yield name, tensor.squeeze(1)
@@ -231,6 +281,20 @@ def converted(tensors: Tensors, architecture: str, config: Any) -> Iterator[tupl
             yield name, tensor
     for name, stack in stacks.items():
         yield name, torch.stack([stack[n] for n in range(len(stack))])
+
+
+def together(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """With one tensor for q, k and v, and one for gate and up of all experts. In a model with
+    linear attention the first of these names is taken."""
+    linear = any(".linear_attn." in name for name in tensors)
+    for name, tensor in tensors.items():
+        parts = ("gate_proj", "up_proj") if ".experts." in name else ("q_proj", "k_proj", "v_proj")
+        own, one = name.split(".")[-2], "gate_up_proj" if ".experts." in name else "qkv_proj"
+        if own not in parts or (linear and one == "qkv_proj"):
+            yield name, tensor
+        elif own == parts[0]:
+            each = [tensors[name.replace(own, part)] for part in parts]
+            yield name.replace(own, one), torch.cat(each, dim=int(one == "gate_up_proj"))
 
 
 def tiled(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
@@ -265,7 +329,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         "attention.layer_norm_epsilon": given.get("layer_norm_eps"),
         "rope.freq_base": rope.get("rope_theta"),
         "rope.freq_base_swa": sliding,
-        "expert_count": given.get("num_local_experts", given.get("num_experts")),
+        "expert_count": next((given[key] for key in COUNTS if given.get(key)), None),
         "expert_used_count": given.get("num_experts_per_tok"),
     }
     if architecture in TURNED:
@@ -280,6 +344,15 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
             "yarn_beta_slow": rope.get("beta_slow"),
         }
         found |= {f"rope.scaling.{key}": value for key, value in kind.items()}  # fmt: skip
+    if "llama_4_scaling_beta" in rope:
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if architecture in SIGMOID:
+        found["expert_gating_func"] = 2
+    if architecture in (*TILED, "qwen2vl", "qwen3vl", "qwen3vlmoe"):
+        found["rope.dimension_sections"] = [11, 11, 10, 0]
+    if architecture.startswith("qwen3vl"):
+        found["n_deepstack_layers"] = 3
     window, kinds = given.get("sliding_window"), given.get("layer_types")
     if window is not None and architecture in WINDOWS:
         found["attention.sliding_window"] = window
@@ -288,9 +361,10 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
             found["attention.sliding_window_pattern"] = pattern
     for key, name in FURTHER.get(architecture, {}).items():
         found[key] = given[name]
-    if architecture == "lfm2":
+    if architecture.startswith("lfm2"):
         kv_heads = found["attention.head_count_kv"]
         found["attention.head_count_kv"] = [kv_heads * (kind != "conv") for kind in kinds]
+    if architecture == "lfm2":
         inner = int(2 * config.intermediate_size / 3)
         multiple = config.block_multiple_of
         found["feed_forward_length"] = multiple * -(-inner // multiple)
@@ -298,7 +372,6 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
         found["full_attention_interval"] = given.get("full_attention_interval", 4)
-        found["rope.dimension_sections"] = [11, 11, 10, 0]
     if architecture == "phi3":
         found["rope.scaling.original_context_length"] = given.get(
             "original_max_position_embeddings", 4096
