@@ -201,7 +201,7 @@ def _lfm2(given: Metadata) -> Json:
     """Layers without keys are convolutions."""
     heads = given.get("attention.head_count_kv", list[int], [])
     return {
-        "num_key_value_heads": max(heads, default=0), "block_auto_adjust_ff_dim": False,
+        "num_key_value_heads": max(heads, default=0),
         "layer_types": [FULL if count else CONV for count in heads],
     }
 
@@ -294,7 +294,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=SCALES, pairs=True),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "internlm2": Architecture("LlamaForCausalLM", pairs=True),
-    "lfm2": Architecture("Lfm2ForCausalLM", keys=CONVOLVED, more=_lfm2),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", keys=CONVOLVED, fixed={"block_auto_adjust_ff_dim": False}, more=_lfm2,
+    ),
     "lfm2moe": Architecture(
         "Lfm2MoeForCausalLM", more=_lfm2,
         keys=CONVOLVED | EXPERTS | {"leading_dense_block_count": "num_dense_layers"},
