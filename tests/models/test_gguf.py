@@ -99,7 +99,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone": ("llama", {"architecture": "exaone"}),
     "one tensor": ("llama", {"joined": True}),
     "glm one tensor": ("glm", {"head_dim": 16, "joined": True}),
-    "qwen3_next one tensor": ("qwen3_next", {"joined": True}),
+    "qwen3_next one tensor": (
+        "qwen3_next",
+        {"joined": True, "shared_expert_intermediate_size": 32},
+    ),
     "qwen3_moe one tensor": ("qwen3_moe", {"mlp_only_layers": [], "joined": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
 }  # fmt: skip
