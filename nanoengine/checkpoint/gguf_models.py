@@ -547,8 +547,10 @@ def _config_json(model: GGUFModel) -> dict[str, Any]:
     head_dim = raw["head_dim"] = given.head_dim
     if given.one("attention.value_length", int, head_dim) != head_dim:
         given.refuse("attention.value_length", f"{head_dim}, the size of keys")
-    epsilon, rms = (given.get(f"attention.layer_norm_{n}epsilon", float) for n in ("", "rms_"))
-    raw[family.eps] = epsilon if family.eps == "layer_norm_eps" else rms
+    epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+    found = {name: given.get(name, float) for name in epsilons}
+    name = epsilons[family.eps != "layer_norm_eps"]
+    raw[family.eps] = given.refuse(name, "a number") if found[name] is None else found[name]
     if not given.get("attention.causal", bool, True):
         given.refuse("attention.causal", "True")
     turned = given.get("rope.dimension_count", int, head_dim)

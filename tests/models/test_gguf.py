@@ -253,6 +253,7 @@ def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
         ({"block_count": 0}, r"llama\.block_count=0"),
         ({"block_count": "two"}, "llama.block_count must be an integer, got 'two'"),
         ({"embedding_length": None}, "needs hidden_size"),
+        ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon=None.* a number"),
         ({"general__type": "mmproj"}, "general.type='mmproj'"),
         ({"general__architecture": "mamba"}, r"general\.architecture='mamba'.*qwen3moe"),
     ],
