@@ -217,12 +217,13 @@ def pack(weight: QuantizedWeight, layout: PanelLayout, data: torch.Tensor, start
         each = [of_panels(n.half().repeat_interleave(times, 1), UNITS >> shift) for n in numbers]
         lines = [torch.cat(each, 3)]
     head = torch.cat([line.flatten(2) for line in lines], 2)
+    begin = data.storage_offset() + start  # Why: strides count from the memory's begin
     at_blocks = data.as_strided(
-        head.shape, (step, header + UNITS * form.bits * LINE, 1), start + LINE
+        head.shape, (step, header + UNITS * form.bits * LINE, 1), begin + LINE
     )
     at_blocks.copy_(head)
     of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % PANEL)).view(-1, PANEL).view(torch.uint8)
-    data.as_strided((panels, LINE), (step, 1), start).copy_(of_outputs)
+    data.as_strided((panels, LINE), (step, 1), begin).copy_(of_outputs)
 
 
 def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:
