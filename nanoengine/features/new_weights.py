@@ -73,8 +73,10 @@ def _named(pairs: Pairs) -> dict[str, torch.Tensor]:
 
 
 def _written(tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
-    """A folder with a file a tensor, for processes to read their parts of: no copy of all of them is
-    in memory, and none shares memory with another."""
+    """The folder, with a file a tensor, of which processes read their parts.
+
+    Why not one file: all tensors would be copied for it, since some may share memory.
+    """
     files = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
     for name, file in files.items():
         save_file({name: tensors[name].detach().cpu().contiguous()}, folder / file)
