@@ -187,14 +187,19 @@ class RankedExecutor:
 
         Raises:
             WeightLoadError: they don't fit, and nothing has changed.
-            EngineDeadError: a rank has failed.
+            EngineDeadError: a rank has failed, or not all of them have loaded.
         """
         self._num_launched += 1
         self._ranks.give((self._num_launched, folder))
-        found = self._ranks.answer_of(self._num_launched)
-        if isinstance(found, WeightLoadError):
-            raise found
-        return found
+        # Why all: the folder may go when this returns.
+        found = [self._ranks.answer_of(self._num_launched) for _ in range(self._world_size)]
+        refused = [one for one in found if isinstance(one, WeightLoadError)]
+        if 0 < len(refused) < len(found):
+            raise EngineDeadError(f"not all ranks have loaded new weights: {refused[0]}")
+        if refused:
+            raise refused[0]
+        names: list[str] = found[0]
+        return names
 
     def shutdown(self) -> None:
         """Ends all ranks, which gives their memory back."""
@@ -262,7 +267,7 @@ class RankProcesses:
         self.orders.put(pickled(order))
 
     def answer_of(self, step: int) -> Any:
-        """Waits for what rank 0 answers to the orders of a step. Raises what `answer` does."""
+        """Waits for what a rank answers to the orders of a step. Raises what `answer` does."""
         answer: Answer = self.answer()
         while answer[0] != step:  # one that was interrupted while it waited
             answer = self.answer()

@@ -2,7 +2,7 @@
 
     parent ── (step, plan) ──> runner.launch(plan)
            ── (step, None) ──> runner's result of that step ── (step, result) ──> parent, of rank 0
-           ── (step, Path) ──> new weights from that folder ── (step, names, or why not) ──> parent
+           ── (step, Path) ──> new weights of that folder ── (step, names or why not) ──> parent, of each
 
 All ranks get the same messages in the same order, so they launch and end the same steps. One that
 has missed a message ends, before anything is summed that belongs to different steps.
@@ -203,9 +203,7 @@ def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
         order: Order = parent.next()
         step, plan = order
         if isinstance(plan, Path):
-            found = _new_weights(runner, plan)
-            if answers:
-                parent.send((step, found))
+            parent.send((step, _new_weights(runner, plan)))
             continue
         if plan is not None:
             place.step, place.number = step, 0

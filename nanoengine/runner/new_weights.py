@@ -164,7 +164,7 @@ def _parts(source: Source, slots: Mapping[str, WeightSlot]) -> Iterator[tuple[st
     """Of each tensor what this rank takes."""
     if not isinstance(source, Path):
         for name, slot in slots.items():
-            yield name, source[name].detach()[slot.part]
+            yield name, source[name].detach()
         return
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
     for name, one in stored_tensors(source).items():
