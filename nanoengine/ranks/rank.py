@@ -2,7 +2,7 @@
 
     parent ── (step, plan) ──> runner.launch(plan)
            ── (step, None) ──> runner's result of that step ── (step, result) ──> parent, of rank 0
-           ── (step, Path) ──> new weights of that folder ── (step, names or why not) ──> parent, of each
+           ── (step, Path) ──> new weights there ── (step, names, or why not) ──> parent, of all
 
 All ranks get the same messages in the same order, so they launch and end the same steps. One that
 has missed a message ends, before anything is summed that belongs to different steps.

@@ -163,7 +163,7 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
 def _parts(source: Source, slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, torch.Tensor]]:
     """Of each tensor what this rank takes."""
     if not isinstance(source, Path):
-        for name, slot in slots.items():
+        for name in slots:  # Why whole: several ranks are given a folder.
             yield name, source[name].detach()
         return
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
