@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +27,7 @@ from tests.support.model_helpers import cpu_kernels
 from tests.support.quantized_checkpoints import gptq, write_quantized
 from tests.support.thread_ranks import thread_ranks_fixture as thread_ranks_fixture
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = random_prompts(3, [5, 40, 21])
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -333,3 +336,16 @@ def test_digits_that_are_lost_are_told(pair):
             llm.load_weights(tensors)
         with pytest.warns(UserWarning, match="rounded to torch.bfloat16"):
             llm.load_weights({name: tensor.float() for name, tensor in tensors.items()})
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def test_the_policy_of_the_example_learns(monkeypatch):
+    """In a few short rounds; it is the sampler's own rewards that grow."""
+    example = runpy.run_path(str(ROOT / "examples" / "policy_gradient.py"))
+    main = example["main"]
+    short = replace(example["PARAMS"], n=48, max_tokens=10)
+    monkeypatch.setitem(main.__globals__, "PARAMS", short)
+    means = main(7)
+    assert sum(means[-2:]) > 1.15 * sum(means[:2])
